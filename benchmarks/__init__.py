@@ -1,0 +1,1 @@
+"""Benchmarks that `sluice bench` runs; each prints ratios measured side by side."""

@@ -1,0 +1,1 @@
+"""The run: draws tasks, runs episodes, scores them and feeds the trainer."""

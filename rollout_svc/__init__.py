@@ -1,0 +1,1 @@
+"""Inference: samples from the policy over gRPC and the OpenAI dialect."""

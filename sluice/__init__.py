@@ -1,0 +1,1 @@
+"""What every Sluice service shares, and the SDK that users import."""

@@ -1,0 +1,1 @@
+"""Generated stubs of the Sluice contracts; `make proto` writes them."""

@@ -1,0 +1,1 @@
+"""The path of the weights from the trainer to the engines."""
