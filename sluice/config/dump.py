@@ -1,0 +1,61 @@
+"""Settings back to TOML, without their secrets unless asked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, SecretStr
+
+from sluice.config.schema import accepts_none
+
+__all__ = ["REDACTED", "dump_toml"]
+
+REDACTED = "**********"
+
+_SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|secret([_-]key)?|password|passwd|token|credentials?)$", re.IGNORECASE)
+_URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)@")
+
+
+def dump_toml(config: BaseModel, redacted: bool = True) -> str:
+    """The settings as TOML that loads back to the same settings.
+
+    Args:
+        config: A run's or a section's settings.
+        redacted: Replace secrets: `SecretStr` fields, texts under names such as ``api_key`` or ``hf_token``, and
+            passwords inside URLs. Unredacted text is only for a file that the owner alone can read.
+    """
+    return tomli_w.dumps(_table(config, redacted))
+
+
+def _table(model: BaseModel, redacted: bool) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        if value is None:
+            # TOML has no null: say it where leaving the key out would bring a default back.
+            if accepts_none(field.annotation) and field.get_default(call_default_factory=True) is not None:
+                table[name] = "none"
+            continue
+        table[name] = _plain(name, value, redacted)
+    # tomli_w writes tables where they stand; a value after one would land inside it.
+    return dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict)))
+
+
+def _plain(name: str, value: Any, redacted: bool) -> Any:
+    if isinstance(value, BaseModel):
+        return _table(value, redacted)
+    if isinstance(value, SecretStr):
+        return REDACTED if redacted else value.get_secret_value()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(str(key), inner, redacted) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(name, inner, redacted) for inner in value if inner is not None]
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) and redacted:
+        return REDACTED if _SECRET_NAME.search(name) else _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+    return getattr(value, "value", value)

@@ -1,0 +1,134 @@
+"""The layers below the flags: files and environment variables, each a table with a label for messages."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from sluice.config.errors import ConfigError
+from sluice.config.merge import deep_merge
+from sluice.config.schema import accepts_none, nested_models, parse_text, resolve, suggestion, unknown_keys
+
+__all__ = ["SECTION_ALIASES", "Layer", "canonical", "environment_layer", "file_layer", "nest"]
+
+SECTION_ALIASES = {"inference": "rollout"}
+"""Other names of a table, as the first component of a key in every layer."""
+
+PREFIX = "SLUICE_"
+
+NOT_SETTINGS = ("SLUICE_INTERNAL_", "SLUICE_TEST_")
+"""Variables that processes hand to their own children, and knobs of the test-suite: never settings."""
+
+_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
+"""Kubernetes describes every Service in each pod's environment; a Service named sluice-* must not stop the pod."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One source of settings.
+
+    Attributes:
+        label: Where it came from, for messages.
+        data: Canonical keys, nested.
+    """
+
+    label: str
+    data: dict[str, Any]
+
+    def contains(self, path: Iterable[Any]) -> bool:
+        """Whether this layer sets the value at the path."""
+        value: Any = self.data
+        for key in path:
+            if isinstance(value, list) and isinstance(key, int) and key < len(value):
+                value = value[key]
+            elif isinstance(value, Mapping) and key in value:
+                value = value[key]
+            else:
+                return False
+        return True
+
+
+def canonical(key: str) -> str:
+    """Kebab-case is snake_case."""
+    return key.replace("-", "_")
+
+
+def nest(path: Iterable[str], value: Any) -> dict[str, Any]:
+    """A table with one value at a path."""
+    *outer, last = path
+    table: dict[str, Any] = {last: value}
+    for key in reversed(outer):
+        table = {key: table}
+    return table
+
+
+def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer:
+    """Read a TOML file, as a whole run's or as one section's flat table.
+
+    Raises:
+        ConfigError: if it cannot be read, is not TOML or has an unknown key.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    if section is not None:
+        data = {section: data}
+    data = _canonical_table(model, data)
+    for unknown in unknown_keys(model, data):
+        raise ConfigError(f"{path}: unknown key {'.'.join(unknown)!r}{_suggest(model, unknown)}")
+    return Layer(str(path), data)
+
+
+def _suggest(model: type[BaseModel], unknown: tuple[str, ...]) -> str:
+    """A suggestion, unless the key lies inside a list of tables, which has no dotted path."""
+    return "" if any(part.isdecimal() for part in unknown[:-1]) else suggestion(model, unknown)
+
+
+def _canonical_table(annotation: Any, value: Any) -> Any:
+    """Canonical keys in tables whose keys are ours; the keys of free-form tables are left as they are."""
+    models = nested_models(annotation)
+    if value == "none" and accepts_none(annotation):
+        return None
+    if not isinstance(value, Mapping) or not models:
+        return value
+    table: dict[str, Any] = {}
+    for written, inner in value.items():
+        key = canonical(written)
+        if annotation is models[0]:
+            key = SECTION_ALIASES.get(key, key) if key not in models[0].model_fields else key
+        field = next((each.model_fields[key] for each in models if key in each.model_fields), None)
+        completed = inner if field is None else _canonical_table(field.annotation, inner)
+        table = deep_merge(table, {key: completed})
+    return table
+
+
+def environment_layer(model: type[BaseModel], environment: Mapping[str, str]) -> Layer:
+    """Read ``SLUICE_A__B=value`` as key ``a.b``; empty variables count as unset, as compose files write them.
+
+    Raises:
+        ConfigError: if a variable names no setting.
+    """
+    data: dict[str, Any] = {}
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(PREFIX) or not text or _is_foreign(variable):
+            continue
+        first, *rest = variable.removeprefix(PREFIX).lower().split("__")
+        path = (SECTION_ALIASES.get(first, first), *rest)
+        try:
+            data = deep_merge(data, nest(path, parse_text(resolve(model, path), text)))
+        except ConfigError as error:
+            raise ConfigError(f"environment variable {variable}: {error}") from error
+    return Layer("environment", data)
+
+
+def _is_foreign(variable: str) -> bool:
+    return variable.startswith(NOT_SETTINGS) or ("__" not in variable and _KUBERNETES.search(variable) is not None)

@@ -1,0 +1,128 @@
+"""Every setting with its type, default and description, as text for ``--help`` and as Markdown for the docs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from sluice.config.schema import nested_models
+
+__all__ = ["help_text", "markdown_reference"]
+
+
+@dataclass(frozen=True)
+class _Setting:
+    path: str
+    type: str
+    default: str
+    description: str
+
+
+def help_text(model: type[BaseModel], service: str | None) -> str:
+    """All settings of a run, or the common ones and those of one service, grouped by table."""
+    who = service or "run"
+    lines = [
+        f"Settings of `sluice {'rl' if service is None else service}`: flags > `@ file.toml` (several, later wins)"
+        " > SLUICE_A__B > defaults.",
+        "  @ FILE                 read a TOML file; `--section @ FILE` reads a flat file into one table",
+        "  --dry-run              print the resolved settings, secrets redacted, and stop",
+        "  --help                 print this",
+    ]
+    for title, description, settings in _tables(model, None if service is None else service):
+        lines += ["", f"[{title}]  {description}" if title else f"{who}: common settings"]
+        for setting in settings:
+            lines.append(f"  --{setting.path} {setting.type}  (default: {setting.default})")
+            lines.append(f"      {setting.description}")
+    return "\n".join(lines) + "\n"
+
+
+def markdown_reference(model: type[BaseModel]) -> str:
+    """The page docs/configuration.md, below its introduction."""
+    parts = []
+    for title, description, settings in _tables(model, None):
+        parts.append(f"## {f'`[{title}]`' if title else 'Common keys'}\n\n{description}\n")
+        parts.append("| key | type | default | meaning |\n|---|---|---|---|")
+        parts.extend(
+            f"| `{setting.path}` | `{_cell(setting.type)}` | `{_cell(setting.default)}` | {_cell(setting.description)} |"
+            for setting in settings
+        )
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _tables(model: type[BaseModel], service: str | None) -> Iterator[tuple[str, str, list[_Setting]]]:
+    """Title, description and plain settings of each table, outer tables first."""
+    from sluice.config.sections import CommonConfig  # noqa: PLC0415 - sections is the lower module of the two
+
+    common = set(CommonConfig.model_fields)
+    default = model.model_construct()
+    for path, table, value, description in _walk(model, default, (), "The same for every service."):
+        if service is not None and path and path[0] not in common | {service}:
+            continue
+        settings = [
+            _Setting(
+                ".".join((*path, name)),
+                type_name(field.annotation),
+                _default(field, value, name),
+                field.description or "",
+            )
+            for name, field in table.model_fields.items()
+            if len(nested_models(field.annotation)) != 1
+        ]
+        if settings:
+            yield ".".join(path), description, settings
+
+
+def _walk(
+    table: type[BaseModel], value: Any, path: tuple[str, ...], description: str
+) -> Iterator[tuple[tuple[str, ...], type[BaseModel], Any, str]]:
+    yield path, table, value, description
+    for name, field in table.model_fields.items():
+        models = nested_models(field.annotation)
+        if len(models) == 1:
+            inner = getattr(value, name, None)
+            yield from _walk(models[0], inner, (*path, name), field.description or "")
+
+
+def _default(field: FieldInfo, table: Any, name: str) -> str:
+    """The default as a file would write it; a table's own default instance goes before the class's."""
+    missing = object()
+    value = getattr(table, name, missing) if table is not None else missing
+    if value is missing:
+        if field.is_required():
+            return "required"
+        value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | Path):
+        return f'"{value}"'
+    return str(getattr(value, "value", value))
+
+
+def type_name(annotation: Any) -> str:
+    """A short name of a field's type: ``int``, ``float | none``, ``list[str]``, ``"a" | "b"``."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return type_name(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(type_name(part) for part in get_args(annotation))
+    if origin is Literal:
+        return " | ".join(f'"{part}"' if isinstance(part, str) else str(part) for part in get_args(annotation))
+    if origin is not None:
+        arguments = ", ".join("..." if part is Ellipsis else type_name(part) for part in get_args(annotation))
+        return f"{getattr(origin, '__name__', str(origin)).lower()}[{arguments}]"
+    if annotation is type(None):
+        return "none"
+    return {Path: "path", Any: "any"}.get(annotation, getattr(annotation, "__name__", str(annotation)))

@@ -1,0 +1,168 @@
+"""Questions about a table's class: what lies at a path, which keys are unknown, what a text means there."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from sluice.config.errors import ConfigError
+
+__all__ = [
+    "accepts_none",
+    "is_flag",
+    "leaf_paths",
+    "nested_models",
+    "parse_text",
+    "resolve",
+    "suggestion",
+    "unknown_keys",
+]
+
+_UNIONS = (Union, types.UnionType)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, `Annotated` taken off."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in _UNIONS:
+        return tuple(part for member in get_args(annotation) for part in _alternatives(member))
+    return (annotation,)
+
+
+def nested_models(annotation: Any) -> tuple[type[BaseModel], ...]:
+    """The tables that a field of this type may hold; empty for a plain value."""
+    return tuple(part for part in _alternatives(annotation) if isinstance(part, type) and issubclass(part, BaseModel))
+
+
+def accepts_none(annotation: Any) -> bool:
+    """Whether the field may be unset: ``none`` in a file or a flag then means that."""
+    return type(None) in _alternatives(annotation)
+
+
+def is_flag(annotation: Any) -> bool:
+    """Whether ``--key`` without a value means true."""
+    return bool in _alternatives(annotation)
+
+
+def _containers(annotation: Any) -> tuple[Any, ...]:
+    return tuple(get_origin(part) or part for part in _alternatives(annotation))
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return any(
+        part is Any or (isinstance(part, type) and issubclass(part, Mapping)) for part in _containers(annotation)
+    )
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return any(part in (list, tuple, set, frozenset) or part is Sequence for part in _containers(annotation))
+
+
+def _item(annotation: Any) -> Any:
+    """The type of a list's items or a mapping's values, `Any` where there is none."""
+    for part in _alternatives(annotation):
+        arguments = get_args(part)
+        if arguments:
+            return arguments[-1] if issubclass(get_origin(part) or object, Mapping) else arguments[0]
+    return Any
+
+
+def resolve(model: type[BaseModel], path: Sequence[str]) -> Any:
+    """The type of the field at a dotted path.
+
+    Raises:
+        ConfigError: if there is no such field; the message suggests the nearest one.
+    """
+    annotation: Any = model
+    for depth, key in enumerate(path):
+        models = nested_models(annotation)
+        if models:
+            field = next((each.model_fields[key] for each in models if key in each.model_fields), None)
+            if field is None:
+                raise ConfigError(f"unknown key {'.'.join(path)!r}{suggestion(model, path[: depth + 1])}")
+            annotation = field.annotation
+        elif _is_mapping(annotation):
+            annotation = _item(annotation)
+        else:
+            raise ConfigError(f"unknown key {'.'.join(path)!r}: {'.'.join(path[:depth])!r} is a value, not a table")
+    return annotation
+
+
+def unknown_keys(model: type[BaseModel], data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Paths of keys that the table's class does not have, through nested tables and lists of tables."""
+    return _unknown(model, data, ())
+
+
+def _unknown(annotation: Any, value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    models = nested_models(annotation)
+    if isinstance(value, Mapping) and models:
+        for key, inner in value.items():
+            owners = [each.model_fields[key] for each in models if key in each.model_fields]
+            if not owners:
+                yield (*path, key)
+            elif len(owners) == 1:
+                yield from _unknown(owners[0].annotation, inner, (*path, key))
+    elif isinstance(value, list) and _is_sequence(annotation):
+        for index, inner in enumerate(value):
+            yield from _unknown(_item(annotation), inner, (*path, str(index)))
+
+
+def leaf_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    """Every field that holds a value rather than a table, with its path, in order of declaration."""
+    for name, field in model.model_fields.items():
+        models = nested_models(field.annotation)
+        if len(models) == 1:
+            yield from leaf_paths(models[0], (*prefix, name))
+        else:
+            yield (*prefix, name), field
+
+
+def suggestion(model: type[BaseModel], path: Sequence[str]) -> str:
+    """The end of a message about an unknown key: the nearest valid one, by name beside it, else anywhere by path."""
+    table: Any = resolve(model, path[:-1])
+    siblings = sorted({name for each in nested_models(table) for name in each.model_fields})
+    near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {'.'.join((*path[:-1], near[0]))!r}?"
+    everywhere = [".".join(leaf) for leaf, _ in leaf_paths(model)]
+    same_name = [full for full in everywhere if full.rpartition(".")[2] == path[-1]]
+    near = same_name[:1] or difflib.get_close_matches(".".join(path), everywhere, n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
+
+
+def parse_text(annotation: Any, text: str) -> Any:
+    """What a flag's or a variable's text means for a field: lists by commas or JSON, tables as JSON, the rest as text.
+
+    Raises:
+        ConfigError: if a text that must be JSON is not.
+    """
+    if accepts_none(annotation) and text.lower() == "none":
+        return None
+    if text.startswith("[") and _is_sequence(annotation):
+        return _json(text)
+    if _is_sequence(annotation):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    if annotation is Any:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+    if text.startswith("{") and (_is_mapping(annotation) or nested_models(annotation)):
+        return _json(text)
+    return text
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{text!r} is not JSON: {error}") from error

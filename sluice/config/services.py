@@ -1,0 +1,82 @@
+"""What a service is, and how the services that are installed are found without importing them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from sluice.config.errors import ConfigError
+from sluice.config.sections import CommonConfig, Section
+
+__all__ = ["SERVICE_GROUP", "Service", "load_service", "service_configs", "service_names"]
+
+SERVICE_GROUP = "sluice.services"
+"""Entry points of this group name one `Service` each; the entry point's name is the name of its table."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One program of the system.
+
+    Attributes:
+        name: Name of the command, of the table in the file and of the entry point.
+        config_class: The table's class.
+        serve: Builds everything, serves until SIGTERM or SIGINT, drains and returns.
+    """
+
+    name: str
+    config_class: type[Section]
+    serve: Callable[[CommonConfig, Any], Awaitable[None]]
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in sorted(entry_points(group=SERVICE_GROUP), key=lambda point: point.name)}
+
+
+def service_names() -> list[str]:
+    """Names of the installed services, sorted; imports none of them."""
+    return list(_entry_points())
+
+
+def service_configs() -> dict[str, type[Section] | None]:
+    """The config class per service name, from the light module ``<package>.config``; None where the package is absent.
+
+    Raises:
+        ConfigError: if a package does not follow the convention.
+    """
+    return {name: _config_class(point) for name, point in _entry_points().items()}
+
+
+def load_service(name: str) -> Service:
+    """Import the service itself, with all that it needs.
+
+    Raises:
+        ConfigError: if no such service is installed or its entry point is something else.
+    """
+    points = _entry_points()
+    if name not in points:
+        raise ConfigError(f"no service {name!r} is installed; there are: {', '.join(points) or 'none'}")
+    service = points[name].load()
+    if not isinstance(service, Service):
+        raise ConfigError(f"entry point {points[name].value} of service {name} is not a sluice.config.Service")
+    return service
+
+
+def _config_class(point: EntryPoint) -> type[Section] | None:
+    package = point.module.rpartition(".")[0] or point.module
+    module_name = f"{package}.config"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name in {package, module_name}:
+            return None
+        raise
+    config_class = getattr(module, "CONFIG", None)
+    if not (isinstance(config_class, type) and issubclass(config_class, Section)):
+        raise ConfigError(
+            f"{module_name} has no CONFIG: a service's config module exposes CONFIG = <its Section class>"
+        )
+    return config_class
