@@ -1,0 +1,51 @@
+"""What passes between the receiver, which stages versions, and the engine, which applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice.versions import Version
+
+__all__ = ["ApplyReport", "StagedVersion", "TensorSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Data type (as safetensors names it, such as ``F32``) and shape of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedVersion:
+    """A whole, verified version in one safetensors file, ready to be applied.
+
+    Attributes:
+        version: Which weights they are.
+        path: Safetensors file under Hugging Face names, in shared memory. Not changed or removed before its successor serves.
+        tensors: Every tensor of the file by name.
+        digest: xxh3-128 of the version as its manifest gives it.
+    """
+
+    version: Version
+    path: Path
+    tensors: Mapping[str, TensorSpec]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyReport:
+    """What applying a version cost.
+
+    Attributes:
+        version: The version that serves now.
+        pause_s: Time during which no token was sampled, in seconds.
+        apply_s: Time of the copy alone, in seconds.
+    """
+
+    version: Version
+    pause_s: float
+    apply_s: float
