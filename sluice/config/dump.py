@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, SecretStr
 
+from sluice.config.merge import Value
 from sluice.config.schema import accepts_none
 
 __all__ = ["REDACTED", "dump_toml"]
@@ -45,17 +46,20 @@ def _table(model: BaseModel, redacted: bool) -> dict[str, Any]:
     return dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict)))
 
 
-def _plain(name: str, value: Any, redacted: bool) -> Any:
-    if isinstance(value, BaseModel):
-        return _table(value, redacted)
-    if isinstance(value, SecretStr):
-        return REDACTED if redacted else value.get_secret_value()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(str(key), inner, redacted) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(name, inner, redacted) for inner in value if inner is not None]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, str) and redacted:
-        return REDACTED if _SECRET_NAME.search(name) else _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
-    return getattr(value, "value", value)
+def _plain(name: str, value: Value, redacted: bool) -> Value:
+    match value:
+        case BaseModel():
+            plain: Value = _table(value, redacted)
+        case SecretStr():
+            plain = REDACTED if redacted else value.get_secret_value()
+        case Mapping():
+            plain = {str(key): _plain(str(key), inner, redacted) for key, inner in value.items() if inner is not None}
+        case list() | tuple() | set() | frozenset():
+            plain = [_plain(name, inner, redacted) for inner in value if inner is not None]
+        case Path():
+            plain = str(value)
+        case str() if redacted:
+            plain = REDACTED if _SECRET_NAME.search(name) else _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+        case _:
+            plain = getattr(value, "value", value)
+    return plain

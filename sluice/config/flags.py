@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from sluice.config.errors import ConfigError
 from sluice.config.layers import SECTION_ALIASES, Layer, canonical, file_layer, nest
 from sluice.config.merge import deep_merge
-from sluice.config.schema import is_flag, nested_models, parse_text, resolve
+from sluice.config.schema import FieldType, is_flag, nested_models, parse_text, resolve
 
 __all__ = ["CommandLine", "parse_command_line"]
 
@@ -98,7 +98,7 @@ def _path(model: type[BaseModel], name: str, service: str | None) -> tuple[str, 
     return (first, *rest)
 
 
-def _value(name: str, annotation: Any, words: list[str]) -> str:
+def _value(name: str, annotation: FieldType, words: list[str]) -> str:
     """The word after a flag; ``true`` where a boolean flag stands alone."""
     follows = bool(words) and not words[0].startswith(("--", "@"))
     if is_flag(annotation) and not (follows and words[0].lower() in _BOOLEANS):

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from sluice.config.errors import ConfigError
-from sluice.config.merge import deep_merge
-from sluice.config.schema import accepts_none, nested_models, parse_text, resolve, suggestion, unknown_keys
+from sluice.config.merge import Value, deep_merge
+from sluice.config.schema import FieldType, accepts_none, nested_models, parse_text, resolve, suggestion, unknown_keys
 
 __all__ = ["SECTION_ALIASES", "Layer", "canonical", "environment_layer", "file_layer", "nest"]
 
@@ -43,13 +43,11 @@ class Layer:
 
     def contains(self, path: Iterable[Any]) -> bool:
         """Whether this layer sets the value at the path."""
-        value: Any = self.data
+        value: Value = self.data
         for key in path:
-            if isinstance(value, list) and isinstance(key, int) and key < len(value):
+            try:
                 value = value[key]
-            elif isinstance(value, Mapping) and key in value:
-                value = value[key]
-            else:
+            except (KeyError, IndexError, TypeError):
                 return False
         return True
 
@@ -59,7 +57,7 @@ def canonical(key: str) -> str:
     return key.replace("-", "_")
 
 
-def nest(path: Iterable[str], value: Any) -> dict[str, Any]:
+def nest(path: Iterable[str], value: Value) -> dict[str, Any]:
     """A table with one value at a path."""
     *outer, last = path
     table: dict[str, Any] = {last: value}
@@ -93,7 +91,7 @@ def _suggest(model: type[BaseModel], unknown: tuple[str, ...]) -> str:
     return "" if any(part.isdecimal() for part in unknown[:-1]) else suggestion(model, unknown)
 
 
-def _canonical_table(annotation: Any, value: Any) -> Any:
+def _canonical_table(annotation: FieldType, value: Value) -> Value:
     """Canonical keys in tables whose keys are ours; the keys of free-form tables are left as they are."""
     models = nested_models(annotation)
     if value == "none" and accepts_none(annotation):

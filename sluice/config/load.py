@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError
 from sluice.config.flags import parse_command_line
 from sluice.config.layers import Layer, environment_layer
+from sluice.config.merge import Value
 from sluice.config.reference import help_text
 from sluice.config.sections import CommonConfig, Section
 from sluice.config.services import service_configs
@@ -29,7 +31,7 @@ class RunConfig(BaseSettings, CommonConfig):
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> Value:
             """One attribute per service, found at run time."""
 
     def section(self, service: str) -> Section:
@@ -108,7 +110,7 @@ def _validate(model: type[RunConfig], layers: list[Layer]) -> RunConfig:
     class _Resolved(model):  # type: ignore[misc, valid-type]
         @classmethod
         def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: Any, **__: Any
+            cls, settings_cls: type[BaseSettings], *_: object, **__: object
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return tuple(_LayerSource(settings_cls, layer) for layer in layers)
 
@@ -119,7 +121,7 @@ def _validate(model: type[RunConfig], layers: list[Layer]) -> RunConfig:
     return config
 
 
-def _describe(problem: Any, layers: list[Layer]) -> str:
+def _describe(problem: ErrorDetails, layers: list[Layer]) -> str:
     location = problem["loc"]
     name = ".".join(str(part) for part in location) or "settings"
     source = next((layer.label for layer in layers if location and layer.contains(location)), "defaults")

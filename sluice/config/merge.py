@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-__all__ = ["deep_merge"]
+__all__ = ["Value", "deep_merge"]
+
+Value: TypeAlias = Any
+"""What a TOML document, a flag or a field may hold: known only to the field that validates it."""
 
 
 def deep_merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:

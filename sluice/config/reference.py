@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from sluice.config.schema import nested_models
+from sluice.config.schema import FieldType, nested_models
 
 __all__ = ["help_text", "markdown_reference"]
 
@@ -26,16 +26,15 @@ class _Setting:
 
 def help_text(model: type[BaseModel], service: str | None) -> str:
     """All settings of a run, or the common ones and those of one service, grouped by table."""
-    who = service or "run"
+    order = "flags > `@ file.toml` (several, later wins) > SLUICE_A__B > defaults"
     lines = [
-        f"Settings of `sluice {'rl' if service is None else service}`: flags > `@ file.toml` (several, later wins)"
-        " > SLUICE_A__B > defaults.",
+        f"Settings of `sluice {service or 'rl'}`: {order}.",
         "  @ FILE                 read a TOML file; `--section @ FILE` reads a flat file into one table",
         "  --dry-run              print the resolved settings, secrets redacted, and stop",
         "  --help                 print this",
     ]
-    for title, description, settings in _tables(model, None if service is None else service):
-        lines += ["", f"[{title}]  {description}" if title else f"{who}: common settings"]
+    for title, description, settings in _tables(model, service):
+        lines += ["", f"[{title}]  {description}" if title else "common settings"]
         for setting in settings:
             lines.append(f"  --{setting.path} {setting.type}  (default: {setting.default})")
             lines.append(f"      {setting.description}")
@@ -84,7 +83,7 @@ def _tables(model: type[BaseModel], service: str | None) -> Iterator[tuple[str, 
 
 
 def _walk(
-    table: type[BaseModel], value: Any, path: tuple[str, ...], description: str
+    table: type[BaseModel], value: object, path: tuple[str, ...], description: str
 ) -> Iterator[tuple[tuple[str, ...], type[BaseModel], Any, str]]:
     yield path, table, value, description
     for name, field in table.model_fields.items():
@@ -94,7 +93,7 @@ def _walk(
             yield from _walk(models[0], inner, (*path, name), field.description or "")
 
 
-def _default(field: FieldInfo, table: Any, name: str) -> str:
+def _default(field: FieldInfo, table: object, name: str) -> str:
     """The default as a file would write it; a table's own default instance goes before the class's."""
     missing = object()
     value = getattr(table, name, missing) if table is not None else missing
@@ -111,9 +110,9 @@ def _default(field: FieldInfo, table: Any, name: str) -> str:
     return str(getattr(value, "value", value))
 
 
-def type_name(annotation: Any) -> str:
+def type_name(annotation: FieldType) -> str:
     """A short name of a field's type: ``int``, ``float | none``, ``list[str]``, ``"a" | "b"``."""
-    origin = get_origin(annotation)
+    origin: object = get_origin(annotation)
     if origin is Annotated:
         return type_name(get_args(annotation)[0])
     if origin in (Union, types.UnionType):

@@ -6,14 +6,16 @@ import difflib
 import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from sluice.config.errors import ConfigError
+from sluice.config.merge import Value
 
 __all__ = [
+    "FieldType",
     "accepts_none",
     "is_flag",
     "leaf_paths",
@@ -24,48 +26,52 @@ __all__ = [
     "unknown_keys",
 ]
 
+FieldType: TypeAlias = Any
+"""A field's annotation: a class, a union, a generic alias or `Any`."""
+
 _UNIONS = (Union, types.UnionType)
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
+def _alternatives(annotation: FieldType) -> tuple[Any, ...]:
     """The members of a union, `Annotated` taken off."""
-    if get_origin(annotation) is Annotated:
+    origin: object = get_origin(annotation)
+    if origin is Annotated:
         return _alternatives(get_args(annotation)[0])
-    if get_origin(annotation) in _UNIONS:
+    if origin in _UNIONS:
         return tuple(part for member in get_args(annotation) for part in _alternatives(member))
     return (annotation,)
 
 
-def nested_models(annotation: Any) -> tuple[type[BaseModel], ...]:
+def nested_models(annotation: FieldType) -> tuple[type[BaseModel], ...]:
     """The tables that a field of this type may hold; empty for a plain value."""
     return tuple(part for part in _alternatives(annotation) if isinstance(part, type) and issubclass(part, BaseModel))
 
 
-def accepts_none(annotation: Any) -> bool:
+def accepts_none(annotation: FieldType) -> bool:
     """Whether the field may be unset: ``none`` in a file or a flag then means that."""
     return type(None) in _alternatives(annotation)
 
 
-def is_flag(annotation: Any) -> bool:
+def is_flag(annotation: FieldType) -> bool:
     """Whether ``--key`` without a value means true."""
     return bool in _alternatives(annotation)
 
 
-def _containers(annotation: Any) -> tuple[Any, ...]:
+def _containers(annotation: FieldType) -> tuple[Any, ...]:
     return tuple(get_origin(part) or part for part in _alternatives(annotation))
 
 
-def _is_mapping(annotation: Any) -> bool:
+def _is_mapping(annotation: FieldType) -> bool:
     return any(
         part is Any or (isinstance(part, type) and issubclass(part, Mapping)) for part in _containers(annotation)
     )
 
 
-def _is_sequence(annotation: Any) -> bool:
+def _is_sequence(annotation: FieldType) -> bool:
     return any(part in (list, tuple, set, frozenset) or part is Sequence for part in _containers(annotation))
 
 
-def _item(annotation: Any) -> Any:
+def _item(annotation: FieldType) -> FieldType:
     """The type of a list's items or a mapping's values, `Any` where there is none."""
     for part in _alternatives(annotation):
         arguments = get_args(part)
@@ -74,7 +80,7 @@ def _item(annotation: Any) -> Any:
     return Any
 
 
-def resolve(model: type[BaseModel], path: Sequence[str]) -> Any:
+def resolve(model: type[BaseModel], path: Sequence[str]) -> FieldType:
     """The type of the field at a dotted path.
 
     Raises:
@@ -100,7 +106,7 @@ def unknown_keys(model: type[BaseModel], data: Mapping[str, Any]) -> Iterator[tu
     return _unknown(model, data, ())
 
 
-def _unknown(annotation: Any, value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def _unknown(annotation: FieldType, value: Value, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     models = nested_models(annotation)
     if isinstance(value, Mapping) and models:
         for key, inner in value.items():
@@ -139,7 +145,7 @@ def suggestion(model: type[BaseModel], path: Sequence[str]) -> str:
     return f"; valid keys here: {', '.join(siblings)}" if siblings else ""
 
 
-def parse_text(annotation: Any, text: str) -> Any:
+def parse_text(annotation: FieldType, text: str) -> Value:
     """What a flag's or a variable's text means for a field: lists by commas or JSON, tables as JSON, the rest as text.
 
     Raises:
@@ -147,10 +153,8 @@ def parse_text(annotation: Any, text: str) -> Any:
     """
     if accepts_none(annotation) and text.lower() == "none":
         return None
-    if text.startswith("[") and _is_sequence(annotation):
-        return _json(text)
     if _is_sequence(annotation):
-        return [part.strip() for part in text.split(",") if part.strip()]
+        return _json(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
     if annotation is Any:
         try:
             return json.loads(text)
@@ -161,7 +165,7 @@ def parse_text(annotation: Any, text: str) -> Any:
     return text
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> Value:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

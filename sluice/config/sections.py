@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sluice.config.merge import deep_merge
+from sluice.config.merge import Value, deep_merge
 
 __all__ = ["CommonConfig", "PeersConfig", "Section", "SecurityConfig", "ServerConfig"]
 
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete_partial_tables(cls, data: Any) -> Any:
+    def _complete_partial_tables(cls, data: Value) -> Value:
         """Lay a partial table over the field's own default: ``[server] host = ...`` must not reset the port."""
         if not isinstance(data, Mapping):
             return data
