@@ -1,0 +1,74 @@
+# `make quickstart` and `make test` do all the set-up that they need.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+# Compute processes share few cores: spinning OpenMP threads slow each other down by an order of magnitude.
+export OMP_WAIT_POLICY ?= passive
+export GOMP_SPINCOUNT ?= 0
+
+# pip is quiet about what it fetched unless it fails; the +cpu wheel of torch comes from PyTorch's own index where no other has it.
+define pip_install_locked
+	$(BIN)/pip install --quiet --no-deps -r $(1) || \
+	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
+endef
+
+.PHONY: help install install-dev quickstart test test-fast lint format proto proto-check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+$(VENV)/.installed: requirements/cpu.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15) and "Sluice needs Python 3.11 to 3.14; set PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call pip_install_locked,requirements/cpu.lock)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.lock
+	$(call pip_install_locked,requirements/dev.lock)
+	touch $@
+
+install: $(VENV)/.installed ## create .venv with everything that runs Sluice on a CPU
+
+install-dev: $(VENV)/.installed-dev ## ... and what tests and linters need
+
+quickstart: install ## train a small model by RL from nothing, with vLLM, in minutes (SEED=1, LR=0)
+	$(BIN)/sluice quickstart --seed $(SEED) $(if $(LR),--lr $(LR))
+
+test: install-dev ## run every test
+	$(BIN)/pytest
+
+test-fast: install-dev ## run the tests that take seconds
+	$(BIN)/pytest -m "not slow and not docker and not gpu"
+
+lint: install-dev ## formatters, linters, types and contracts, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/buf lint proto
+	$(BIN)/buf breaking proto --against proto/baseline.binpb
+
+format: install-dev ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# protoc-gen-mypy is found on the path.
+PROTOC = PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(sort $(wildcard proto/sluice/v1/*.proto))
+
+proto: install-dev ## write the stubs in sluice/v1 from proto/
+	$(call PROTOC,.)
+
+proto-check: install-dev ## prove that the stubs are fresh
+	@fresh=$$(mktemp -d) && trap 'rm -rf "$$fresh"' EXIT && $(call PROTOC,"$$fresh") && \
+	diff -r --exclude=__pycache__ --exclude=__init__.py "$$fresh/sluice/v1" sluice/v1 && echo "stubs are fresh" || \
+	{ echo "sluice/v1 differs from proto/: run 'make proto' and commit the result" >&2; exit 1; }
+
+clean: ## remove the environment and caches; outputs stay
+	rm -rf $(VENV) build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache
