@@ -1,0 +1,185 @@
+"""Channels on which no call waits for ever, every call has a name, and only harmless calls are repeated.
+
+The work is done where a call begins, by wrapping the channel's callables: gRPC's own client interceptors would put another
+generator around every message of a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+
+from sluice.config import SecurityConfig
+from sluice.rpc.binding import UNIX, read_pem
+from sluice.rpc.calls import REQUEST_ID_KEY
+from sluice.rpc.idempotency import IDEMPOTENT_METHODS
+from sluice.rpc.limits import MAX_MESSAGE_BYTES, TRANSPORT_OPTIONS
+from sluice.rpc.tokens import Role, client_token
+
+__all__ = ["connect"]
+
+_DAY_S = 24 * 3600.0
+
+Anything: TypeAlias = Any
+"""What gRPC's callables take and give: any message, any call."""
+
+_RETRY_POLICY = {
+    "maxAttempts": 5,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2.5,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+
+
+def service_config() -> str:
+    """GRPC service config: round robin over all addresses, retries for idempotent methods only."""
+    names = [
+        {"service": service, "method": name} for service, methods in IDEMPOTENT_METHODS.items() for name in methods
+    ]
+    return json.dumps(
+        {
+            "loadBalancingConfig": [{"round_robin": {}}],
+            "methodConfig": [{"name": names, "retryPolicy": _RETRY_POLICY}],
+        }
+    )
+
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    *TRANSPORT_OPTIONS,
+    ("grpc.service_config", service_config()),
+    ("grpc.service_config_disable_resolution", 1),
+    # A unary request of the full size can be repeated too.
+    ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES * 2),
+    # Each channel has its own connections: bulk streams on one do not slow the others down.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The services are peers in one cluster; a proxy for the outside world must not get their traffic.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+)
+
+
+def connect(
+    target: str,
+    security: SecurityConfig,
+    *,
+    role: Role = "admin",
+    default_deadline_s: float = 30.0,
+    stream_deadline_s: float = _DAY_S,
+) -> grpc.aio.Channel:
+    """Open a channel; it connects on the first call.
+
+    Args:
+        target: ``host:port``, ``dns:///name:port`` (all addresses, round robin) or ``unix:/path``.
+        security: Tokens and TLS; TLS is used when an authority or a certificate is configured, never on a unix socket.
+        role: Whose token to send.
+        default_deadline_s: Deadline of a call with one response that has no ``timeout`` of its own.
+        stream_deadline_s: The same for a call with a stream of responses.
+
+    Raises:
+        ConfigError: if a token, key or certificate file cannot be read.
+    """
+    credentials = _credentials(target, security)
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
+    token = client_token(security, role)
+    fixed = () if token is None else (("authorization", f"Bearer {token}"),)
+    return _BoundedChannel(channel, fixed, default_deadline_s, stream_deadline_s)
+
+
+def _credentials(target: str, security: SecurityConfig) -> grpc.ChannelCredentials | None:
+    if target.startswith(UNIX) or (security.tls_ca is None and security.tls_cert is None):
+        return None
+    return grpc.ssl_channel_credentials(
+        root_certificates=None if security.tls_ca is None else read_pem(security.tls_ca),
+        private_key=None if security.tls_key is None else read_pem(security.tls_key),
+        certificate_chain=None if security.tls_cert is None else read_pem(security.tls_cert),
+    )
+
+
+class _BoundedChannel(grpc.aio.Channel):
+    """A channel whose calls get a deadline, a request id and the bearer token."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        metadata: tuple[tuple[str, str], ...],
+        deadline_s: float,
+        stream_deadline_s: float,
+    ) -> None:
+        self._channel = channel
+        self._metadata = metadata
+        self._deadline_s = deadline_s
+        self._stream_deadline_s = stream_deadline_s
+
+    async def __aenter__(self) -> _BoundedChannel:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._channel.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close the connection; calls in progress get `grace` seconds."""
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Connectivity as gRPC sees it."""
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Return when the connectivity differs; the caller sets the deadline."""
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Return when connected; the caller sets the deadline."""
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *args: Anything, **kwargs: Anything) -> Anything:
+        """A callable for a unary call."""
+        return self._bounded(self._channel.unary_unary(*args, **kwargs), self._deadline_s)
+
+    def stream_unary(self, *args: Anything, **kwargs: Anything) -> Anything:
+        """A callable for a call with a stream of requests."""
+        return self._bounded(self._channel.stream_unary(*args, **kwargs), self._deadline_s)
+
+    def unary_stream(self, *args: Anything, **kwargs: Anything) -> Anything:
+        """A callable for a call with a stream of responses."""
+        return self._bounded(self._channel.unary_stream(*args, **kwargs), self._stream_deadline_s)
+
+    def stream_stream(self, *args: Anything, **kwargs: Anything) -> Anything:
+        """A callable for a call with streams both ways."""
+        return self._bounded(self._channel.stream_stream(*args, **kwargs), self._stream_deadline_s)
+
+    def _bounded(self, call: Callable[..., Anything], deadline_s: float) -> Callable[..., Anything]:
+        fixed = self._metadata
+
+        def begin(
+            request: Anything = None,
+            *,
+            timeout: float | None = None,
+            metadata: Iterable[tuple[str, str | bytes]] | None = None,
+            **options: Anything,
+        ) -> Anything:
+            given = tuple(metadata or ())
+            if all(key != REQUEST_ID_KEY for key, _ in given):
+                given = (*given, (REQUEST_ID_KEY, _request_id()))
+            return call(
+                request, timeout=deadline_s if timeout is None else timeout, metadata=(*fixed, *given), **options
+            )
+
+        return begin
+
+
+def _request_id() -> str:
+    """The id of the call being served, so that one name follows a request through the services; else a new one."""
+    current = structlog.contextvars.get_contextvars().get("request_id")
+    return current if isinstance(current, str) else uuid.uuid4().hex

@@ -1,0 +1,199 @@
+"""The server of every service: registers, binds, reports health, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from sluice.config import ConfigError, SecurityConfig, ServerConfig
+from sluice.rpc import binding, server_info
+from sluice.rpc.calls import CallInterceptor
+from sluice.rpc.limits import TRANSPORT_OPTIONS
+from sluice.rpc.tokens import Role, TokenCheck
+from sluice.v1 import common_pb2_grpc
+
+__all__ = ["RpcServer"]
+
+Servicer: TypeAlias = Any
+"""An implementation of a generated servicer class."""
+
+_SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *TRANSPORT_OPTIONS,
+    # Two servers on one port would each get half of the calls; without this the second one fails to start.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+log = structlog.get_logger(__name__)
+
+
+class RpcServer:
+    """A gRPC server with everything that the contracts promise of each.
+
+    Args:
+        name: The service's name in logs and in GetServerInfo.
+        server: Where to listen and how much to take on.
+        security: Tokens and TLS.
+        features: Optional abilities that are switched on.
+        unimplemented: RPCs that answer UNIMPLEMENTED beside those that a servicer does not define,
+            as "package.Service/Method".
+        run: The run served; empty where there are several.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        server: ServerConfig,
+        security: SecurityConfig,
+        *,
+        features: Sequence[str] = (),
+        unimplemented: Sequence[str] = (),
+        run: str = "",
+    ) -> None:
+        binding.check_exposure(server, security)
+        self.name = name
+        self.target = ""
+        self._config, self._security = server, security
+        self._features, self._unimplemented, self._run = list(features), list(unimplemented), run
+        self._tokens = TokenCheck(security)
+        self._roles: dict[str, Role] = {}
+        self._registrations: list[tuple[Callable[[Servicer, grpc.aio.Server], None], Servicer]] = []
+        self._health = health.aio.HealthServicer()
+        self._serving = True
+        self._published: asyncio.Future[None] | None = None
+        self._server: grpc.aio.Server | None = None
+        self._calls: CallInterceptor | None = None
+
+    def add(self, add_fn: Callable[[Servicer, Any], None], servicer: Servicer, service_name: str, role: Role) -> None:
+        """Register a servicer before `start`.
+
+        Args:
+            add_fn: The generated ``add_XServicer_to_server``.
+            servicer: The implementation; methods that it leaves out answer UNIMPLEMENTED and are listed as such.
+            service_name: Fully qualified name, such as ``sluice.v1.TrainerService``.
+            role: Whose token the service asks for; the admin's is good for both.
+        """
+        self._registrations.append((add_fn, servicer))
+        self._roles[service_name] = role
+        self._unimplemented.extend(server_info.missing_methods(service_name, servicer))
+
+    async def start(self) -> int:
+        """Bind and serve.
+
+        Returns:
+            The bound port, 0 for a unix socket.
+
+        Raises:
+            ConfigError: if the address cannot be bound or a key file cannot be read.
+        """
+        roles: dict[str, Role] = {**self._roles, server_info.SERVICE_NAME: "agent", reflection.SERVICE_NAME: "agent"}
+        self._calls = CallInterceptor(
+            self._tokens, roles, self._config.max_concurrent_rpcs, frozenset(self._unimplemented)
+        )
+        self._server = grpc.aio.server(interceptors=[self._calls], options=_SERVER_OPTIONS)
+        for add_fn, servicer in self._registrations:
+            add_fn(servicer, self._server)
+        await self._add_own_services(self._server)
+        port = self._bind(self._server)
+        await self._server.start()
+        log.info("listening", target=self.target, services=sorted(self._roles), tls=self._security.tls_cert is not None)
+        return port
+
+    async def _add_own_services(self, server: grpc.aio.Server) -> None:
+        names = sorted([*self._roles, server_info.SERVICE_NAME])
+        info = server_info.ServerInfoServicer(
+            self.name,
+            services=names,
+            features=self._features,
+            unimplemented=sorted(set(self._unimplemented)),
+            max_concurrent_rpcs=self._config.max_concurrent_rpcs,
+            run=self._run,
+        )
+        common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        await self._publish_health()
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        wanted = binding.address(self._config)
+        credentials = binding.server_credentials(self._config, self._security)
+        try:
+            port = (
+                server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cannot listen on {wanted}: {error}; is the port taken? port 0 picks a free one"
+            ) from error
+        if wanted.startswith(binding.UNIX):
+            self.target = wanted
+            return 0
+        self.target = f"{wanted.rpartition(':')[0]}:{port}"
+        return port
+
+    def set_serving(self, serving: bool) -> asyncio.Future[None]:
+        """Say by grpc.health.v1 whether the service is ready; from `start` on it is, unless told otherwise before.
+
+        Returns:
+            Done when watchers of the health service were told; it need not be awaited.
+        """
+        self._serving = serving
+        self._published = asyncio.ensure_future(self._publish_health())
+        return self._published
+
+    async def _publish_health(self) -> None:
+        statuses = health_pb2.HealthCheckResponse
+        status = statuses.SERVING if self._serving else statuses.NOT_SERVING
+        for name in ("", server_info.SERVICE_NAME, *self._roles):
+            await self._health.set(name, status)
+
+    async def serve_until_signal(self, until: asyncio.Event | None = None) -> None:
+        """Serve until SIGTERM, SIGINT or `until`, then drain and stop; a second signal stops at once."""
+        loop = asyncio.get_running_loop()
+        asked, again = asyncio.Event(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _stop_asked, asked, again)
+        try:
+            await _first(asked, until)
+            asked.set()
+            draining = asyncio.create_task(self.stop(self._config.drain_s))
+            hurry = asyncio.create_task(again.wait())
+            await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            if not draining.done():
+                await self.stop(0)
+            hurry.cancel()
+            await draining
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def stop(self, grace: float) -> None:
+        """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them."""
+        if self._server is None or self._calls is None:
+            return
+        log.info("draining", in_flight=self._calls.in_flight, grace_s=grace)
+        await self._health.enter_graceful_shutdown()
+        self._calls.end_watches()
+        await self._server.stop(grace)
+        log.info("stopped")
+
+
+async def _first(asked: asyncio.Event, until: asyncio.Event | None) -> None:
+    waits = {asyncio.create_task(event.wait()) for event in (asked, until) if event is not None}
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _stop_asked(asked: asyncio.Event, again: asyncio.Event) -> None:
+    (again if asked.is_set() else asked).set()
