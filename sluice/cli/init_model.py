@@ -1,0 +1,211 @@
+"""`sluice init-model`: a small Qwen3 from scratch with a character tokenizer and a chat template."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sluice.cli.command import Command
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["COMMAND", "ModelShape", "init_model"]
+
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>")
+"""Ids 0, 1, ...: padding, end of turn, the roles, and what stands for a character outside of the vocabulary."""
+
+DEFAULT_CHARACTERS = "".join(chr(code) for code in range(0x20, 0x7F)) + "\n"
+"""Printable ASCII and the line feed."""
+
+ROW_MULTIPLE = 64
+"""The vocabulary is filled up to a multiple of this, as matrix kernels like it."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role not in ['system', 'user', 'assistant', 'tool'] -%}
+{{- raise_exception('unknown role ' ~ message.role ~ '; use system, user, assistant or tool') -}}
+{%- endif -%}
+{{- '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"""
+"""A turn is role token, content, end token. Rendering more messages only appends."""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of the model; the defaults give 0.6 million parameters.
+
+    Attributes:
+        hidden: Width of the residual stream.
+        layers: Number of decoder layers.
+        heads: Query heads.
+        kv_heads: Key-value heads; divides `heads`.
+        head_dim: Width of a head; even.
+        mlp: Width of the feed-forward layers.
+        vocabulary_characters: Characters with a token of their own.
+        tie: Share the input and output embeddings.
+        max_positions: Longest sequence in tokens.
+    """
+
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp: int = 384
+    vocabulary_characters: str = DEFAULT_CHARACTERS
+    tie: bool = False
+    max_positions: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary position embeddings need an even one")
+        if len(set(self.vocabulary_characters)) < 2:
+            raise ValueError("the vocabulary needs at least two characters")
+
+
+def vocabulary(characters: str) -> list[str]:
+    """Tokens in order of their ids: special ones, characters, and reserved ones up to a round size."""
+    tokens = [*SPECIAL_TOKENS, *dict.fromkeys(characters)]
+    fill = -len(tokens) % ROW_MULTIPLE
+    return tokens + [f"<|reserved_{number}|>" for number in range(fill)]
+
+
+def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str = "float32") -> int:
+    """Write a randomly initialised model directory; it appears whole or not at all.
+
+    Args:
+        directory: Where to write; must not exist.
+        shape: Sizes.
+        seed: Seed of the weights.
+        dtype: Precision of the weights in the file.
+
+    Returns:
+        Number of parameters.
+
+    Raises:
+        FileExistsError: if the directory exists.
+    """
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists: remove it or choose another directory")
+    import torch  # noqa: PLC0415  seconds of import that `sluice --help` must not pay
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
+    tokenizer = character_tokenizer(shape)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.max_positions,
+        tie_word_embeddings=shape.tie,
+        **ends,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        model.to(getattr(torch, dtype)).save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        staging.chmod(0o755)
+        staging.rename(directory)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return int(model.num_parameters())
+
+
+def character_tokenizer(shape: ModelShape) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character; others become `<|unk|>`."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    tokens = vocabulary(shape.vocabulary_characters)
+    backend = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<|unk|>"))  # noqa: S106  not a secret
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    special = [token for token in tokens if token.startswith("<|")]
+    backend.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",  # noqa: S106
+        eos_token="<|end|>",  # noqa: S106
+        unk_token="<|unk|>",  # noqa: S106
+        additional_special_tokens=special[2:6],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=shape.max_positions,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read the command line, write the model and say what it is."""
+    arguments = _parser().parse_args(argv)
+    try:
+        shape = ModelShape(
+            hidden=arguments.hidden,
+            layers=arguments.layers,
+            heads=arguments.heads,
+            kv_heads=arguments.kv_heads,
+            head_dim=arguments.head_dim,
+            mlp=arguments.mlp,
+            vocabulary_characters=arguments.vocab_chars,
+            tie=arguments.tie,
+            max_positions=arguments.max_positions,
+        )
+        parameters = init_model(arguments.directory, shape, seed=arguments.seed, dtype=arguments.dtype)
+    except (ValueError, OSError) as error:
+        print(f"sluice init-model: {error}", file=sys.stderr)
+        return 2
+    size = len(vocabulary(shape.vocabulary_characters))
+    print(
+        f"{arguments.directory}: Qwen3 with {parameters / 1e6:.1f} M parameters, {shape.layers} layers, vocabulary {size}"
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sluice init-model", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="directory to write; must not exist")
+    sizes = ModelShape()
+    for name, meaning in (
+        ("hidden", "width of the residual stream"),
+        ("layers", "decoder layers"),
+        ("heads", "query heads"),
+        ("kv_heads", "key-value heads"),
+        ("head_dim", "width of a head"),
+        ("mlp", "width of the feed-forward layers"),
+        ("max_positions", "longest sequence in tokens"),
+    ):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(sizes, name), help=meaning)
+    parser.add_argument("--vocab-chars", default=DEFAULT_CHARACTERS, help="characters with a token of their own")
+    parser.add_argument("--tie", action="store_true", help="share the input and output embeddings")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="precision of the weights in the file")
+    return parser
+
+
+COMMAND = Command("init-model", "make a small Qwen3 from scratch with a character tokenizer", run)

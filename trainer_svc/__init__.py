@@ -1,0 +1,1 @@
+"""The trainer: packs trajectories, applies an objective, steps the optimizer, publishes weights."""

@@ -1,0 +1,155 @@
+"""Causal attention over sequences that lie packed in one row, for any transformers model.
+
+transformers looks attention up by name and hands extra keyword arguments of the model call down to it. Under our name
+it finds `packed_attention`, and the keyword `packed` carries the plan. Everything except attention works on the packed
+row and sees no padding; attention gathers the sequences into blocks of similar length and runs the stock causal kernel.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from trainer_svc.shapes import Block, Indices
+
+__all__ = ["PACKED_ATTENTION", "AttentionPlan", "packed_attention"]
+
+PACKED_ATTENTION = "sluice_packed"
+"""The name under which transformers finds the function."""
+
+SHORT = 32
+"""Tokens. Sequences up to this length share one block: a kernel call costs more than their padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Which packed tokens form which sequence.
+
+    Attributes:
+        blocks: Packed indices of the sequences of similar length, one sequence a row, padded behind its end with 0.
+        sources: For each packed token, its place in the concatenation of the flattened blocks.
+        longest: Tokens of the longest sequence.
+        padded_tokens: Block cells in all.
+        real_tokens: Block cells that are not padding; a token shared by several sequences counts in each.
+    """
+
+    blocks: tuple[Block, ...]
+    sources: Indices
+    longest: int
+    padded_tokens: int
+    real_tokens: int
+
+    @classmethod
+    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self:
+        """Plan the attention of sequences given as packed indices in order.
+
+        Args:
+            segments: Packed indices of each sequence; indices may be shared between sequences with a common beginning.
+            packed_tokens: Tokens in the packed row; each must belong to a sequence.
+        """
+        by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+        for segment in segments:
+            by_size[_size_class(len(segment))].append(segment)
+        sources = np.zeros(packed_tokens, dtype=np.int64)
+        blocks: list[torch.Tensor] = []
+        cells = 0
+        for _, rows in sorted(by_size.items()):
+            block = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
+            for number, row in enumerate(rows):
+                block[number, : len(row)] = row
+                start = cells + number * block.shape[1]
+                sources[row] = np.arange(start, start + len(row))
+            blocks.append(torch.from_numpy(block))
+            cells += block.size
+        return cls(tuple(blocks), torch.from_numpy(sources), max(map(len, segments)), cells, sum(map(len, segments)))
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+        """Copy the indices to a device."""
+        blocks = tuple(block.to(device, non_blocking=non_blocking) for block in self.blocks)
+        sources = self.sources.to(device, non_blocking=non_blocking)
+        return type(self)(blocks, sources, self.longest, self.padded_tokens, self.real_tokens)
+
+
+def _size_class(length: int) -> int:
+    """Upper bound of the block a sequence of this length goes to: powers of two and the middles between them."""
+    size = SHORT
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packed: AttentionPlan,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,  # noqa: ANN401  transformers passes what some architecture needs
+) -> tuple[torch.Tensor, None]:
+    """Attend causally inside each packed sequence.
+
+    Args:
+        module: The attention layer that calls.
+        query: Shape [1, heads, packed, head_dim].
+        key: Shape [1, key-value heads, packed, head_dim].
+        value: As `key`.
+        attention_mask: Must be None: the plan says what attends to what.
+        packed: The plan of the micro-batch.
+        scaling: Factor on the scores; None means 1 / sqrt(head_dim).
+        dropout: Probability of dropping a score.
+        sliding_window: Tokens that a query sees, itself included; None means all earlier ones.
+        options: What else the architecture passes.
+
+    Returns:
+        The output of shape [1, packed, heads, head_dim], and None for the weights.
+
+    Raises:
+        ValueError: if the architecture needs a feature that this function lacks.
+    """
+    wanted = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if wanted or attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} needs {wanted or 'an attention mask'}, which packed training does not offer"
+        )
+    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    outputs = []
+    for block in packed.blocks:
+        index = block.flatten()
+        q, k, v = (tensor.index_select(0, index).unflatten(0, block.shape).transpose(1, 2) for tensor in rows)
+        window = _window_mask(block.shape[1], sliding_window, block.device)
+        output = scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            window,
+            dropout_p=dropout,
+            is_causal=window is None,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packed.sources).unsqueeze(0), None
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """The causal band of a sliding window; None where the window covers the whole length."""
+    if window is None or window >= length:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)

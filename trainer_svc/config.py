@@ -1,0 +1,178 @@
+"""Settings of the trainer. Imports neither torch nor transformers, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from sluice.config import Section, ServerConfig
+from trainer_svc.objectives.presets import PRESETS, Aggregation, KlKind
+
+__all__ = ["CONFIG", "CheckpointConfig", "DeadlinesConfig", "ObjectiveConfig", "OptimizerConfig", "TrainerConfig"]
+
+RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
+
+
+class ObjectiveConfig(Section):
+    """What is minimised. A parameter left out takes its preset's default."""
+
+    preset: str = Field("aipo", description=f"Row of the objectives' table: {', '.join(PRESETS)}.")
+    delta: float | None = Field(None, gt=0, description="aipo: largest importance weight (a ratio); preset default 4.")
+    eps_low: float | None = Field(
+        None, ge=0, description="grpo: the ratio is clipped below 1 - eps_low; preset default 0.2."
+    )
+    eps_high: float | None = Field(
+        None, ge=0, description="grpo: the ratio is clipped above 1 + eps_high; preset default 0.2."
+    )
+    kl_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the KL term to the reference policy, per nat; needs reference log-probabilities.",
+    )
+    kl_kind: KlKind = Field("k3", description="Estimator of the KL term: k1, k2 or k3.")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus, per nat.")
+    aggregation: Aggregation | None = Field(
+        None, description="How token losses become one: token, sequence, prompt or constant; none takes the preset's."
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="Tokens per sequence that `aggregation = constant` divides by."
+    )
+
+    @model_validator(mode="after")
+    def _fits_preset(self) -> Self:
+        if self.preset not in PRESETS:
+            raise ValueError(f"there is no objective {self.preset!r}; choose one of {', '.join(PRESETS)}")
+        taken = PRESETS[self.preset].parameters
+        for name in sorted({name for preset in PRESETS.values() for name in preset.parameters}):
+            if getattr(self, name) is not None and name not in taken:
+                raise ValueError(
+                    f"objective {self.preset} has no {name}; it takes {', '.join(taken) or 'no parameters'}: remove it"
+                )
+        constant = (self.aggregation or PRESETS[self.preset].aggregation) == "constant"
+        if constant and self.max_tokens is None:
+            raise ValueError("aggregation constant divides by max_tokens: set it to the longest completion, in tokens")
+        if not constant and self.max_tokens is not None:
+            raise ValueError(
+                "max_tokens is read by aggregation constant only: remove it or set aggregation to constant"
+            )
+        return self
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning rate."""
+
+    lr: float = Field(1e-6, ge=0, description="Peak learning rate, per step.")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="AdamW's decay of the first and the second moment, per step."
+    )
+    eps: float = Field(1e-8, gt=0, description="AdamW's denominator offset.")
+    weight_decay: float = Field(
+        0.0, ge=0, description="Decoupled weight decay of matrices, times the learning rate; vectors are not decayed."
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up: constant, linear or cosine decay to `min_lr_ratio`."
+    )
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Learning rate at the end of a decay, as a share of `lr`.")
+    grad_clip: float = Field(
+        1.0, ge=0, description="Largest norm of the gradient; longer ones are scaled down; 0 never scales."
+    )
+    max_steps: int = Field(
+        0, ge=0, description="Optimizer steps at which a decay ends; 0 is allowed with `schedule = constant` only."
+    )
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> Self:
+        if self.schedule != "constant" and self.max_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule} ends at max_steps: set max_steps above warmup_steps ({self.warmup_steps})"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError("betas lie in [0, 1)")
+        return self
+
+
+class ComputeConfig(OptimizerConfig):
+    """Where and how a step is computed."""
+
+    token_budget: int = Field(
+        8192, ge=1, description="Most tokens forwarded at once (one micro-batch); a longer sequence goes alone."
+    )
+    fold_prompts: bool = Field(True, description="Forward the prompt that a group's sequences share once.")
+    logit_cells: int = Field(
+        1 << 25,
+        ge=1,
+        description="Most logits (tokens x vocabulary) alive at once; more are computed in parts and recomputed in the backward pass.",
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, a third more time."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision of the forward pass; weights and optimizer stay float32. auto: bfloat16 on CUDA, float32 on CPU.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where to compute; auto takes CUDA where there is one."
+    )
+    threads: int = Field(
+        0, ge=0, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
+    )
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and how many stay."""
+
+    every_steps: int = Field(0, ge=0, description="Batches between two checkpoints; 0 writes them on request only.")
+    keep: int = Field(
+        2,
+        ge=2,
+        description="Complete checkpoints that stay on disk; at least 2, so that one is whole while the next is written.",
+    )
+
+
+class DeadlinesConfig(Section):
+    """How long the trainer waits before it calls something failed."""
+
+    load_s: float = Field(600.0, gt=0, description="Seconds to load the model or a checkpoint.")
+    step_s: float = Field(1800.0, gt=0, description="Seconds for one training step.")
+    push_s: float = Field(600.0, gt=0, description="Seconds to push one version to weight sync, retry included.")
+    save_s: float = Field(1800.0, gt=0, description="Seconds to write one checkpoint.")
+    submit_s: float = Field(
+        120.0, gt=0, description="Seconds that a SubmitBatch stream may take from its header to its end."
+    )
+
+
+class TrainerConfig(ComputeConfig):
+    """The table `[trainer]`."""
+
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="What is minimised.")
+    publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Precision of published weights. auto: bfloat16 on CUDA, float32 on CPU."
+    )
+    queue_batches: int = Field(
+        2, ge=1, description="Batches that may wait; more are refused with a delay to retry after."
+    )
+    max_skipped_steps: int = Field(
+        5, ge=1, description="Non-finite steps in a row after which the trainer reports itself failed."
+    )
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
+    deadlines: DeadlinesConfig = Field(
+        default_factory=DeadlinesConfig, description="Deadlines of the trainer's own work."
+    )
+    server: ServerConfig = Field(
+        default_factory=lambda: ServerConfig(port=7102), description="Where the trainer listens."
+    )
+
+    @model_validator(mode="after")
+    def _trains_on_samples(self) -> Self:
+        if self.objective.preset not in RL_PRESETS:
+            raise ValueError(
+                f"objective {self.objective.preset} needs demonstrations: use `sluice sft`, or one of {', '.join(RL_PRESETS)}"
+            )
+        return self
+
+
+CONFIG = TrainerConfig

@@ -1,0 +1,65 @@
+"""Weights out of the trainer: by name for weight sync, as a directory for transformers and vLLM."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+__all__ = ["export_hf", "named_tensors"]
+
+
+def named_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Hugging Face names to contiguous CPU copies; of tied weights only the first name appears.
+
+    Args:
+        model: The model.
+        dtype: Precision of floating-point tensors; None keeps the model's.
+    """
+    once: dict[str, torch.Tensor] = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        once[name] = tensor
+    # transformers fuses some modules at load (experts, for one); files and engines use the names before that.
+    published = revert_weight_conversion(model, once)
+    return {name: _copy(tensor, dtype) for name, tensor in published.items()}
+
+
+def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", target, copy=True).contiguous()
+
+
+def export_hf(model: PreTrainedModel, source: str, directory: Path, dtype: torch.dtype | None) -> None:
+    """Write safetensors, config, generation config and tokenizer beside the target, then rename.
+
+    Args:
+        model: The model.
+        source: Directory or hub id that the tokenizer and the generation config come from.
+        directory: Where to write.
+        dtype: Precision of the weights; None keeps the model's.
+
+    Raises:
+        FileExistsError: if the directory exists.
+    """
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists: remove it or export to another directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        state = {name: _copy(tensor, dtype) for name, tensor in model.state_dict().items()}
+        model.save_pretrained(staging, state_dict=state)
+        AutoTokenizer.from_pretrained(source).save_pretrained(staging)
+        staging.chmod(0o755)
+        staging.rename(directory)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise

@@ -1,0 +1,1 @@
+"""Objectives as four independent choices: ratio, correction, aggregation, and KL or entropy terms."""

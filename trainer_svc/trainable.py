@@ -1,0 +1,52 @@
+"""Which tokens can be trained at all: those whose inputs to the loss are finite."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+from trainer_svc.batch import Sequence
+from trainer_svc.objectives.objective import Objective
+from trainer_svc.shapes import PerSequenceToken
+
+__all__ = ["keep_trainable"]
+
+
+def keep_trainable(sequences: Rows[Sequence], objective: Objective) -> tuple[list[Sequence], dict[str, int]]:
+    """Take tokens out of the loss, and out of its denominators, that lack what the objective reads.
+
+    Returns:
+        The sequences with narrowed masks, and the number of dropped tokens by cause: `behaviour_not_finite`,
+        `advantage_not_finite`, `reference_not_finite`. A token counts under its first cause.
+
+    Raises:
+        ValueError: if a KL term is wanted and a sequence has no reference log-probabilities.
+    """
+    kept: list[Sequence] = []
+    dropped: Counter[str] = Counter()
+    for sequence in sequences:
+        mask = sequence.loss_mask
+        for cause, values in _inputs(sequence, objective).items():
+            narrowed = mask & values.isfinite()
+            dropped[cause] += int(mask.sum()) - int(narrowed.sum())
+            mask = narrowed
+        kept.append(
+            sequence
+            if mask is sequence.loss_mask or bool((mask == sequence.loss_mask).all())
+            else replace(sequence, loss_mask=mask)
+        )
+    return kept, {cause: count for cause, count in dropped.items() if count}
+
+
+def _inputs(sequence: Sequence, objective: Objective) -> dict[str, PerSequenceToken]:
+    inputs: dict[str, PerSequenceToken] = {}
+    if objective.needs_behaviour:
+        inputs = {"behaviour_not_finite": sequence.behaviour_logprobs, "advantage_not_finite": sequence.advantages}
+    if objective.kl_coef > 0:
+        if sequence.reference_logprobs is None:
+            raise ValueError(
+                f"kl_coef is above 0 but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, or set kl_coef to 0"
+            )
+        inputs["reference_not_finite"] = sequence.reference_logprobs
+    return inputs
