@@ -114,8 +114,9 @@ class ServerConfig(Section):
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 picks a free one.")
     http_port: int | None = Field(None, ge=0, le=65535, description="HTTP port, where the service has one.")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="Port of the Prometheus metrics; none serves none."
+        None, ge=0, le=65535, description="Port of the Prometheus metrics; without it they are not served."
     )
+    metrics_host: str = Field("127.0.0.1", description="Address to bind for the metrics: plain HTTP, no token.")
     max_concurrent_rpcs: int = Field(
         1024,
         ge=1,

@@ -156,24 +156,24 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def serve_until_signal(self, until: asyncio.Event | None = None) -> None:
-        """Serve until SIGTERM, SIGINT or `until`, then drain and stop; a second signal stops at once."""
+        """Serve until SIGTERM, SIGINT or `until`, then drain and stop; a second signal stops at once.
+
+        The signals stay with the loop afterwards, so that an impatient one does not cut off what the service still has
+        to put away.
+        """
         loop = asyncio.get_running_loop()
         asked, again = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, _stop_asked, asked, again)
-        try:
-            await _first(asked, until)
-            asked.set()
-            draining = asyncio.create_task(self.stop(self._config.drain_s))
-            hurry = asyncio.create_task(again.wait())
-            await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
-            if not draining.done():
-                await self.stop(0)
-            hurry.cancel()
-            await draining
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+        await _first(asked, until)
+        asked.set()
+        draining = asyncio.create_task(self.stop(self._config.drain_s))
+        hurry = asyncio.create_task(again.wait())
+        await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            await self.stop(0)
+        hurry.cancel()
+        await draining
 
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them."""

@@ -1,0 +1,46 @@
+"""`sluice health HOST:PORT`: the container healthcheck."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from sluice.cli.command import Command
+from sluice.config import SecurityConfig, load_run
+from sluice.rpc import SluiceError, connect
+
+__all__ = ["COMMAND"]
+
+
+def _run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="sluice health",
+        description="Ask a server by grpc.health.v1 whether it serves. Further words are settings (`@ file.toml`,"
+        " `--security.tls-ca ca.pem`).",
+    )
+    parser.add_argument("target", help="host:port, dns:///name:port or unix:/path")
+    parser.add_argument("--service", default="", help="fully qualified service name; empty asks for the whole server")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for the answer (default: 5)")
+    arguments, settings = parser.parse_known_args(argv)
+    security = load_run(settings).security
+    try:
+        status = asyncio.run(_check(arguments.target, security, arguments.service, arguments.timeout))
+    except grpc.aio.AioRpcError as error:
+        print(f"{arguments.target}: {SluiceError.from_rpc(error)}", file=sys.stderr)
+        return 1
+    print(f"{arguments.target}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
+    return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+async def _check(target: str, security: SecurityConfig, service: str, timeout_s: float) -> int:
+    async with connect(target, security, role="agent") as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)  # type: ignore[attr-defined]  # the stubs leave it out
+        return int(answer.status)
+
+
+COMMAND = Command("health", "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1", _run)

@@ -1,0 +1,123 @@
+"""The `sluice` program: finds a command by its name and runs it, importing nothing else.
+
+A command is, in this order, built in (a module of `sluice.cli`), added by an installed package (entry-point group
+``sluice.commands``), or a service (group ``sluice.services``), which is run from the same file as all the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import entry_points, version
+
+from sluice.cli.command import Command
+from sluice.config import ConfigError, service_names
+
+__all__ = ["main"]
+
+BUILT_IN = {
+    "rl": ("sluice.cli.rl", "run reinforcement learning: all services as child processes, one live view"),
+    "init-model": ("sluice.cli.init_model", "make a small model from scratch with a tokenizer and a chat template"),
+    "report": ("sluice.cli.report", "summarise a finished run"),
+    "health": ("sluice.cli.health", "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1"),
+    "config": ("sluice.cli.config_docs", "write the reference of all settings"),
+}
+"""Module and one line per built-in command; the module exposes COMMAND and is imported on use."""
+
+COMMAND_GROUP = "sluice.commands"
+
+ADDED_HELP = {
+    "sft": "fine-tune a model on demonstrations",
+    "eval": "score a model directory or a running server on an environment",
+    "bench": "measure a part of the system side by side with its alternative",
+}
+"""One line per command that the services add, so that `sluice --help` imports none of them."""
+
+SERVICE_HELP = {
+    "orchestrator": "serve the run: tasks, rewards, advantages, batches",
+    "rollout": "serve generation from the policy",
+    "trainer": "serve the optimizer",
+    "weightsync": "serve weight versions from the trainer to the replicas",
+}
+
+_USAGE = """usage: sluice COMMAND [ARGUMENTS]
+       sluice --help | --version
+
+Reinforcement-learning post-training for language models as four gRPC services.
+Settings: `@ file.toml`, `--key value`, SLUICE_A__B; see `sluice rl --help`.
+"""
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after the program's name; None takes the process's own.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except ConfigError as error:
+        print(f"sluice: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in {"--help", "-h", "help"}:
+        print(_overview())
+        return 0 if words else EXIT_CONFIG
+    if words[0] == "--version":
+        print(f"sluice {version('sluice')}")
+        return 0
+    name, *arguments = words
+    command = _find(name)
+    if command is not None:
+        return command.run(arguments)
+    if name in service_names():
+        from sluice.cli.serve import serve  # noqa: PLC0415 - only a service needs asyncio and logging
+
+        return serve(name, arguments)
+    raise ConfigError(f"no command {name!r}; `sluice --help` lists them")
+
+
+def _find(name: str) -> Command | None:
+    """Import the command's module, and nothing for any other name."""
+    if name in BUILT_IN:
+        command = importlib.import_module(BUILT_IN[name][0]).COMMAND
+    else:
+        point = next(iter(entry_points(group=COMMAND_GROUP, name=name)), None)
+        if point is None:
+            return None
+        command = point.load()
+    if not isinstance(command, Command):
+        raise ConfigError(f"command {name!r} is not a sluice.cli.command.Command: its package is of another release")
+    return command
+
+
+def _overview() -> str:
+    added = sorted(point.name for point in entry_points(group=COMMAND_GROUP))
+    sections = (
+        ("commands", {name: line for name, (_, line) in BUILT_IN.items()}),
+        ("commands of installed packages", {name: ADDED_HELP.get(name, "see its --help") for name in added}),
+        ("services", {name: SERVICE_HELP.get(name, "see its --help") for name in service_names()}),
+    )
+    width = max(len(name) for _, entries in sections for name in entries)
+    lines = [_USAGE]
+    for title, entries in sections:
+        if entries:
+            lines += [f"{title}:", *(f"  {name:<{width}}  {line}" for name, line in entries.items()), ""]
+    return "\n".join(lines).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""`sluice weightsync|trainer|rollout|orchestrator`: one service, from settings to a clean stop."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import signal
+from collections.abc import Callable
+
+import structlog
+
+from sluice.config import ConfigError, RunConfig, Section, ServerConfig, Service, load_run, load_service
+from sluice.rpc import SluiceError
+from sluice.telemetry import configure_logging, start_metrics_server
+
+__all__ = ["serve"]
+
+log = structlog.get_logger(__name__)
+
+
+def serve(name: str, argv: list[str]) -> int:
+    """Run a service until SIGTERM or SIGINT.
+
+    Returns:
+        0 after a clean stop, 1 after a failure, which is logged.
+
+    Raises:
+        ConfigError: if the settings are wrong.
+    """
+    run = load_run(argv, service=name)
+    configure_logging(name, run.log_level)
+    section = run.section(name)
+    server = getattr(section, "server", None)
+    try:
+        service = load_service(name)
+        if isinstance(server, ServerConfig) and server.metrics_port is not None:
+            start_metrics_server(server.metrics_port, server.metrics_host)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_until_stopped(service, run, section))
+    except ConfigError:
+        raise
+    except SluiceError as error:
+        log.error("service failed", code=error.code.name, reason=error.reason, message=error.message)  # noqa: TRY400 - a typed error says all
+        return 1
+    except Exception:
+        log.exception("service failed")
+        return 1
+    return 0
+
+
+async def _until_stopped(service: Service, run: RunConfig, section: Section) -> None:
+    """Serve; a signal before the service takes its own care of signals (it is still loading) cancels it."""
+    serving = asyncio.ensure_future(service.serve(run, section))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        log.info("stopped while starting")
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """The loop of uvloop, which comes with vLLM, where it is installed."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
+    return factory
