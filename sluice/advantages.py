@@ -1,0 +1,160 @@
+"""Advantage estimators as pure functions of rewards and group ids.
+
+Groups are data: an episode names its group, and neither position nor stride means anything. Statistics take one reward
+per episode, also where an episode forked into several trajectories.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ESTIMATORS", "Advantages", "Episode", "estimate", "estimator_names"]
+
+Rewards: TypeAlias = NDArray[np.float64]
+
+STD_OFFSET = 1e-6
+"""Reward units. Keeps `grpo` finite for nearly equal rewards; groups of exactly equal ones have advantage 0 anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What an estimator needs to know about one attempt.
+
+    Attributes:
+        episode_id: Unique within the batch.
+        group_id: Shared by the attempts that are compared with each other.
+        reward: Scalar reward; None where it is missing, which is not 0: the episode takes part in no statistic.
+        sampled_tokens: Tokens that the policy sampled in it; read by `opo`.
+    """
+
+    episode_id: str
+    group_id: str
+    reward: float | None
+    sampled_tokens: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages of a batch and what was odd about it.
+
+    Attributes:
+        by_episode: Advantage per episode; broadcast it to the episode's sampled tokens. Episodes without a reward are absent.
+        groups: Groups with at least one reward.
+        degenerate_groups: Groups in which every advantage is 0 because one episode survived or all rewards are equal.
+        single_survivors: Groups with a single reward; part of the degenerate ones.
+        missing_rewards: Episodes without a reward.
+    """
+
+    by_episode: Mapping[str, float]
+    groups: int
+    degenerate_groups: int
+    single_survivors: int
+    missing_rewards: int
+
+
+def grpo(rewards: Rewards, lengths: Rewards) -> Rewards:
+    """(R - mean) / (std + 1e-6), std unbiased (arXiv 2402.03300)."""
+    return (rewards - float(rewards.mean())) / (float(rewards.std(ddof=1)) + STD_OFFSET)
+
+
+def centered(rewards: Rewards, lengths: Rewards) -> Rewards:
+    """R - mean (Dr. GRPO, arXiv 2503.20783)."""
+    return rewards - float(rewards.mean())
+
+
+def rloo(rewards: Rewards, lengths: Rewards) -> Rewards:
+    """R - mean of the other rewards (arXiv 2402.14740)."""
+    others = len(rewards) - 1
+    return rewards - (float(rewards.sum()) - rewards) / others
+
+
+def opo(rewards: Rewards, lengths: Rewards) -> Rewards:
+    """R - length-weighted mean of the rewards (arXiv 2505.23585)."""
+    total = float(lengths.sum())
+    return rewards - float(lengths @ rewards) / total if total > 0 else np.zeros_like(rewards)
+
+
+def maxrl(rewards: Rewards, lengths: Rewards) -> Rewards:
+    """(R - mean) / mean, and 0 where the mean is not positive (arXiv 2602.02710).
+
+    Raises:
+        ValueError: if a reward is negative.
+    """
+    if (rewards < 0).any():
+        raise ValueError("maxrl needs rewards of at least 0: shift them, or use another estimator")
+    mean = float(rewards.mean())
+    return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
+
+
+Estimator = Callable[[Rewards, Rewards], Rewards]
+
+ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
+    {"grpo": grpo, "dr_grpo": centered, "centered": centered, "rloo": rloo, "opo": opo, "maxrl": maxrl}
+)
+"""Estimators of one group's advantages from its rewards and sampled lengths; they see two or more rewards, not all equal."""
+
+
+def estimator_names() -> list[str]:
+    """Names that `estimate` takes."""
+    return list(ESTIMATORS)
+
+
+def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:
+    """Advantages of every episode that has a reward, computed within its group.
+
+    Args:
+        name: An estimator of `ESTIMATORS`.
+        episodes: One entry per episode, in any order.
+
+    Raises:
+        ValueError: if the estimator is unknown, an episode occurs twice, or a reward is not finite.
+    """
+    if name not in ESTIMATORS:
+        raise ValueError(f"there is no advantage estimator {name!r}; choose one of {', '.join(ESTIMATORS)}")
+    groups = _by_group(episodes)
+    advantages: dict[str, float] = {}
+    degenerate = 0
+    for members in groups.values():
+        rewards = np.array([episode.reward for episode in members], dtype=np.float64)
+        if (rewards == rewards[0]).all():
+            # Equal rewards say nothing about which attempt was better; rounding of the mean must not invent it.
+            degenerate += 1
+            values = np.zeros_like(rewards)
+        else:
+            values = ESTIMATORS[name](
+                rewards, np.array([episode.sampled_tokens for episode in members], dtype=np.float64)
+            )
+        advantages |= {episode.episode_id: float(value) for episode, value in zip(members, values, strict=True)}
+    return Advantages(
+        by_episode=advantages,
+        groups=len(groups),
+        degenerate_groups=degenerate,
+        single_survivors=sum(len(members) == 1 for members in groups.values()),
+        missing_rewards=sum(episode.reward is None for episode in episodes),
+    )
+
+
+def _by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
+    groups: dict[str, list[Episode]] = defaultdict(list)
+    seen: set[str] = set()
+    for episode in episodes:
+        if episode.episode_id in seen:
+            raise ValueError(
+                f"episode {episode.episode_id!r} occurs twice: give one reward per episode, not per trajectory"
+            )
+        seen.add(episode.episode_id)
+        if episode.reward is None:
+            continue
+        if not np.isfinite(episode.reward):
+            raise ValueError(
+                f"the reward of episode {episode.episode_id!r} is {episode.reward}: give a finite one, or None where it is missing"
+            )
+        groups[episode.group_id].append(episode)
+    return groups

@@ -1,0 +1,235 @@
+"""The one chat renderer: messages to token ids and loss masks, without ever re-encoding tokens that exist.
+
+SFT, rollout, capture and evaluation render through this module, so that what was sampled, what is trained and what a
+later turn continues are the same ids. A template is trusted only as far as it was seen to append: where rendering more
+messages changes the text before them, `TemplateError` says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ChatRenderer", "Rendered", "TemplateError", "tokenizer_digest"]
+
+Message = Mapping[str, Any]
+"""A chat message as templates know it: `role`, `content` and what else the template reads."""
+
+SENTINEL = "SLUICEturnSENTINEL"
+"""Content of a stand-in assistant turn. Letters only, so that no template or tokenizer treats it specially."""
+
+_STAND_IN = ({"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL})
+
+
+class TemplateError(ValueError):
+    """A chat template is missing, refuses the messages, or does not render a conversation by appending."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Token ids of a demonstration.
+
+    Attributes:
+        ids: Token ids, prompt first.
+        loss_mask: For each id whether it is to be learned: the assistant's tokens and the end of its turn.
+    """
+
+    ids: list[int]
+    loss_mask: list[bool]
+
+
+class ChatRenderer:
+    """Renders conversations with one tokenizer's chat template.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        template_arguments: Further variables of the template, such as ``enable_thinking``; the same for every call.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._arguments = dict(template_arguments or {})
+        self._closings: dict[str, list[int]] = {}
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The template's text for a conversation.
+
+        Raises:
+            TemplateError: if the tokenizer has no template or the template refuses the messages.
+        """
+        from jinja2 import TemplateError as JinjaError  # noqa: PLC0415  only where messages are rendered
+
+        if not self.tokenizer.chat_template:
+            raise TemplateError("the tokenizer has no chat template: give prompts as text or token ids, or add one")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self._arguments,
+            )
+        except (JinjaError, TypeError, KeyError) as error:
+            raise TemplateError(f"the chat template refuses these messages: {error}") from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without the tokenizer's own additions: the template wrote them where they belong."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, by default up to where the assistant begins to answer."""
+        return self.encode(self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
+
+    def render_continuation(
+        self,
+        ids: Sequence[int],
+        new_messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Append messages to a conversation whose ids end with the assistant's sampled turn.
+
+        `ids` are returned as they are, followed by what is missing of the end of the turn (all of it where the answer
+        was cut off at its length, nothing of what was sampled already) and by the new messages.
+
+        Raises:
+            TemplateError: if there is nothing to append or the template does not keep an earlier turn apart.
+        """
+        if not new_messages:
+            raise TemplateError("there are no messages to append: give at least one")
+        after = self._after_stand_in(new_messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        addition = self.encode(after)
+        closing = self._closing(after)
+        given = next((n for n in range(len(closing), 0, -1) if list(ids[-n:]) == closing[:n]), 0)
+        return [*ids, *addition[given:]]
+
+    def render_sft(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Rendered:
+        """Token ids of a whole conversation and a mask over the assistant's turns, their end tokens included.
+
+        Each turn is encoded on its own, exactly as it is sampled: behind the encoded generation prompt.
+
+        Raises:
+            TemplateError: if there is no assistant turn, or if the template changes earlier text when messages are
+                added, as those do that strip earlier reasoning.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        done = ""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.text(messages[:index], add_generation_prompt=True, tools=tools)
+            whole = self.text(messages[: index + 1], add_generation_prompt=False, tools=tools)
+            context = self.encode(_appended(done, prompt, index))
+            answer = self.encode(_appended(prompt, whole, index))
+            learned = self._learned(answer)
+            ids += context + answer
+            mask += [False] * len(context) + [True] * learned + [False] * (len(answer) - learned)
+            done = whole
+        if not any(mask):
+            raise TemplateError("this conversation has no assistant turn to learn: add one or drop the row")
+        return Rendered(ids, mask)
+
+    def render_completion(self, prompt: str, completion: str) -> Rendered:
+        """Token ids of plain text and its continuation, without a template; the completion and an end token are learned."""
+        context = self.encode(prompt)
+        beginning = self.tokenizer.bos_token_id
+        if beginning is not None:
+            context.insert(0, beginning)
+        answer = self.encode(completion)
+        if self.tokenizer.eos_token_id is not None:
+            answer.append(self.tokenizer.eos_token_id)
+        if not context or not answer:
+            raise TemplateError("prompt and completion must not be empty: nothing would predict the first token")
+        return Rendered([*context, *answer], [False] * len(context) + [True] * len(answer))
+
+    def _learned(self, answer: list[int]) -> int:
+        """How many ids of an assistant turn are the policy's: up to its last end token; templates add line feeds behind."""
+        ends = [position for position, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
+        return ends[-1] + 1 if ends else len(answer)
+
+    def _after_stand_in(
+        self,
+        new_messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """What the template writes behind an assistant's content when messages follow it."""
+        text = self.text([*_STAND_IN, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
+        if text.count(SENTINEL) != 1:
+            raise TemplateError(
+                "the chat template does not render an earlier assistant turn exactly once, so that turns cannot be "
+                "appended: send each request as a whole conversation instead"
+            )
+        return text.partition(SENTINEL)[2]
+
+    def _closing(self, after: str) -> list[int]:
+        """Ids that end an assistant turn, as they stand before further messages."""
+        alone = self.text(_STAND_IN, add_generation_prompt=False).rpartition(SENTINEL)[2]
+        if not after.startswith(alone):
+            raise TemplateError(
+                "the chat template ends an assistant turn differently when messages follow it, so that turns cannot "
+                "be appended: send each request as a whole conversation instead"
+            )
+        if alone not in self._closings:
+            self._closings[alone] = self.encode(alone)
+        return self._closings[alone]
+
+
+def _appended(before: str, after: str, index: int) -> str:
+    """What `after` adds to `before`.
+
+    Raises:
+        TemplateError: if it does not begin with it.
+    """
+    if not after.startswith(before):
+        raise TemplateError(
+            f"the chat template changes the text before message {index} once that message is added (templates that "
+            "strip earlier reasoning do): give one row per assistant turn, or a template that only appends"
+        )
+    return after[len(before) :]
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of what turns messages into ids: vocabulary, merges, normalisation, special tokens and chat template.
+
+    Two services with the same digest give the same ids. State that a caller sets in passing (padding, truncation) and
+    paths do not enter.
+
+    Returns:
+        SHA-256 as 64 hexadecimal digits.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        content = json.loads(backend.to_str())
+        content["padding"] = content["truncation"] = None
+    else:
+        content = {"vocabulary": tokenizer.get_vocab()}
+    material = {
+        "tokenizer": content,
+        "template": tokenizer.chat_template,
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+    }
+    return hashlib.sha256(json.dumps(material, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
