@@ -85,11 +85,7 @@ class OptimizerConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _decay_has_an_end(self) -> Self:
-        if self.schedule != "constant" and self.max_steps <= self.warmup_steps:
-            raise ValueError(
-                f"schedule {self.schedule} ends at max_steps: set max_steps above warmup_steps ({self.warmup_steps})"
-            )
+    def _decays_below_one(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError("betas lie in [0, 1)")
         return self
@@ -165,6 +161,14 @@ class TrainerConfig(ComputeConfig):
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7102), description="Where the trainer listens."
     )
+
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> Self:
+        if self.schedule != "constant" and self.max_steps <= self.warmup_steps:
+            raise ValueError(
+                f"schedule {self.schedule} ends at max_steps: set max_steps above warmup_steps ({self.warmup_steps})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _trains_on_samples(self) -> Self:

@@ -58,7 +58,8 @@ def export_hf(model: PreTrainedModel, source: str, directory: Path, dtype: torch
         state = {name: _copy(tensor, dtype) for name, tensor in model.state_dict().items()}
         model.save_pretrained(staging, state_dict=state)
         AutoTokenizer.from_pretrained(source).save_pretrained(staging)
-        staging.chmod(0o755)
+        for path in (staging, *staging.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and safetensors write for the owner alone
         staging.rename(directory)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

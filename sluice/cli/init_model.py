@@ -128,7 +128,8 @@ def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str 
     try:
         model.to(getattr(torch, dtype)).save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        staging.chmod(0o755)
+        for path in (staging, *staging.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and safetensors write for the owner alone
         staging.rename(directory)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -162,6 +163,9 @@ def character_tokenizer(shape: ModelShape) -> PreTrainedTokenizerFast:
 def run(argv: Sequence[str]) -> int:
     """Read the command line, write the model and say what it is."""
     arguments = _parser().parse_args(argv)
+    from transformers.utils import logging  # noqa: PLC0415  seconds of import that `--help` must not pay
+
+    logging.disable_progress_bar()
     try:
         shape = ModelShape(
             hidden=arguments.hidden,
