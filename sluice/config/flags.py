@@ -99,9 +99,11 @@ def _path(model: type[BaseModel], name: str, service: str | None) -> tuple[str, 
 
 
 def _value(name: str, annotation: FieldType, words: list[str]) -> str:
-    """The word after a flag; ``true`` where a boolean flag stands alone."""
+    """The word after a flag; ``true`` where a boolean flag, or one of a free-form table, stands alone."""
     follows = bool(words) and not words[0].startswith(("--", "@"))
     if is_flag(annotation) and not (follows and words[0].lower() in _BOOLEANS):
+        return "true"
+    if annotation is Any and not follows:
         return "true"
     if not follows:
         raise ConfigError(f"--{name} needs a value: `--{name} VALUE` or `--{name}=VALUE`")

@@ -1,0 +1,307 @@
+"""Async clients of the four services: what a script or a notebook needs, typed, with `SluiceError` for failures.
+
+    async with RolloutClient("127.0.0.1:7103") as rollout:
+        answer = await rollout.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=16))
+        print(answer.samples[0].text)
+
+Every method takes `timeout_s`; the others end by the channel's default deadline. For what is not here use the generated
+stubs of `sluice.v1` on `sluice.rpc.connect`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
+from typing import Self, TypeVar
+
+import grpc
+
+from sluice.config import SecurityConfig
+from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
+from sluice.rpc.tokens import Role
+from sluice.v1 import (
+    orchestrator_pb2,
+    orchestrator_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    tokens_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weightsync_pb2,
+    weightsync_pb2_grpc,
+)
+from sluice.versions import Version
+
+__all__ = ["OrchestratorClient", "Prompt", "RolloutClient", "TrainerClient", "WeightSyncClient"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | tokens_pb2.Conversation
+"""Text, token ids, messages as ``{"role": ..., "content": ...}``, or a conversation with tools."""
+
+_Request = TypeVar("_Request")
+_Answer = TypeVar("_Answer")
+
+
+async def _typed(call: Awaitable[_Answer]) -> _Answer:
+    """Await a unary call; its failure becomes the error that the server raised."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise SluiceError.from_rpc(error) from error
+
+
+async def _stream(call: grpc.aio.UnaryStreamCall[_Request, _Answer]) -> AsyncIterator[_Answer]:
+    """Pass a stream's messages on; leaving the loop cancels the call."""
+    try:
+        async for message in call:
+            yield message
+    except grpc.aio.AioRpcError as error:
+        raise SluiceError.from_rpc(error) from error
+    finally:
+        call.cancel()
+
+
+def _run_name(run: str) -> str:
+    return run if not run or run.startswith("runs/") else f"runs/{run}"
+
+
+class _Client:
+    """Owns a channel."""
+
+    def __init__(self, target: str, security: SecurityConfig | None = None, *, role: Role = "admin") -> None:
+        self._channel = connect(target, security or SecurityConfig(), role=role)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._channel.close()
+
+
+class RolloutClient(_Client):
+    """Samples from a replica, or from all of them behind one DNS name; role ``agent`` is enough to generate."""
+
+    def __init__(self, target: str, security: SecurityConfig | None = None, *, role: Role = "admin") -> None:
+        super().__init__(target, security, role=role)
+        self._agent = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self._admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: tokens_pb2.SamplingParams | None = None,
+        *,
+        n: int = 1,
+        run: str = "",
+        return_text: bool = True,
+        timeout_s: float = 600.0,
+    ) -> rollout_pb2.GenerateResponse:
+        """Sample `n` continuations and wait for all of them.
+
+        Raises:
+            SluiceError: as listed at RolloutService.Generate.
+        """
+        request = _generate_request(prompt, sampling, n, run)
+        request.return_text = return_text
+        return await _typed(self._agent.Generate(request, timeout=timeout_s))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: tokens_pb2.SamplingParams | None = None,
+        *,
+        n: int = 1,
+        run: str = "",
+        timeout_s: float = 600.0,
+    ) -> AsyncIterator[rollout_pb2.GenerateStreamResponse]:
+        """Sample `n` continuations and receive their tokens as they come; close the iterator to abort."""
+        request = rollout_pb2.GenerateStreamRequest(request=_generate_request(prompt, sampling, n, run))
+        return _stream(self._agent.GenerateStream(request, timeout=timeout_s))
+
+    async def model(self) -> rollout_pb2.GetModelResponse:
+        """Describe the served model."""
+        return await _typed(self._agent.GetModel(rollout_pb2.GetModelRequest()))
+
+    async def status(self) -> rollout_pb2.GetStatusResponse:
+        """Version, load and health of the replica."""
+        return await _typed(self._admin.GetStatus(rollout_pb2.GetStatusRequest()))
+
+    async def update_weights(
+        self, version: Version | None = None, *, timeout_s: float = 120.0
+    ) -> rollout_pb2.UpdateWeightsResponse:
+        """Serve a version, the newest without one, and wait until it does."""
+        request = rollout_pb2.UpdateWeightsRequest(version=None if version is None else version.to_proto())
+        return await _typed(self._admin.UpdateWeights(request, timeout=timeout_s))
+
+    async def reload_weights(self, *, timeout_s: float = 120.0) -> rollout_pb2.ReloadWeightsResponse:
+        """Return to the base model."""
+        return await _typed(self._admin.ReloadWeights(rollout_pb2.ReloadWeightsRequest(), timeout=timeout_s))
+
+    async def pause(
+        self, mode: rollout_pb2.PauseMode.ValueType, owner: str, *, ttl_s: float = 60.0
+    ) -> rollout_pb2.PauseResponse:
+        """Stop sampling until `resume`, for `ttl_s` seconds at most."""
+        request = rollout_pb2.PauseRequest(mode=mode, owner=owner)
+        request.ttl.FromMilliseconds(int(ttl_s * 1000))
+        return await _typed(self._admin.Pause(request, timeout=ttl_s))
+
+    async def resume(self, owner: str) -> rollout_pb2.ResumeResponse:
+        """End the owner's pause."""
+        return await _typed(self._admin.Resume(rollout_pb2.ResumeRequest(owner=owner)))
+
+
+class TrainerClient(_Client):
+    """Hands batches to a trainer and reads its reports."""
+
+    def __init__(self, target: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(target, security)
+        self._stub = trainer_pb2_grpc.TrainerServiceStub(self._channel)
+
+    async def begin_epoch(
+        self, run: str, epoch: int, *, checkpoint: str = "", timeout_s: float = 600.0
+    ) -> trainer_pb2.BeginEpochResponse:
+        """Restore a checkpoint (the newest without a name), publish its weights, and begin to take batches."""
+        request = trainer_pb2.BeginEpochRequest(run=_run_name(run), epoch=epoch, checkpoint=checkpoint)
+        return await _typed(self._stub.BeginEpoch(request, timeout=timeout_s))
+
+    async def submit_batch(
+        self, header: trainer_pb2.BatchHeader, trajectories: Sequence[tokens_pb2.Trajectory], *, timeout_s: float = 60.0
+    ) -> trainer_pb2.SubmitBatchResponse:
+        """Hand over one batch; answered when it is queued. Safe to repeat with the same batch id.
+
+        Raises:
+            SluiceError: as listed at TrainerService.SubmitBatch; RESOURCE_EXHAUSTED while the queue is full.
+        """
+        return await _typed(self._stub.SubmitBatch(_batch_parts(header, trajectories), timeout=timeout_s))
+
+    async def state(self, run: str) -> trainer_pb2.GetTrainerStateResponse:
+        """Phase, version and queue of the trainer."""
+        return await _typed(self._stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(run=_run_name(run))))
+
+    def watch_steps(
+        self, run: str, from_number: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
+        """Reports of applied batches, past ones first; without `timeout_s` for a day at most."""
+        request = trainer_pb2.WatchStepsRequest(run=_run_name(run), from_number=from_number)
+        return _stream(self._stub.WatchSteps(request, timeout=timeout_s))
+
+    async def save_checkpoint(
+        self, run: str, journal_position: int = 0, *, timeout_s: float = 600.0
+    ) -> trainer_pb2.SaveCheckpointResponse:
+        """Write a checkpoint between two batches and wait until it is on disk."""
+        request = trainer_pb2.SaveCheckpointRequest(run=_run_name(run), journal_position=journal_position)
+        return await _typed(self._stub.SaveCheckpoint(request, timeout=timeout_s))
+
+
+class OrchestratorClient(_Client):
+    """Watches and steers a run."""
+
+    def __init__(self, target: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(target, security)
+        self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
+
+    async def run(self, run: str) -> orchestrator_pb2.Run:
+        """The run as it stands."""
+        answer = await _typed(self._stub.GetRun(orchestrator_pb2.GetRunRequest(run=_run_name(run))))
+        return answer.run
+
+    def watch(
+        self, run: str, from_sequence_no: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncIterator[orchestrator_pb2.WatchRunResponse]:
+        """Events of the run, past ones first, until it ends; without `timeout_s` for a day at most."""
+        request = orchestrator_pb2.WatchRunRequest(run=_run_name(run), from_sequence_no=from_sequence_no)
+        return _stream(self._stub.WatchRun(request, timeout=timeout_s))
+
+    async def pause(self, run: str) -> orchestrator_pb2.Run:
+        """Stop dispatching new episodes."""
+        return (await _typed(self._stub.PauseRun(orchestrator_pb2.PauseRunRequest(run=_run_name(run))))).run
+
+    async def resume(self, run: str) -> orchestrator_pb2.Run:
+        """Dispatch again."""
+        return (await _typed(self._stub.ResumeRun(orchestrator_pb2.ResumeRunRequest(run=_run_name(run))))).run
+
+    async def stop(self, run: str, reason: str = "") -> orchestrator_pb2.Run:
+        """End the run in order: a last checkpoint, then the report."""
+        request = orchestrator_pb2.StopRunRequest(run=_run_name(run), reason=reason)
+        return (await _typed(self._stub.StopRun(request))).run
+
+    async def trajectories(
+        self, run: str, *, limit: int = 50, step: int | None = None, reward_below: float | None = None
+    ) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """The newest trajectories, `limit` at most, with their text."""
+        found: list[orchestrator_pb2.TrajectoryRecord] = []
+        request = orchestrator_pb2.ListTrajectoriesRequest(
+            run=_run_name(run), page_size=min(limit, 50), step=step, reward_below=reward_below
+        )
+        while len(found) < limit:
+            page = await _typed(self._stub.ListTrajectories(request))
+            found.extend(page.trajectories)
+            if not page.next_page_token:
+                break
+            request.page_token = page.next_page_token
+        return found[:limit]
+
+
+class WeightSyncClient(_Client):
+    """Looks into the store of weight versions."""
+
+    def __init__(self, target: str, security: SecurityConfig | None = None) -> None:
+        super().__init__(target, security)
+        self._stub = weightsync_pb2_grpc.WeightSyncServiceStub(self._channel)
+
+    async def versions(self, run: str, *, page_size: int = 100) -> weightsync_pb2.ListVersionsResponse:
+        """The newest committed versions, and the replicas that reported."""
+        request = weightsync_pb2.ListVersionsRequest(run=_run_name(run), page_size=page_size)
+        return await _typed(self._stub.ListVersions(request))
+
+    async def manifest(self, run: str, version: Version | None = None) -> weightsync_pb2.Manifest:
+        """Describe a version, the newest without one."""
+        number = None if version is None else version.to_proto()
+        request = weightsync_pb2.GetManifestRequest(run=_run_name(run), version=number)
+        return (await _typed(self._stub.GetManifest(request))).manifest
+
+    async def delete(self, run: str, version: Version) -> None:
+        """Delete a version that no live replica needs."""
+        request = weightsync_pb2.DeleteVersionRequest(run=_run_name(run), version=version.to_proto())
+        await _typed(self._stub.DeleteVersion(request))
+
+
+def _generate_request(
+    prompt: Prompt, sampling: tokens_pb2.SamplingParams | None, n: int, run: str
+) -> rollout_pb2.GenerateRequest:
+    request = rollout_pb2.GenerateRequest(run=_run_name(run), sampling=sampling, n=n)
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif isinstance(prompt, tokens_pb2.Conversation):
+        request.conversation.CopyFrom(prompt)
+    else:
+        _fill_sequence(request, prompt)
+    return request
+
+
+def _fill_sequence(request: rollout_pb2.GenerateRequest, prompt: Sequence[int] | Sequence[Mapping[str, str]]) -> None:
+    for item in prompt:
+        if isinstance(item, int):
+            request.token_ids.ids.append(item)
+        else:
+            request.conversation.messages.add(role=item["role"], content=item["content"])
+
+
+def _batch_parts(
+    header: trainer_pb2.BatchHeader, trajectories: Iterable[tokens_pb2.Trajectory]
+) -> Iterator[trainer_pb2.SubmitBatchRequest]:
+    """The header, then the trajectories in messages below the limit."""
+    yield trainer_pb2.SubmitBatchRequest(header=header)
+    part = trainer_pb2.TrajectoryPart()
+    size = 0
+    for trajectory in trajectories:
+        length = trajectory.ByteSize() + 16  # tag and length of the field, generously
+        if part.trajectories and size + length > MAX_MESSAGE_BYTES:
+            yield trainer_pb2.SubmitBatchRequest(trajectories=part)
+            part, size = trainer_pb2.TrajectoryPart(), 0
+        part.trajectories.append(trajectory)
+        size += length
+    if part.trajectories:
+        yield trainer_pb2.SubmitBatchRequest(trajectories=part)

@@ -1,0 +1,177 @@
+"""Which source of a setting wins, and how each of them is written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toy_service import install_toy
+
+from sluice.config import ConfigError, load_run
+from sluice.config.merge import deep_merge
+
+
+@pytest.fixture(autouse=True)
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for variable in list(os.environ):
+        if variable.startswith("SLUICE_"):
+            monkeypatch.delenv(variable)
+    monkeypatch.syspath_prepend(str(install_toy(tmp_path / "site")))
+    yield
+    for module in ("toy_svc", "toy_svc.config", "toy_svc.app"):
+        sys.modules.pop(module, None)
+
+
+def toml(tmp_path: Path, name: str, text: str) -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+def test_flags_cover_files_cover_environment_covers_defaults(tmp_path, monkeypatch):
+    first = toml(tmp_path, "first.toml", "seed = 2\nmax_staleness = 2\n[toy]\nlr = 2\n")
+    second = toml(tmp_path, "second.toml", "seed = 3\n")
+    monkeypatch.setenv("SLUICE_SEED", "1")
+    monkeypatch.setenv("SLUICE_TOY__LR", "1")
+    monkeypatch.setenv("SLUICE_TOY__OPTIMIZER__DECAY", "0.5")
+    run = load_run(["@", first, f"@{second}", "--max-staleness", "4"])
+    assert (run.seed, run.max_staleness, run.toy.lr, run.toy.optimizer.decay) == (3, 4, 2.0, 0.5)
+    assert run.run == "default"
+
+
+def test_tables_of_several_files_merge_key_by_key_and_lists_are_replaced(tmp_path):
+    first = toml(tmp_path, "1.toml", "[toy]\ntags = ['x', 'y']\n[toy.optimizer]\ndecay = 0.1\n[toy.engine]\na = 1\n")
+    second = toml(tmp_path, "2.toml", "[toy]\ntags = ['z']\n[toy.optimizer]\nbetas = [0.5, 0.6]\n[toy.engine]\nb = 2\n")
+    toy = load_run(["@", first, "@", second]).toy
+    assert toy.tags == ["z"]
+    assert (toy.optimizer.decay, toy.optimizer.betas) == (0.1, [0.5, 0.6])
+    assert toy.engine == {"a": 1, "b": 2}
+
+
+def test_a_partial_table_keeps_the_default_of_the_field_rather_than_of_its_class(tmp_path):
+    run = load_run(["@", toml(tmp_path, "a.toml", "[toy.server]\nhost = '::1'\n")])
+    assert (run.toy.server.host, run.toy.server.port) == ("::1", 7999)
+
+
+def test_a_flat_file_goes_into_the_table_named_before_it(tmp_path):
+    flat = toml(tmp_path, "flat.toml", "lr = 7\n[optimizer]\ndecay = 1\n")
+    run = load_run(["--toy", "@", flat, "--toy.verbose"])
+    assert (run.toy.lr, run.toy.optimizer.decay, run.toy.verbose) == (7.0, 1.0, True)
+
+
+def test_inference_is_another_name_of_rollout_in_every_layer(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLUICE_INFERENCE__SERVER__DRAIN_S", "1")
+    flat = toml(tmp_path, "flat.toml", "[server]\nport = 1\n")
+    whole = toml(tmp_path, "whole.toml", "[inference.server]\nmetrics_port = 2\n")
+    rollout = load_run(["--inference", "@", flat, "@", whole, "--inference.server.http-port=3"]).rollout
+    server = rollout["server"] if isinstance(rollout, dict) else rollout.server.model_dump()
+    found = [float(server[key]) for key in ("drain_s", "port", "metrics_port", "http_port")]
+    assert found == [1, 1, 2, 3]
+
+
+def test_in_a_one_service_command_other_flags_mean_its_table():
+    run = load_run(["--lr", "3", "--seed", "5", "--server.port", "1", "--toy.limit", "9"], service="toy")
+    assert (run.toy.lr, run.seed, run.toy.server.port, run.toy.limit) == (3.0, 5, 1, 9)
+
+
+@pytest.mark.parametrize("words", [["--toy.verbose"], ["--toy.verbose=true"], ["--toy.verbose", "yes"]])
+def test_a_boolean_flag_may_stand_alone(words):
+    assert load_run([*words, "--seed", "1"]).toy.verbose is True
+
+
+def test_a_boolean_flag_can_be_switched_off():
+    assert load_run(["--toy.verbose", "--toy.verbose", "false"]).toy.verbose is False
+
+
+def test_insecure_has_a_short_flag():
+    assert load_run(["--insecure"]).security.insecure is True
+
+
+@pytest.mark.parametrize("text", ["b,c", '["b", "c"]', "b, c"])
+def test_lists_are_written_with_commas_or_as_json(text):
+    assert load_run(["--toy.tags", text]).toy.tags == ["b", "c"]
+
+
+def test_free_form_tables_take_json_values_and_keep_text():
+    engine = load_run(["--toy.engine.max_len", "128", "--toy.engine.name", "x", "--toy.engine.eager"]).toy.engine
+    assert engine == {"max_len": 128, "name": "x", "eager": True}
+
+
+def test_lists_of_tables_are_written_as_json():
+    assert load_run(["--toy.schedule", '[{"at": 3, "factor": 0.5}]']).toy.schedule[0].at == 3
+
+
+def test_none_unsets_in_every_layer(tmp_path, monkeypatch):
+    assert load_run(["--toy.limit", "none"]).toy.limit is None
+    assert load_run(["@", toml(tmp_path, "n.toml", "[toy]\nlimit = 'none'\n")]).toy.limit is None
+    monkeypatch.setenv("SLUICE_TOY__LIMIT", "none")
+    assert load_run([]).toy.limit is None
+
+
+def test_negative_numbers_are_values():
+    with pytest.raises(ConfigError, match="greater than 0"):
+        load_run(["--toy.lr", "-1"])
+
+
+def test_empty_variables_and_those_of_kubernetes_and_of_children_are_no_settings(monkeypatch):
+    for name, value in {
+        "SLUICE_SEED": "",
+        "SLUICE_ROLLOUT_SERVICE_HOST": "10.0.0.1",
+        "SLUICE_ROLLOUT_PORT": "tcp://10.0.0.1:7103",
+        "SLUICE_ROLLOUT_PORT_7103_TCP_ADDR": "10.0.0.1",
+        "SLUICE_INTERNAL_STAGE": "/dev/shm",
+        "SLUICE_TEST_SLOW": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert load_run([]).seed == 0
+
+
+def test_the_log_level_has_its_variable(monkeypatch):
+    monkeypatch.setenv("SLUICE_LOG_LEVEL", "debug")
+    assert load_run([]).log_level == "debug"
+
+
+def test_the_table_of_a_package_that_is_not_installed_is_accepted_unread(tmp_path):
+    run = load_run(["@", toml(tmp_path, "a.toml", "[absent]\nwhatever = 1\n")])
+    assert run.absent == {"whatever": 1}
+    with pytest.raises(ConfigError, match="not installed"):
+        run.section("absent")
+
+
+KEYS = st.sampled_from("abc")
+TABLES = st.recursive(
+    st.dictionaries(KEYS, st.integers(), max_size=3), lambda inner: st.dictionaries(KEYS, inner, max_size=3), max_leaves=8
+)
+
+
+def leaves(table, path=()):
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+@given(TABLES, TABLES)
+def test_merging_keeps_every_upper_leaf_and_each_lower_one_that_nothing_covers(lower, upper):
+    merged = dict(leaves(deep_merge(lower, upper)))
+    above = dict(leaves(upper))
+    for path, value in above.items():
+        if value != {}:
+            assert merged[path] == value
+    for path, value in leaves(lower):
+        covered = any(path[: len(other)] == other[: len(path)] for other in above)
+        if not covered:
+            assert merged[path] == value
+
+
+@given(TABLES, TABLES, TABLES)
+def test_merging_from_the_left_changes_no_input_and_the_empty_table_nothing(first, second, third):
+    copies = repr((first, second, third))
+    deep_merge(deep_merge(first, second), third)
+    assert repr((first, second, third)) == copies
+    assert deep_merge(first, {}) == first == deep_merge({}, first)
