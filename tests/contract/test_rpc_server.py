@@ -1,0 +1,208 @@
+"""What every server answers beside its own contracts, what it counts, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client import REGISTRY
+from trainer_double import SERVICE, start_double
+
+from sluice.config import SecurityConfig
+from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
+from sluice.v1 import common_pb2, common_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+@pytest.fixture
+async def served():
+    server, double = await start_double(max_concurrent_rpcs=64)
+    async with connect(server.target, SecurityConfig()) as channel:
+        yield server, double, channel
+    await server.stop(0)
+
+
+async def health(channel, service: str = "") -> int:
+    return (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def test_health_is_known_as_a_whole_and_per_service(served):
+    server, _, channel = served
+    for name in ("", SERVICE, "sluice.v1.ServerInfoService"):
+        assert await health(channel, name) == SERVING
+    await server.set_serving(False)
+    assert await health(channel, SERVICE) == NOT_SERVING
+    await server.set_serving(True)
+    assert await health(channel) == SERVING
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health(channel, "sluice.v1.Nothing")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_the_contracts(served):
+    _, _, channel = served
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    answer = await stub.ServerReflectionInfo(iter([request])).read()
+    names = {service.name for service in answer.list_services_response.service}
+    assert {SERVICE, "sluice.v1.ServerInfoService", "grpc.health.v1.Health"} <= names
+
+
+async def test_a_server_says_what_it_is_and_what_it_lacks(served):
+    _, _, channel = served
+    info = await common_pb2_grpc.ServerInfoServiceStub(channel).GetServerInfo(common_pb2.GetServerInfoRequest())
+    assert (info.service, info.run, list(info.features)) == ("trainer", "runs/r1", ["engine.double"])
+    assert list(info.services) == ["sluice.v1.ServerInfoService", SERVICE]
+    assert list(info.unimplemented_rpcs) == [f"{SERVICE}/ListCheckpoints"]
+    assert (info.max_message_bytes, info.max_concurrent_rpcs) == (MAX_MESSAGE_BYTES, 64)
+    assert info.contract_version >= 1
+
+
+def total(method: str, code: str, service: str = SERVICE) -> float:
+    labels = {"service": service, "method": method, "code": code}
+    return REGISTRY.get_sample_value("sluice_rpc_total", labels) or 0
+
+
+async def test_calls_of_every_arity_are_counted_by_code_and_timed(served):
+    _, _, channel = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    reflection = "grpc.reflection.v1alpha.ServerReflection"
+    watched = (
+        ("GetTrainerState", "OK", SERVICE),
+        ("SubmitBatch", "OK", SERVICE),
+        ("WatchSteps", "NOT_FOUND", SERVICE),
+        ("BeginEpoch", "NOT_FOUND", SERVICE),
+        ("ServerReflectionInfo", "OK", reflection),
+    )
+    before = {row: total(*row) for row in watched}
+    await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest())
+    await stub.SubmitBatch(iter([trainer_pb2.SubmitBatchRequest()]))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="fail")).read()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await stub.BeginEpoch(trainer_pb2.BeginEpochRequest(run="abort"))
+    requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    async for _ in reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests):
+        pass
+    # The server accounts for a call just after its last byte has left.
+    async with asyncio.timeout(10):
+        while {row: total(*row) for row in watched} != {row: count + 1 for row, count in before.items()}:
+            await asyncio.sleep(0)
+    labels = {"service": SERVICE, "method": "GetTrainerState"}
+    assert REGISTRY.get_sample_value("sluice_rpc_seconds_count", labels) >= 1
+    assert REGISTRY.get_sample_value("sluice_rpc_in_flight", labels) == 0
+
+
+async def test_stopping_ends_watches_at_once_and_waits_for_work(served):
+    server, double, channel = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    watch = stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="wait", from_number=1))
+    await watch.read()
+    double.entered.clear()
+    work = stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest())
+    await asyncio.wait_for(double.entered.wait(), 10)
+    stopping = asyncio.create_task(server.stop(60))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await watch.read()
+    error = SluiceError.from_rpc(caught.value)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert not stopping.done()
+    double.release.set()
+    assert await work == trainer_pb2.SaveCheckpointResponse()
+    await asyncio.wait_for(stopping, 30)
+
+
+async def test_work_that_outlasts_the_grace_is_cancelled(served):
+    server, double, channel = served
+    work = trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(trainer_pb2.SaveCheckpointRequest())
+    await asyncio.wait_for(double.entered.wait(), 10)
+    await asyncio.wait_for(server.stop(0.1), 30)
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+        await work
+    assert double.cancelled.is_set()
+
+
+async def test_serving_ends_when_the_service_itself_is_done(served):
+    server, _, _ = served
+    done = asyncio.Event()
+    serving = asyncio.create_task(server.serve_until_signal(done))
+    done.set()
+    await asyncio.wait_for(serving, 30)
+
+
+PROGRAM = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from trainer_double import start_double
+
+async def main():
+    server, double = await start_double(drain_s=float(sys.argv[2]))
+    print(server.target, flush=True)
+    asyncio.get_running_loop().add_reader(sys.stdin, double.release.set)
+    await server.serve_until_signal()
+    print("put away", flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def start_program(drain_s: float) -> tuple[asyncio.subprocess.Process, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", PROGRAM, str(Path(__file__).parent), str(drain_s)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    lines: list[str] = []
+    async with asyncio.timeout(60):
+        while not (lines and lines[-1].startswith("127.0.0.1:")):
+            line = await process.stdout.readline()
+            assert line, "the server ended before it listened"
+            lines.append(line.decode().strip())
+    return process, lines[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_drains_calls_in_progress_and_ends_with_code_zero(number):
+    process, target = await start_program(60)
+    async with connect(target, SecurityConfig()) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        watch = stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="wait", from_number=1))
+        await watch.read()
+        work = stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(), timeout=60)
+        await work.wait_for_connection()
+        await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest())  # so that the work before it has begun
+        process.send_signal(number)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await watch.read()  # the drain has begun
+        process.stdin.write(b"release\n")
+        assert await work == trainer_pb2.SaveCheckpointResponse()
+    rest, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0
+    assert rest.decode().endswith("put away\n")
+
+
+async def test_a_second_signal_does_not_wait_for_the_drain():
+    process, target = await start_program(600)
+    async with connect(target, SecurityConfig()) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        watch = stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="wait", from_number=1))
+        await watch.read()
+        work = stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(), timeout=60)
+        await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest())
+        process.terminate()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await watch.read()
+        process.terminate()
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await work
+    await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0
