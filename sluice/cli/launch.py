@@ -1,0 +1,166 @@
+"""From a run's settings to the child processes that are the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from sluice.cli.child_process import ChildSpec
+from sluice.config import PeersConfig, RunConfig, SecurityConfig
+from sluice.rpc import connect
+
+__all__ = ["Addresses", "child_environment", "child_specs", "free_addresses", "serves"]
+
+LOOPBACK = "127.0.0.1"
+
+_PROBE_S = 0.1
+"""Pause between two looks at a child that does not serve yet, in seconds."""
+
+_PROBE_DEADLINE_S = 5.0
+
+HAS_HTTP = frozenset({"rollout"})
+"""Services with an HTTP port beside the gRPC one."""
+
+COMPUTES = frozenset({"trainer", "rollout"})
+"""Services that keep cores busy; the others wait for sockets."""
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """Ports of one run on this machine.
+
+    Attributes:
+        grpc: Port by child.
+        http: HTTP port by child, for children that have one.
+    """
+
+    grpc: Mapping[str, int]
+    http: Mapping[str, int]
+
+    def peers(self) -> PeersConfig:
+        """Where the services find each other."""
+        target = {name: f"{LOOPBACK}:{port}" for name, port in self.grpc.items()}
+        replicas = [address for name, address in target.items() if service_of(name) == "rollout"]
+        return PeersConfig(
+            weightsync=target["weightsync"],
+            trainer=target["trainer"],
+            rollout=replicas,
+            orchestrator=target["orchestrator"],
+        )
+
+
+def service_of(child: str) -> str:
+    """The service that a child runs: ``rollout-1`` runs ``rollout``."""
+    return child.partition("-")[0]
+
+
+def child_names(replicas: int) -> list[str]:
+    """Children of a run, the one that takes longest to start first."""
+    rollout = ["rollout"] if replicas == 1 else [f"rollout-{number}" for number in range(replicas)]
+    return [*rollout, "trainer", "orchestrator", "weightsync"]
+
+
+def free_addresses(replicas: int) -> Addresses:
+    """Find free loopback ports, all different."""
+    names = child_names(replicas)
+    with_http = [name for name in names if service_of(name) in HAS_HTTP]
+    sockets = [socket.socket() for _ in [*names, *with_http]]
+    try:
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        ports = [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+    return Addresses(
+        dict(zip(names, ports[: len(names)], strict=True)), dict(zip(with_http, ports[len(names) :], strict=True))
+    )
+
+
+def child_environment(child: str, threads: int | None, children: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Thread settings of a child, where the user has not made his own.
+
+    Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold, so cores are
+    divided among the children that compute, and waiting threads sleep.
+
+    Args:
+        child: Its name.
+        threads: Threads per computing child; None divides the cores.
+        children: Number of children that compute.
+        given: The environment that the child inherits.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // children) if hasattr(os, "sched_getaffinity") else 1
+    count = 1 if service_of(child) not in COMPUTES else threads or share
+    wanted = {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+    forced = {"OMP_NUM_THREADS"} if threads is not None else set()
+    return {name: value for name, value in wanted.items() if name in forced or name not in given}
+
+
+def child_specs(
+    run: RunConfig, addresses: Addresses, settings: Path, log_dir: Path, *, threads: int | None
+) -> list[ChildSpec]:
+    """What to start.
+
+    Args:
+        run: Settings of the run.
+        addresses: Its ports.
+        settings: The file that the children read.
+        log_dir: Where their logs go, one file per child.
+        threads: Threads per computing child; None divides the cores.
+    """
+    computing = sum(service_of(name) in COMPUTES for name in addresses.grpc)
+    specs = []
+    for name, port in addresses.grpc.items():
+        argv = [sys.executable, "-m", "sluice.cli.main", service_of(name), "@", str(settings)]
+        argv += ["--server.host", LOOPBACK, "--server.port", str(port)]
+        if name in addresses.http:
+            argv += ["--server.http-port", str(addresses.http[name])]
+        specs.append(
+            ChildSpec(
+                name=name,
+                argv=tuple(argv),
+                log_path=log_dir / f"{name}.log",
+                serves=_probe(f"{LOOPBACK}:{port}", run.security),
+                environment=child_environment(name, threads, computing, os.environ),
+                ends_run=name == "orchestrator",
+            )
+        )
+    return specs
+
+
+def _probe(target: str, security: SecurityConfig) -> Callable[[], Awaitable[None]]:
+    return lambda: serves(target, security)
+
+
+async def serves(target: str, security: SecurityConfig) -> None:
+    """Return once a server answers SERVING; the caller sets the deadline."""
+    host, _, port = target.rpartition(":")
+    while True:
+        # A look at the socket costs nothing, and leaves gRPC's reconnection back-off out of the start.
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            await asyncio.sleep(_PROBE_S)
+            continue
+        writer.close()
+        if await _answers_serving(target, security):
+            return
+        await asyncio.sleep(_PROBE_S)
+
+
+async def _answers_serving(target: str, security: SecurityConfig) -> bool:
+    async with connect(target, security, role="agent") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_DEADLINE_S)  # type: ignore[attr-defined]  # the stubs leave it out
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,98 @@
+"""Whether a child that died is started again: a pure state machine, told the time by its caller."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+__all__ = ["Exit", "GiveUp", "RestartLimits", "RestartPolicy", "StartAgain"]
+
+EXIT_CONFIG = 2
+"""Exit code of a child whose settings are wrong: a second try would read the same ones."""
+
+
+@dataclass(frozen=True)
+class RestartLimits:
+    """Bounds on restarts of one child.
+
+    Attributes:
+        restarts: Most restarts within the window; 0 allows none.
+        window_s: Seconds after which a restart is forgiven: a child that dies once a day is not a failing one.
+        first_delay_s: Pause before the first restart, in seconds; each further one within the window doubles it.
+        max_delay_s: Longest pause, in seconds.
+    """
+
+    restarts: int = 3
+    window_s: float = 600.0
+    first_delay_s: float = 0.5
+    max_delay_s: float = 8.0
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a child ended.
+
+    Attributes:
+        code: As `subprocess` gives it: the exit code, or minus the signal's number.
+        was_ready: Whether it, or an earlier process of the same child, ever served.
+    """
+
+    code: int
+    was_ready: bool
+
+
+@dataclass(frozen=True)
+class StartAgain:
+    """Start the child again.
+
+    Attributes:
+        delay_s: Pause before that, in seconds.
+        attempt: Number of this restart within the window, from 1.
+    """
+
+    delay_s: float
+    attempt: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Leave it dead; the run ends.
+
+    Attributes:
+        reason: End of a sentence that begins with how the child died.
+    """
+
+    reason: str
+
+
+@dataclass
+class RestartPolicy:
+    """Counts the restarts of one child.
+
+    Attributes:
+        limits: Bounds.
+    """
+
+    limits: RestartLimits
+    _restarts: deque[float] = field(default_factory=deque)
+
+    def on_exit(self, exit_: Exit, now: float) -> StartAgain | GiveUp:
+        """Decide about a child that ended unasked.
+
+        Args:
+            exit_: How it ended.
+            now: Seconds on a monotonic clock.
+        """
+        if exit_.code == EXIT_CONFIG:
+            return GiveUp("its settings are wrong")
+        if exit_.code > 0 and not exit_.was_ready:
+            # It ended by its own decision before it served: the same start would end the same way.
+            return GiveUp("it never began to serve")
+        while self._restarts and now - self._restarts[0] > self.limits.window_s:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.limits.restarts:
+            return GiveUp(f"it was started again {len(self._restarts)} times within {self.limits.window_s:g} s")
+        self._restarts.append(now)
+        attempt = len(self._restarts)
+        delay = min(self.limits.first_delay_s * 2.0 ** (attempt - 1), self.limits.max_delay_s)
+        return StartAgain(delay_s=delay, attempt=attempt)

@@ -1,0 +1,172 @@
+"""`sluice rl @ rl.toml`: all services of a run as child processes of one supervisor, with one view of them."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from sluice.cli.command import Command
+from sluice.cli.launch import child_specs, free_addresses
+from sluice.cli.live_view import RunView
+from sluice.cli.restart_policy import RestartLimits
+from sluice.cli.run_directory import claim, write_settings
+from sluice.cli.supervisor import Ending, Outcome, Supervisor
+from sluice.cli.watch import follow_run
+from sluice.config import ConfigError, RunConfig, dump_toml, load_run, service_names
+
+__all__ = ["COMMAND", "run"]
+
+NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
+"""Services that a run consists of."""
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+_EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAILED: EXIT_FAILED}
+
+
+def run(argv: list[str]) -> int:
+    """Run to the end, or to Ctrl-C.
+
+    Returns:
+        0 after the last step, 1 if a service failed for good, 130 after Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: if a setting is wrong, a service is not installed, or the run exists and is not to be resumed.
+    """
+    parser = _parser()
+    if {"--help", "-h"} & set(argv):
+        print(parser.format_help())
+    options, settings = parser.parse_known_args(argv)
+    config = load_run(settings)
+    _check(config)
+    replicas = options.replicas or len(config.peers.rollout)
+    if replicas < 1:
+        raise ConfigError("peers.rollout is empty: a run needs at least one rollout replica (--replicas 1)")
+    addresses = free_addresses(replicas)
+    config = config.model_copy(update={"peers": addresses.peers()})
+    with claim(config, resume=options.resume) as directory, _private_settings(config) as private:
+        public = write_settings(config)
+        specs = child_specs(config, addresses, private or public, directory / "logs", threads=options.threads)
+        console = Console()
+        view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
+        supervisor = Supervisor(
+            specs,
+            view,
+            limits=RestartLimits(restarts=options.max_restarts),
+            start_deadline_s=options.start_deadline,
+        )
+        view.say(f"run {config.run}: {len(specs)} services starting, logs in {directory / 'logs'}")
+        began = time.monotonic()
+        outcome = asyncio.run(_supervise(supervisor, view, config))
+    _tell(view, outcome, config, time.monotonic() - began)
+    return _EXIT_CODES[outcome.ending]
+
+
+def _check(config: RunConfig) -> None:
+    """Find what would fail later, before anything is started."""
+    missing = [name for name in NEEDED if name not in service_names()]
+    if missing:
+        raise ConfigError(f"`sluice rl` needs the services {', '.join(missing)}, which are not installed here")
+    for name in NEEDED:
+        config.section(name)
+    if not config.model:
+        raise ConfigError('model is not set: give --model DIRECTORY, or model = "..." in the file')
+
+
+@contextlib.contextmanager
+def _private_settings(config: RunConfig) -> Iterator[Path | None]:
+    """A file with the secrets for the children alone; None where there is no secret to hand on."""
+    whole = dump_toml(config, redacted=False)
+    if whole == dump_toml(config):
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="sluice-") as directory:
+        path = Path(directory) / "settings.toml"
+        path.touch(mode=0o600)
+        path.write_text(whole, encoding="utf-8")
+        yield path
+
+
+async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -> Outcome:
+    """Run the children and the view beside them; a first signal ends the run in order, a second one at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            view.say("killing all services", style="red")
+            supervisor.kill()
+        else:
+            view.say("stopping all services; once more to kill them", style="yellow")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    beside = [
+        asyncio.create_task(view.keep_drawing()),
+        asyncio.create_task(
+            follow_run(config.peers.orchestrator, config.security, config.run, view.progress, view.on_step)
+        ),
+    ]
+    try:
+        return await supervisor.run(stop)
+    finally:
+        for task in beside:
+            task.cancel()
+        for ended in await asyncio.gather(*beside, return_exceptions=True):
+            if isinstance(ended, Exception):
+                view.say(f"the view of the run failed: {ended!r}", style="red")
+
+
+def _tell(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) -> None:
+    """The last words."""
+    done = f"{view.progress.step} steps in {seconds:.1f} s"
+    match outcome.ending:
+        case Ending.SUCCEEDED:
+            view.say(f"run {config.run} done: {done}; results in {config.run_dir}", style="green")
+        case Ending.STOPPED:
+            view.say(f"run {config.run} stopped after {done}; continue it with --resume", style="yellow")
+        case Ending.FAILED:
+            view.say(f"run {config.run} failed after {done}: {outcome.child} {outcome.reason}", style="bold red")
+            for line in outcome.tail:
+                view.say(f"{outcome.child:>12} | {line}", style="red")
+            view.say(f"whole log: {config.run_dir / 'logs' / outcome.child}.log", style="red")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sluice rl",
+        usage="sluice rl @ rl.toml [--trainer @ trainer.toml ...] [--key value ...] [options]",
+        description=__doc__,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    limits = RestartLimits()
+    add = parser.add_argument
+    add("--replicas", type=_positive, help="rollout processes (default: as many as peers.rollout names)")
+    add("--threads", type=_positive, help="threads per trainer and rollout process (default: the cores, divided)")
+    add("--resume", action="store_true", help="go on with a run that exists")
+    add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
+    add("--plain", action="store_true", help="one line per step instead of the live view")
+    add("--max-restarts", type=int, default=limits.restarts, metavar="N", help="restarts of a service in ten minutes")
+    add("--start-deadline", type=float, default=600.0, metavar="S", help="seconds a service has to begin to serve")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+COMMAND = Command("rl", "run reinforcement learning: all services as child processes, one live view", run)

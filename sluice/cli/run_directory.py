@@ -1,0 +1,61 @@
+"""The claim on ``outputs/<run>``: one supervisor at a time, and no run is overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from sluice.config import ConfigError, RunConfig, dump_toml
+
+__all__ = ["claim", "write_settings"]
+
+CONFIG_FILE = "config.toml"
+
+
+@contextlib.contextmanager
+def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
+    """Hold the run's directory while the block lasts.
+
+    Args:
+        run: The run.
+        resume: Go on with a run that exists; one that does not exist is begun.
+
+    Raises:
+        ConfigError: if the run exists and is not to be resumed, or another process holds it.
+    """
+    directory = run.run_dir
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another --output-dir") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process runs {run.run!r} in {directory}: stop it, or choose another name with --run NAME"
+            ) from error
+        if (directory / CONFIG_FILE).exists() and not resume:
+            raise ConfigError(
+                f"run {run.run!r} exists in {directory}: continue it with --resume, or choose another with --run NAME"
+            )
+        yield directory
+    finally:
+        os.close(lock)
+
+
+def write_settings(run: RunConfig) -> Path:
+    """Write the resolved settings, secrets redacted, for people and for ``sluice`` commands that look at the run.
+
+    Returns:
+        The file.
+    """
+    path = run.run_dir / CONFIG_FILE
+    staging = path.with_name(f".{CONFIG_FILE}")
+    staging.write_text(dump_toml(run), encoding="utf-8")
+    staging.replace(path)
+    return path

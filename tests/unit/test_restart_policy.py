@@ -1,0 +1,65 @@
+"""The restart policy under a simulated clock."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.cli.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy, StartAgain
+
+KILLED = Exit(code=-9, was_ready=True)
+
+
+def test_a_child_that_served_is_started_again_after_a_growing_pause() -> None:
+    policy = RestartPolicy(RestartLimits(restarts=3, first_delay_s=0.5))
+    assert [policy.on_exit(KILLED, now) for now in (0.0, 1.0, 2.0)] == [
+        StartAgain(0.5, 1),
+        StartAgain(1.0, 2),
+        StartAgain(2.0, 3),
+    ]
+
+
+def test_the_bound_ends_it() -> None:
+    policy = RestartPolicy(RestartLimits(restarts=2))
+    policy.on_exit(KILLED, 0.0)
+    policy.on_exit(KILLED, 1.0)
+    decision = policy.on_exit(KILLED, 2.0)
+    assert isinstance(decision, GiveUp)
+    assert "2 times" in decision.reason
+
+
+def test_old_restarts_are_forgiven() -> None:
+    policy = RestartPolicy(RestartLimits(restarts=1, window_s=600.0))
+    assert isinstance(policy.on_exit(KILLED, 0.0), StartAgain)
+    assert policy.on_exit(KILLED, 601.0) == StartAgain(0.5, 1)
+
+
+def test_wrong_settings_are_not_tried_again() -> None:
+    decision = RestartPolicy(RestartLimits()).on_exit(Exit(code=2, was_ready=True), 0.0)
+    assert decision == GiveUp("its settings are wrong")
+
+
+@pytest.mark.parametrize("code", [1, 3, 127])
+def test_a_failure_before_it_ever_served_is_not_tried_again(code: int) -> None:
+    assert isinstance(RestartPolicy(RestartLimits()).on_exit(Exit(code, was_ready=False), 0.0), GiveUp)
+
+
+def test_a_child_killed_while_starting_is_tried_again() -> None:
+    assert isinstance(RestartPolicy(RestartLimits()).on_exit(Exit(-9, was_ready=False), 0.0), StartAgain)
+
+
+def test_a_service_that_leaves_unasked_counts_as_dead() -> None:
+    assert isinstance(RestartPolicy(RestartLimits()).on_exit(Exit(0, was_ready=True), 0.0), StartAgain)
+
+
+@given(st.lists(st.floats(0, 100), max_size=60), st.integers(0, 5))
+def test_no_window_ever_holds_more_restarts_than_allowed(gaps: list[float], allowed: int) -> None:
+    limits = RestartLimits(restarts=allowed, window_s=300.0)
+    policy = RestartPolicy(limits)
+    now, restarts = 0.0, []
+    for gap in gaps:
+        now += gap
+        decision = policy.on_exit(KILLED, now)
+        if isinstance(decision, StartAgain):
+            restarts.append(now)
+            assert 0 < decision.delay_s <= limits.max_delay_s
+    assert all(sum(at - limits.window_s <= other <= at for other in restarts) <= allowed for at in restarts)

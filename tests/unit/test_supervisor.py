@@ -1,0 +1,208 @@
+"""The supervisor over real, tiny child processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from sluice.cli.child_logs import LogLine, read_line
+from sluice.cli.child_process import ChildSpec
+from sluice.cli.restart_policy import RestartLimits
+from sluice.cli.supervisor import ChildState, Ending, Outcome, Supervisor
+
+READY = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(__import__('os').getpid()));"
+"""A child says that it serves by a file with its process id."""
+
+SERVE = READY + "time.sleep(600)"
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Witness:
+    lines: list[tuple[str, LogLine]] = field(default_factory=list)
+    states: list[tuple[str, ChildState, str]] = field(default_factory=list)
+
+    def on_line(self, child: str, line: LogLine) -> None:
+        self.lines.append((child, line))
+
+    def on_state(self, child: str, state: ChildState, detail: str) -> None:
+        self.states.append((child, state, detail))
+
+    def count(self, child: str, state: ChildState) -> int:
+        return sum((name, now) == (child, state) for name, now, _ in self.states)
+
+
+def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False) -> ChildSpec:
+    flag = tmp_path / f"{name}.pid"
+
+    async def serves() -> None:
+        while not flag.exists() or not flag.read_text():
+            await asyncio.sleep(0.01)
+        flag.rename(flag.with_suffix(".seen"))
+
+    argv = (sys.executable, "-S", "-c", code, str(flag))
+    return ChildSpec(name, argv, tmp_path / "logs" / f"{name}.log", serves, ends_run=ends_run)
+
+
+async def eventually(condition) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def pid_of(tmp_path: Path, name: str) -> int:
+    return int((tmp_path / f"{name}.seen").read_text())
+
+
+async def run(specs, witness, **options) -> Outcome:
+    async with asyncio.timeout(DEADLINE_S):
+        return await Supervisor(specs, witness, **options).run(asyncio.Event())
+
+
+async def test_the_end_of_the_deciding_child_ends_all_others(tmp_path: Path) -> None:
+    witness = Witness()
+    other = spec(tmp_path, "other", SERVE)
+    decider = spec(tmp_path, "decider", READY + "time.sleep(0.3)", ends_run=True)
+    outcome = await run([other, decider], witness)
+    assert (outcome.ending, outcome.child) == (Ending.SUCCEEDED, "decider")
+    assert not psutil.pid_exists(pid_of(tmp_path, "other"))
+
+
+async def test_a_killed_child_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+    witness = Witness()
+    stop = asyncio.Event()
+    supervisor = Supervisor([spec(tmp_path, "worker", SERVE)], witness, limits=RestartLimits(first_delay_s=0.01))
+    running = asyncio.create_task(supervisor.run(stop))
+    await eventually(lambda: witness.count("worker", ChildState.SERVING) == 1)
+    os.kill(pid_of(tmp_path, "worker"), signal.SIGKILL)
+    await eventually(lambda: witness.count("worker", ChildState.SERVING) == 2)
+    stop.set()
+    assert (await running).ending is Ending.STOPPED
+    details = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
+    assert details == ["ended with signal SIGKILL; start 1 of 3 again in 0.01 s"]
+
+
+async def test_after_the_last_restart_the_outcome_names_the_child_why_and_its_last_lines(tmp_path: Path) -> None:
+    witness = Witness()
+    dies = spec(tmp_path, "dies", READY + "time.sleep(0.2); print('the reason'); sys.exit(3)")
+    outcome = await run([dies], witness, limits=RestartLimits(restarts=1, first_delay_s=0.01))
+    assert (outcome.ending, outcome.child) == (Ending.FAILED, "dies")
+    assert "exit code 3" in outcome.reason
+    assert outcome.tail[-1] == "the reason"
+    assert dies.log_path.read_text().splitlines() == ["the reason"] * 2
+
+
+async def test_wrong_settings_end_the_run_at_once(tmp_path: Path) -> None:
+    witness = Witness()
+    wrong = spec(tmp_path, "wrong", "import sys; print('sluice: lr: no'); sys.exit(2)")
+    outcome = await run([wrong, spec(tmp_path, "fine", SERVE)], witness)
+    assert (outcome.ending, outcome.child, outcome.tail) == (Ending.FAILED, "wrong", ("sluice: lr: no",))
+    assert witness.count("wrong", ChildState.RESTARTING) == 0
+
+
+async def test_a_child_that_never_serves_fails_by_its_deadline(tmp_path: Path) -> None:
+    outcome = await run([spec(tmp_path, "mute", "import time; time.sleep(600)")], Witness(), start_deadline_s=0.3)
+    assert (outcome.ending, outcome.child) == (Ending.FAILED, "mute")
+    assert "did not begin to serve" in outcome.reason
+
+
+async def test_stop_ends_even_a_child_that_ignores_sigterm_and_its_grandchildren(tmp_path: Path) -> None:
+    grandchild = tmp_path / "grandchild.pid"
+    stubborn = (
+        "import signal, subprocess, sys, pathlib; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+        f"pathlib.Path({str(grandchild)!r}).write_text(str(child.pid));" + SERVE
+    )
+    witness, stop = Witness(), asyncio.Event()
+    supervisor = Supervisor([spec(tmp_path, "stubborn", stubborn)], witness, stop_grace_s=0.3)
+    running = asyncio.create_task(supervisor.run(stop))
+    await eventually(lambda: witness.count("stubborn", ChildState.SERVING) == 1)
+    stop.set()
+    async with asyncio.timeout(10):
+        assert (await running).ending is Ending.STOPPED
+    await eventually(lambda: gone(pid_of(tmp_path, "stubborn")) and gone(int(grandchild.read_text())))
+
+
+async def test_a_child_gets_sigterm_and_time_to_drain(tmp_path: Path) -> None:
+    drains = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('drained', flush=True), sys.exit(0)));"
+        + SERVE
+    )
+    witness, stop = Witness(), asyncio.Event()
+    running = asyncio.create_task(Supervisor([spec(tmp_path, "polite", drains)], witness).run(stop))
+    await eventually(lambda: witness.count("polite", ChildState.SERVING) == 1)
+    stop.set()
+    assert (await running).ending is Ending.STOPPED
+    assert [line.text for _, line in witness.lines] == ["drained"]
+
+
+async def test_a_program_that_does_not_exist_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
+    absent = ChildSpec("absent", ("/no/such/program",), tmp_path / "absent.log", asyncio.Event().wait)
+    with pytest.raises(FileNotFoundError):
+        await run([absent, spec(tmp_path, "fine", SERVE)], Witness())
+
+
+def test_a_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    child = (
+        "import os, subprocess, sys, time;"
+        "grandchild = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)']);"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{grandchild.pid}}\\n'); time.sleep(600)"
+    )
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from sluice.cli.child_process import ChildSpec
+from sluice.cli.supervisor import Supervisor
+class Nobody:
+    def on_line(self, child, line): pass
+    def on_state(self, child, state, detail): pass
+spec = ChildSpec("c", (sys.executable, "-S", "-c", {child!r}), Path({str(tmp_path / "c.log")!r}), asyncio.Event().wait)
+asyncio.run(Supervisor([spec], Nobody()).run(asyncio.Event()))
+"""
+    with subprocess.Popen([sys.executable, "-c", program]) as supervisor:
+        wait_for(lambda: pids.exists() and pids.read_text().endswith("\n"))
+        supervisor.kill()
+    leader, grandchild = map(int, pids.read_text().split())
+    wait_for(lambda: gone(leader) and gone(grandchild))
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "condition not met in time"
+        time.sleep(0.02)
+
+
+def test_lines_of_our_services_are_read_as_sentences() -> None:
+    line = read_line(
+        '{"event": "pull failed", "level": "warning", "timestamp": "t", "service": "rollout", "attempt": 2}'
+    )
+    assert line == LogLine(30, "pull failed attempt=2", structured=True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "level"),
+    [
+        ("WARNING 11-21 02:00:00 [cpu.py:3] slow", 30),
+        ("(EngineCore pid=12) ERROR 11-21 boom", 40),
+        ("nothing special", 20),
+        ("{not json", 20),
+    ],
+)
+def test_lines_of_libraries_get_the_level_that_they_begin_with(raw: str, level: int) -> None:
+    assert read_line(raw) == LogLine(level, raw, structured=False)
