@@ -1,0 +1,105 @@
+"""Advantages by group id: closed forms, and nothing leaks between groups however ragged they are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.advantages import ESTIMATORS, Episode, estimate, estimator_names
+
+rewards = st.lists(st.floats(0, 10, allow_nan=False), min_size=1, max_size=9)
+ragged = st.dictionaries(st.text("abc", min_size=1, max_size=3), rewards, min_size=1, max_size=6)
+
+
+def episodes_of(groups: dict[str, list[float]]) -> list[Episode]:
+    return [
+        Episode(f"{group}/{index}", group, reward, sampled_tokens=3 + index)
+        for group, values in groups.items()
+        for index, reward in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("centered", [-2.0, 0.0, 2.0]),
+        ("dr_grpo", [-2.0, 0.0, 2.0]),
+        ("grpo", [-2 / (2 + 1e-6), 0.0, 2 / (2 + 1e-6)]),
+        ("rloo", [-3.0, 0.0, 3.0]),
+        ("opo", [1 - 22 / 6, 3 - 22 / 6, 5 - 22 / 6]),
+        ("maxrl", [-2 / 3, 0.0, 2 / 3]),
+    ],
+)
+def test_estimators_follow_their_formulas(name, expected):
+    episodes = [
+        Episode(str(i), "g", reward, sampled_tokens=length)
+        for i, (reward, length) in enumerate(((1.0, 1), (3.0, 2), (5.0, 3)))
+    ]
+    assert list(estimate(name, episodes).by_episode.values()) == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.sampled_from(estimator_names()), ragged, st.randoms())
+def test_a_group_is_judged_alone_in_whatever_order_the_episodes_come(name, groups, random):
+    episodes = episodes_of(groups)
+    shuffled = random.sample(episodes, len(episodes))
+    together = estimate(name, shuffled).by_episode
+    for group, values in groups.items():
+        alone = estimate(name, episodes_of({group: values})).by_episode
+        for episode, advantage in alone.items():
+            assert together[episode] == pytest.approx(advantage, rel=1e-9, abs=1e-12)
+
+
+@given(st.sampled_from(estimator_names()), ragged)
+def test_advantages_are_finite_and_groups_without_a_difference_have_none(name, groups):
+    result = estimate(name, episodes_of(groups))
+    assert all(math.isfinite(value) for value in result.by_episode.values())
+    flat = [group for group, values in groups.items() if len(set(values)) == 1]
+    assert all(result.by_episode[f"{group}/{i}"] == 0.0 for group in flat for i in range(len(groups[group])))
+    assert result.degenerate_groups == len(flat)
+    assert result.single_survivors == sum(len(values) == 1 for values in groups.values())
+    assert result.groups == len(groups)
+
+
+@given(st.sampled_from(["centered", "grpo", "rloo"]), ragged)
+def test_centred_estimators_sum_to_zero_in_each_group(name, groups):
+    result = estimate(name, episodes_of(groups)).by_episode
+    for group, values in groups.items():
+        scale = sum(abs(result[f"{group}/{i}"]) for i in range(len(values)))
+        assert sum(result[f"{group}/{i}"] for i in range(len(values))) == pytest.approx(
+            0.0, abs=1e-9 * (1 + scale) * 1e3
+        )
+
+
+def test_a_missing_reward_is_not_a_zero():
+    episodes = [
+        Episode("a", "g", 1.0),
+        Episode("b", "g", None),
+        Episode("c", "g", 3.0),
+        Episode("d", "h", None),
+        Episode("e", "h", 5.0),
+    ]
+    result = estimate("centered", episodes)
+    assert result.by_episode == {"a": -1.0, "c": 1.0, "e": 0.0}
+    assert (result.missing_rewards, result.groups, result.single_survivors, result.degenerate_groups) == (2, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "episodes", "message"),
+    [
+        ("gpro", [], "no advantage estimator 'gpro'"),
+        ("grpo", [Episode("a", "g", 1.0), Episode("a", "g", 2.0)], "one reward per episode"),
+        ("grpo", [Episode("a", "g", float("nan"))], "None where it is missing"),
+        ("maxrl", [Episode("a", "g", -1.0), Episode("b", "g", 1.0)], "at least 0"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(name, episodes, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(name, episodes)
+
+
+def test_maxrl_gives_nothing_where_nothing_was_rewarded():
+    assert set(ESTIMATORS) >= {"grpo", "centered", "dr_grpo", "rloo", "opo", "maxrl"}
+    assert set(estimate("maxrl", episodes_of({"g": [0.0, 0.0]})).by_episode.values()) == {0.0}

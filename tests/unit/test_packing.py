@@ -1,0 +1,137 @@
+"""Packing: every sequence whole, in exactly one micro-batch, and as if it were alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policy import ragged_batch, row, tiny_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from trainer_svc.batch import Sequence, pack
+from trainer_svc.config import TrainerConfig
+from trainer_svc.engine import TrainEngine
+from trainer_svc.model import load_policy
+
+lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=25)
+
+
+def rows_of(sizes: list[tuple[int, int, int]]) -> list[Sequence]:
+    """Rows whose prompts are equal within a group and differ between groups."""
+    return [
+        row([10 + group] * prompt, [50 + index % 50] * completion, group=f"g{group}", name=str(index))
+        for index, (prompt, completion, group) in enumerate(sizes)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 120), st.booleans())
+def test_each_sequence_lies_in_exactly_one_micro_batch_with_all_its_loss_tokens(sizes, budget, fold):
+    rows = rows_of(sizes)
+    batches = pack(rows, budget, fold=fold)
+    assert sorted(index for batch in batches for index in batch.order) == list(range(len(rows)))
+    for batch in batches:
+        counts = torch.bincount(batch.owners, minlength=len(batch.sequences))
+        assert counts.tolist() == [int(sequence.loss_mask.sum()) for sequence in batch.sequences]
+        expected = torch.cat([sequence.input_ids[sequence.loss_mask] for sequence in batch.sequences])
+        assert torch.equal(batch.targets, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 120), st.booleans())
+def test_only_a_single_long_sequence_exceeds_the_budget(sizes, budget, fold):
+    for batch in pack(rows_of(sizes), budget, fold=fold):
+        assert batch.packed_tokens <= budget or len(batch.sequences) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths, st.integers(1, 120), st.booleans())
+def test_a_loss_token_is_predicted_by_the_token_before_it_at_its_own_position(sizes, budget, fold):
+    for batch in pack(rows_of(sizes), budget, fold=fold):
+        places = torch.cat([sequence.loss_mask.nonzero().squeeze(1) for sequence in batch.sequences])
+        before = torch.cat([s.input_ids[s.loss_mask.nonzero().squeeze(1) - 1] for s in batch.sequences])
+        assert torch.equal(batch.position_ids[0, batch.predictors], places - 1)
+        assert torch.equal(batch.input_ids[0, batch.predictors], before)
+
+
+def test_a_prompt_shared_by_a_group_is_forwarded_once():
+    rows = [row([7] * 20, [30 + i] * 5, group="g", name=str(i)) for i in range(4)]
+    (batch,) = pack(rows, 1000)
+    assert batch.packed_tokens == 20 + 4 * 4  # the last token of a completion predicts nothing
+    (apart,) = pack(rows, 1000, fold=False)
+    assert apart.packed_tokens == 4 * 24
+
+
+def test_sequences_without_loss_tokens_are_not_forwarded():
+    silent = row([5, 6, 7], [8], name="silent")
+    silent.loss_mask[:] = False
+    assert [batch.order for batch in pack([silent, row([5], [6])], 100)] == [(1,)]
+    assert pack([silent], 100) == []
+
+
+def test_malformed_sequences_are_refused_with_their_name():
+    good = row([1, 2], [3], name="bad-row")
+    with pytest.raises(ValueError, match=r"bad-row.*first token"):
+        Sequence(
+            good.input_ids,
+            torch.ones(3, dtype=torch.bool),
+            good.behaviour_logprobs,
+            good.advantages,
+            trajectory_id="bad-row",
+        )
+    with pytest.raises(ValueError, match="advantages of sequence"):
+        Sequence(good.input_ids, good.loss_mask, good.behaviour_logprobs, good.advantages[:2])
+    with pytest.raises(ValueError, match="temperature"):
+        row([1], [2], temperature=0.0)
+    with pytest.raises(ValueError, match="token_budget"):
+        pack([good], 0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4)).save_pretrained(root / "llama")
+    MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=9)).save_pretrained(
+        root / "mistral"
+    )
+    return {"qwen3": tiny_model(root), "llama": root / "llama", "mistral": root / "mistral"}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_packed_log_probabilities_equal_those_of_each_sequence_alone(models, architecture, fold):
+    rows = ragged_batch(seed=1)
+    engine = TrainEngine(TrainerConfig(token_budget=150, fold_prompts=fold, device="cpu"), models[architecture])
+    packed = engine.forward_logprobs(rows)
+    plain = AutoModelForCausalLM.from_pretrained(models[architecture], attn_implementation="eager").eval()
+    for sequence, values in zip(rows, packed, strict=True):
+        with torch.no_grad():
+            logits = plain(sequence.input_ids.unsqueeze(0)).logits[0, :-1]
+        alone = torch.log_softmax(logits / sequence.temperature, -1).gather(1, sequence.input_ids[1:, None]).squeeze(1)
+        mask = sequence.loss_mask[1:]
+        assert (values[1:][mask] - alone[mask]).abs().max() < 1e-5
+        assert values[~sequence.loss_mask].isnan().all()
+
+
+def test_logits_in_parts_give_the_same_gradient(models):
+    rows = ragged_batch(seed=2)
+
+    def gradient(cells: int) -> torch.Tensor:
+        policy = load_policy(str(models["qwen3"]), torch.device("cpu"), logit_cells=cells)
+        policy.model.double()
+        for batch in pack(rows, 10_000):
+            policy.logprobs(batch, entropy="train")[0].sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
+
+    assert torch.allclose(gradient(1 << 25), gradient(128 * 7), rtol=1e-10, atol=1e-10)

@@ -1,0 +1,167 @@
+"""The renderer only appends, masks exactly the assistant's tokens, and says when a template makes that impossible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_policy import TINY
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from sluice.cli.init_model import DEFAULT_CHARACTERS, character_tokenizer
+from sluice.render import ChatRenderer, TemplateError, tokenizer_digest
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING = (  # as Qwen3's: an empty reasoning block stands in the last assistant turn only
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HIDES_HISTORY = "{{ '<|im_start|>' + messages[-1].role + messages[-1].content + '<|im_end|>' }}"
+
+
+def word_piece(template: str) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer that merges, so that encoding in pieces and at once can differ."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    backend.train_from_iterator(["hello there, hello again\n", "what is the answer?\n\n"] * 50, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
+
+
+@pytest.fixture(scope="module")
+def characters() -> ChatRenderer:
+    return ChatRenderer(character_tokenizer(TINY))
+
+
+@pytest.fixture(scope="module")
+def chatml() -> ChatRenderer:
+    return ChatRenderer(word_piece(CHATML))
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+texts = st.text(st.sampled_from(DEFAULT_CHARACTERS.replace("<", "")), min_size=0, max_size=12)
+
+
+def test_a_prompt_ends_where_the_assistant_begins(characters):
+    ids = characters.render([user("ab")])
+    assert characters.tokenizer.decode(ids) == "<|user|>ab<|end|><|assistant|>"
+    assert characters.render([user("ab")], add_generation_prompt=False) == ids[:-1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(texts, min_size=2, max_size=6))
+def test_turn_by_turn_and_at_once_give_the_same_ids_where_turns_end_in_special_tokens(characters, contents):
+    messages = [user(text) if index % 2 == 0 else assistant(text) for index, text in enumerate(contents)]
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    ids = characters.render(messages[:1])
+    for said, asked in zip(messages[1::2], messages[2::2], strict=True):
+        sampled = [*characters.encode(said["content"]), characters.tokenizer.eos_token_id]
+        ids = characters.render_continuation([*ids, *sampled], [asked])
+    assert ids == characters.render(messages)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(2, 390), max_size=12), st.sampled_from(["", "end", "end and line feed"]))
+def test_a_continuation_keeps_every_given_id_and_closes_the_turn_once(chatml, sampled, closing):
+    end, feed = chatml.tokenizer.eos_token_id, chatml.encode("\n")
+    prompt = chatml.render([user("hello")])
+    given_ids = [
+        *prompt,
+        *[t for t in sampled if t != feed[0]],
+        *([end] if closing else []),
+        *(feed if "feed" in closing else []),
+    ]
+    ids = chatml.render_continuation(given_ids, [user("and?")])
+    assert ids[: len(given_ids)] == given_ids
+    added = chatml.tokenizer.decode(ids[len(given_ids) :])
+    after = "<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert added == {"": "<|im_end|>\n", "end": "\n", "end and line feed": ""}[closing] + after
+
+
+def test_a_mask_covers_the_answers_with_their_end_token_and_nothing_else(chatml):
+    messages = [
+        {"role": "system", "content": "be kind"},
+        user("hello"),
+        assistant("hello there"),
+        user("again"),
+        assistant("no"),
+    ]
+    rendered = chatml.render_sft(messages)
+    decode = chatml.tokenizer.decode
+    assert decode(rendered.ids) == chatml.text(messages, add_generation_prompt=False)
+    learned = [token for token, learn in zip(rendered.ids, rendered.loss_mask, strict=True) if learn]
+    assert decode(learned) == "hello there<|im_end|>no<|im_end|>"
+
+
+def test_a_demonstration_begins_with_the_ids_of_its_prompt(chatml):
+    rendered = chatml.render_sft([user("what is the answer?"), assistant("hello")])
+    prompt = chatml.render([user("what is the answer?")])
+    assert rendered.ids[: len(prompt)] == prompt
+    assert rendered.loss_mask.index(True) == len(prompt)
+
+
+def test_plain_text_is_joined_as_it_is_and_gets_an_end_token(characters):
+    rendered = characters.render_completion("2+2=", "4")
+    assert characters.tokenizer.decode(rendered.ids) == "2+2=4<|end|>"
+    assert rendered.loss_mask == [False] * 4 + [True] * 2
+    with pytest.raises(TemplateError, match="must not be empty"):
+        characters.render_completion("", "4")
+
+
+def test_a_template_that_rewrites_earlier_turns_is_named():
+    renderer = ChatRenderer(word_piece(THINKING))
+    assert renderer.render([user("hello")])
+    with pytest.raises(TemplateError, match="one row per assistant turn"):
+        renderer.render_sft([user("a"), assistant("b"), user("c"), assistant("d")])
+
+
+def test_a_template_without_history_cannot_be_continued():
+    with pytest.raises(TemplateError, match="whole conversation"):
+        ChatRenderer(word_piece(HIDES_HISTORY)).render_continuation([1, 2], [user("x")])
+
+
+def test_wrong_messages_are_refused_with_the_templates_own_reason(characters):
+    with pytest.raises(TemplateError, match="unknown role wizard"):
+        characters.render([{"role": "wizard", "content": "x"}])
+    with pytest.raises(TemplateError, match="no assistant turn"):
+        characters.render_sft([user("x")])
+    with pytest.raises(TemplateError, match="no messages"):
+        characters.render_continuation([1], [])
+    plain = word_piece(CHATML)
+    plain.chat_template = None
+    with pytest.raises(TemplateError, match="no chat template"):
+        ChatRenderer(plain).render([user("x")])
+
+
+def test_the_digest_follows_what_turns_messages_into_ids_and_nothing_else(tmp_path: Path):
+    tokenizer = word_piece(CHATML)
+    digest = tokenizer_digest(tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer_digest(loaded) == digest
+    loaded("hello", padding="max_length" if loaded.pad_token else False, truncation=True, max_length=4)
+    assert tokenizer_digest(loaded) == digest
+    loaded.chat_template = THINKING
+    assert tokenizer_digest(loaded) != digest
+    assert tokenizer_digest(character_tokenizer(TINY)) != digest

@@ -1,0 +1,122 @@
+"""`sluice sft` learns what the answers say, from the command line to a model directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_policy import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sluice.config import ConfigError
+from sluice.render import ChatRenderer
+from trainer_svc.demonstrations import DataError, Demonstrations
+from trainer_svc.sft_command import COMMAND, load_sft
+
+
+def chat(question: str, answer: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(path: Path, rows: list[object]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("sft"))
+
+
+def test_a_run_teaches_the_demonstrated_answers(model_dir, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "yes"), chat("b", "no")] * 8)
+    config = tmp_path / "sft.toml"
+    config.write_text(
+        f'model = "{model_dir}"\ndata = "{rows}"\noutput = "{tmp_path / "out"}"\nlr = 1e-3\nmax_steps = 80\nbatch_size = 16\n',
+        encoding="utf-8",
+    )
+    assert COMMAND.run(["@", str(config), "--lr", "1e-2", "--log-every", "40", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:2]] == [["step", "40/80"], ["step", "80/80"]]
+    assert "lr 1.00e-02" in lines[0]
+    assert "80 steps on 16 demonstrations" in lines[-1]
+    model, tokenizer = (cls.from_pretrained(tmp_path / "out") for cls in (AutoModelForCausalLM, AutoTokenizer))
+    for question, answer in (("a", "yes"), ("b", "no")):
+        ids = torch.tensor([ChatRenderer(tokenizer).render([{"role": "user", "content": question}])])
+        sampled = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
+        assert tokenizer.decode(sampled[0, ids.shape[1] :]) == f"{answer}<|end|>"
+
+
+def test_an_existing_output_is_refused_before_anything_is_trained(model_dir, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
+    with pytest.raises(ConfigError, match="remove it or set output"):
+        COMMAND.run(["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat("2+2=", "4"),
+        {"prompt": [{"role": "user", "content": "2+2="}], "completion": [{"role": "assistant", "content": "4"}]},
+        {"prompt": "<|user|>2+2=<|end|><|assistant|>", "completion": "4"},
+    ],
+)
+def test_every_kind_of_row_gives_the_same_ids_and_mask(model_dir, tmp_path, row):
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    data = Demonstrations.load(
+        str(write_rows(tmp_path / "r.jsonl", [row])), "train", renderer, max_length=50, drop_long=False
+    )
+    (sequence,) = next(data.batches(1, seed=0))
+    assert renderer.tokenizer.decode(sequence.input_ids) == "<|user|>2+2=<|end|><|assistant|>4<|end|>"
+    assert renderer.tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "4<|end|>"
+
+
+def test_each_pass_shows_every_demonstration_once_in_another_order(model_dir, tmp_path):
+    rows = write_rows(tmp_path / "r.jsonl", [chat(str(i), "x") for i in range(10)])
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    data = Demonstrations.load(str(rows), "train", renderer, max_length=50, drop_long=False)
+    batches = data.batches(4, seed=1)
+    seen = [sequence.trajectory_id for _ in range(5) for sequence in next(batches)]
+    assert sorted(seen[:10]) == sorted(seen[10:]) == [str(i) for i in range(10)]
+    assert seen[:10] != seen[10:]
+    again = data.batches(4, seed=1)
+    assert [sequence.trajectory_id for _ in range(5) for sequence in next(again)] == seen
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([chat("a", "b"), {"text": "x"}], r"r.jsonl:2: a row needs `messages`"),
+        ([chat("a", "b" * 100)], r"r.jsonl:1 has \d+ tokens, more than max_length 50"),
+        ([[1]], r"r.jsonl:1 is not a JSON object"),
+        ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named_by_their_line(model_dir, tmp_path, rows, message):
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    path = str(write_rows(tmp_path / "r.jsonl", rows))
+    with pytest.raises(DataError, match=message):
+        Demonstrations.load(path, "train", renderer, max_length=50, drop_long=False)
+
+
+def test_long_rows_are_counted_when_they_are_dropped(model_dir, tmp_path):
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    path = str(write_rows(tmp_path / "r.jsonl", [chat("a", "b" * 100), chat("a", "b")]))
+    data = Demonstrations.load(path, "train", renderer, max_length=50, drop_long=True)
+    assert (len(data), data.dropped_long) == (1, 1)
+
+
+def test_settings_come_in_layers(tmp_path, monkeypatch):
+    config = tmp_path / "sft.toml"
+    config.write_text('model = "m"\ndata = "d.jsonl"\nlr = 1e-3\nepochs = 2\n', encoding="utf-8")
+    monkeypatch.setenv("SLUICE_SFT__LR", "5e-1")
+    monkeypatch.setenv("SLUICE_SFT__BATCH_SIZE", "7")
+    monkeypatch.setenv("SLUICE_LOG_LEVEL", "info")
+    settings = load_sft(["@", str(config), "--epochs", "3"])
+    assert (settings.lr, settings.batch_size, settings.epochs) == (1e-3, 7, 3.0)
+    with pytest.raises(ConfigError, match="did you mean 'epochs'"):
+        load_sft(["@", str(config), "--epoch", "3"])
+    with pytest.raises(ConfigError, match="model is not set"):
+        load_sft(["--data", "x.jsonl"])
