@@ -1,0 +1,83 @@
+"""The base model's own files: which tensors a whole version of it must have, and where they lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from rollout_svc.engines.base import EngineError
+from weightsync.staged import StagedVersion
+
+__all__ = ["BaseModel", "read_base_model"]
+
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """What lies on disk.
+
+    Attributes:
+        paths: Its safetensors files, one or several shards.
+        shapes: Shape of every tensor that a version must hold, by Hugging Face name; a tied output layer is left out.
+    """
+
+    paths: tuple[Path, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def check(self, staged: StagedVersion) -> None:
+        """Compare a staged version with what the model needs; a tied output layer may be there or not.
+
+        Raises:
+            EngineError: if tensors are missing, unknown or of another shape.
+        """
+        given = {name: spec.shape for name, spec in staged.tensors.items() if name in self.shapes or name != TIED_HEAD}
+        missing, unknown = sorted(self.shapes.keys() - given.keys()), sorted(given.keys() - self.shapes.keys())
+        if missing or unknown:
+            raise EngineError(
+                f"version {staged.version} does not fit the model: missing {missing[:3]} ({len(missing)}), "
+                f"unknown {unknown[:3]} ({len(unknown)}); push every tensor of the base model under its own name"
+            )
+        for name, shape in given.items():
+            if tuple(shape) != self.shapes[name]:
+                raise EngineError(
+                    f"version {staged.version} does not fit the model: {name} is {list(shape)}, not {list(self.shapes[name])}"
+                )
+
+
+def read_base_model(directory: Path) -> BaseModel:
+    """Read names and shapes from the headers of a model's files.
+
+    Raises:
+        EngineError: if there are no safetensors files, or one cannot be read.
+    """
+    paths = tuple(sorted(directory.glob("*.safetensors")))
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        paths = tuple(sorted(directory / name for name in names))
+    elif (directory / "model.safetensors").is_file():
+        paths = (directory / "model.safetensors",)
+    if not paths:
+        raise EngineError(f"{directory} has no safetensors files; convert the model with save_pretrained")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except OSError as error:
+            raise EngineError(f"cannot read {path}: {error}") from error
+    if is_tied(directory):
+        shapes.pop(TIED_HEAD, None)
+    return BaseModel(paths, shapes)
+
+
+def is_tied(directory: Path) -> bool:
+    """Whether the output layer is the embedding, as the configuration says."""
+    config = json.loads((directory / "config.json").read_text())
+    text = config.get("text_config") or config
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))

@@ -1,0 +1,158 @@
+"""The arguments and environment that vLLM is started with: the user's, and ours where the user gives none."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rollout_svc.engines.base import EngineError
+from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION
+
+__all__ = ["TESTED_VERSIONS", "check_names", "engine_arguments", "prepare_environment", "require_tested_version"]
+
+TESTED_VERSIONS = ("0.32.0",)
+"""vLLM releases whose internals (see `vllm_spans`) and weight-transfer interface were tested."""
+
+CPU_KV_CACHE_BYTES = 256 << 20
+"""KV cache on CPU unless given: 65,000 tokens of a 2.4 M model; vLLM's own default is a share of all memory."""
+
+CPU_MAX_NUM_SEQS = 256
+"""Sequences in one step on CPU unless given; 64 parallel ones already reach 72-96% of the throughput of 256."""
+
+OURS = ("logprobs_mode", "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "model")
+"""Arguments that the engine sets itself, since its contract rests on them."""
+
+
+def prepare_environment(environment: MutableMapping[str, str], *, workers: int) -> None:
+    """Set what vLLM reads from the environment; must come before its import. The user's own values win.
+
+    Args:
+        environment: Normally ``os.environ``.
+        workers: Tensor times pipeline parallel size: with one worker on CPU it lives in the engine's process, which saves
+            the time of one more start.
+    """
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if workers > 1 else "0"
+    if workers > 1:
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # "auto" wants a NUMA node per rank
+    defaults = {
+        "OMP_NUM_THREADS": "1",  # two spinning OpenMP pools on the same cores slow each other tenfold
+        "TORCHDYNAMO_DISABLE": "1",  # otherwise the first log-probability compiles a kernel with g++ for 16 s
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "sluice",
+    }
+    if not has_accelerator():
+        for name, value in defaults.items():
+            environment.setdefault(name, value)
+    else:
+        for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS"):
+            environment.setdefault(name, defaults[name])
+
+
+def has_accelerator() -> bool:
+    """Whether a CUDA or ROCm device is visible, without starting a CUDA context (forked children could not use it)."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+
+
+def require_tested_version(version: str) -> None:
+    """Refuse a vLLM whose internals were not tested.
+
+    Raises:
+        EngineError: with the versions that were.
+    """
+    if version.split("+", maxsplit=1)[0] not in TESTED_VERSIONS:
+        raise EngineError(
+            f"vLLM {version} was not tested with this engine, which reads version spans from its internals; "
+            f'install {" or ".join(TESTED_VERSIONS)}, or use engine = "transformers"'
+        )
+
+
+def check_names(given: Mapping[str, Any], known: set[str]) -> None:
+    """Refuse argument names that vLLM does not know, and those that are ours to set.
+
+    Raises:
+        EngineError: with the nearest known name.
+    """
+    for name in given:
+        if name in OURS:
+            raise EngineError(f"engine argument {name!r} is set by the engine itself; remove it")
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise EngineError(f"vLLM has no engine argument {name!r}{hint}")
+
+
+def engine_arguments(model: str, given: Mapping[str, Any], *, on_cpu: bool, arguments_class: type) -> dict[str, Any]:
+    """Complete the user's engine arguments.
+
+    Args:
+        model: Directory or hub id.
+        given: Fields of vLLM's ``AsyncEngineArgs``.
+        on_cpu: Whether vLLM runs without an accelerator.
+        arguments_class: ``AsyncEngineArgs``.
+
+    Raises:
+        EngineError: on a name that vLLM does not know.
+    """
+    check_names(given, {field.name for field in fields(arguments_class)})
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": not has_tokenizer(str(given.get("tokenizer") or model)),
+        "generation_config": "vllm",  # sampling defaults come from the request alone
+        "max_logprobs": 20,
+    }
+    if on_cpu:
+        arguments |= cpu_defaults(model)
+    arguments |= given
+    return arguments | {
+        "model": model,
+        "logprobs_mode": "processed_logprobs",  # after temperature, as the trainer computes them
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,  # its default loggers; ours is given apart
+    }
+
+
+def cpu_defaults(model: str) -> dict[str, Any]:
+    """Arguments for a machine without an accelerator."""
+    return {
+        "dtype": model_dtype(model),
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
+        "gpu_memory_utilization": 0.1,
+        "max_num_seqs": CPU_MAX_NUM_SEQS,
+        # A seeded request whose prompt is cut into chunks kills the CPU engine ("Generator does not use offset").
+        "enable_chunked_prefill": False,
+    }
+
+
+def model_dtype(model: str) -> str:
+    """Type that the model was saved in: vLLM's "auto" would turn float32 into bfloat16. "auto" for a hub id."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return "auto"
+    config = json.loads(path.read_text())
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
+
+
+def has_tokenizer(model: str) -> bool:
+    """Whether vLLM can load a tokenizer; assumed of a hub id."""
+    directory = Path(model)
+    if not directory.is_dir():
+        return True
+    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def workers_of(given: Mapping[str, Any]) -> int:
+    """Number of worker processes per engine that the arguments ask for."""
+    return int(given.get("tensor_parallel_size") or 1) * int(given.get("pipeline_parallel_size") or 1)
+
+
+def environment_of_process() -> MutableMapping[str, str]:
+    """The process environment."""
+    return os.environ

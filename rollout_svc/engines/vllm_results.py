@@ -1,0 +1,137 @@
+"""Between our words and vLLM's: sampling parameters in, samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, Sample, Sampling, Span
+from rollout_svc.engines.vllm_spans import Ended, Sampled
+from rollout_svc.engines.vllm_types import CompletionOutput, FlatLogprobs, SamplingParams
+from sluice.versions import Version
+
+__all__ = ["chunk", "prompt_logprobs", "sample", "sampling_params"]
+
+SEED_RANGE = 2**62
+"""Seeds are taken modulo this: vLLM adds the sample's index and stores 64 bits; larger values would kill its engine."""
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM silently raises lower ones to this, and the log-probabilities would not be those asked for."""
+
+
+def sampling_params(request: GenerationRequest, eos_token_ids: Sequence[int], *, has_tokenizer: bool) -> SamplingParams:
+    """Build vLLM's ``SamplingParams``.
+
+    End tokens become stop tokens, so that all of a model's end tokens count and not only the tokenizer's.
+
+    Raises:
+        ValueError: if this engine cannot sample so.
+    """
+    import vllm.sampling_params as vllm  # noqa: PLC0415 - vLLM is loaded by start()
+
+    sampling = request.sampling
+    check_sampling(sampling, has_tokenizer=has_tokenizer)
+    stop_token_ids = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        stop_token_ids.update(eos_token_ids)
+    parameters: SamplingParams = vllm.SamplingParams(
+        n=request.n,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
+        seed=None if sampling.seed is None else sampling.seed % SEED_RANGE,
+        stop=list(sampling.stop) or None,
+        stop_token_ids=sorted(stop_token_ids) or None,
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        logprobs=sampling.top_logprobs,
+        prompt_logprobs=0 if request.prompt_logprobs else None,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=vllm.RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+    return parameters
+
+
+def check_sampling(sampling: Sampling, *, has_tokenizer: bool) -> None:
+    """Refuse what vLLM would change silently or cannot do.
+
+    Raises:
+        ValueError: naming the field.
+    """
+    if 0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, not {sampling.temperature}")
+    if sampling.stop and not has_tokenizer:
+        raise ValueError("stop strings need a tokenizer in the model's directory; use stop_token_ids")
+
+
+def sample(output: CompletionOutput, sampling: Sampling) -> Sample:
+    """One sample from vLLM's ``CompletionOutput``."""
+    return Sample(
+        index=output.index,
+        token_ids=list(output.token_ids),
+        logprobs=flat_logprobs(output.logprobs, sampling.top_logprobs),
+        spans=[Span(span.start, Version.parse(span.version)) for span in output.weight_versions or ()],
+        finish_reason=finish_reason(output.finish_reason),
+        stop_string=stop_string(output.stop_reason),
+        top_logprobs=flat_top_logprobs(output.logprobs, sampling.top_logprobs),
+    )
+
+
+def finish_reason(text: str) -> FinishReason:
+    """Our word for vLLM's; anything unforeseen is an error."""
+    known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+    return known.get(text, FinishReason.ERROR)
+
+
+def stop_string(reason: int | str | None) -> str:
+    """The stop string that ended a sample; empty for token ids."""
+    return reason if isinstance(reason, str) else ""
+
+
+def flat_logprobs(flat: FlatLogprobs | None, top: int) -> list[float]:
+    """Log-probabilities of the sampled tokens: the first of each position's entries."""
+    if not flat:
+        return []
+    if top == 0:
+        return list(flat.logprobs)
+    return [flat.logprobs[start] for start in flat.start_indices]
+
+
+def flat_top_logprobs(flat: FlatLogprobs | None, top: int) -> list[list[tuple[int, float]]]:
+    """The most likely tokens of each position with their log-probabilities; empty if none were asked for."""
+    if top == 0 or not flat:
+        return []
+    ranges = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [
+        list(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)) for start, end in ranges
+    ]
+
+
+def prompt_logprobs(flat: FlatLogprobs | None) -> list[float]:
+    """Log-probabilities of prompt tokens 1, 2, ...; the first has none."""
+    if not flat:
+        return []
+    starts = [start for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if end > start]
+    return [flat.logprobs[start] for start in starts]
+
+
+def chunk(index: int, sampled: Sampled, ended: Ended | None, sampling: Sampling) -> GenerationChunk:
+    """Tokens of one sample under way."""
+    return GenerationChunk(
+        index=index,
+        offset=sampled.offset,
+        token_ids=sampled.token_ids,
+        logprobs=flat_logprobs(sampled.flat, sampling.top_logprobs),
+        spans=sampled.spans,
+        finish_reason=finish_reason(ended.finish_reason) if ended is not None else None,
+        stop_string=stop_string(ended.stop_reason) if ended is not None else "",
+        top_logprobs=flat_top_logprobs(sampled.flat, sampling.top_logprobs),
+    )

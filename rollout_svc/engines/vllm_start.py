@@ -1,0 +1,150 @@
+"""Bringing vLLM's processes up and down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.vllm_args import (
+    engine_arguments,
+    has_accelerator,
+    prepare_environment,
+    require_tested_version,
+    workers_of,
+)
+from rollout_svc.engines.vllm_types import Llm, SchedulerStats, VllmConfig
+from weightsync.vllm_plugin import children_die_with_us
+
+__all__ = ["LoadRecorder", "VllmProcesses", "launch"]
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts its own segments
+
+
+class LoadRecorder:
+    """Keeps the scheduler's last figures; stands where vLLM's own loggers would."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, SchedulerStats] = {}
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: object,
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take the figures of one step of one engine (vLLM's signature)."""
+        del iteration_stats, mm_cache_stats
+        if scheduler_stats is not None:
+            self._last[engine_idx] = scheduler_stats
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Sleep is not used."""
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Admission is the service's affair."""
+
+    def log(self) -> None:
+        """Log nothing."""
+
+    def log_engine_initialized(self) -> None:
+        """Log nothing."""
+
+    @property
+    def running(self) -> int:
+        """Sequences in the last step, over all engines."""
+        return sum(stats.num_running_reqs for stats in self._last.values())
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the fullest KV cache in use, 0 to 1."""
+        return max((stats.kv_cache_usage for stats in self._last.values()), default=0.0)
+
+
+@dataclass(slots=True)
+class VllmProcesses:
+    """A running vLLM.
+
+    Attributes:
+        llm: ``AsyncLLM``.
+        recorder: Its load.
+        config: ``VllmConfig``.
+    """
+
+    llm: Llm
+    recorder: LoadRecorder
+    config: VllmConfig
+    _thread: ThreadPoolExecutor
+    _segments: frozenset[Path]
+
+    async def shut_down(self, deadline_s: float = 10.0) -> None:
+        """End the processes and the thread that they are tied to. Idempotent."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, self.llm.shutdown, deadline_s)
+        self._thread.shutdown(wait=False)
+        for segment in self._segments:  # vLLM leaves those of tensor-parallel workers behind
+            segment.unlink(missing_ok=True)
+
+
+async def launch(model: str, given: Mapping[str, Any], *, fork: bool, deadline_s: float) -> VllmProcesses:
+    """Start vLLM's engine.
+
+    Args:
+        model: Directory or hub id.
+        given: The user's engine arguments.
+        fork: Fork the engine's process instead of spawning it, where the platform allows: 8 s instead of 15, but only
+            sound while this process serves nothing (a forked child would hold its sockets open).
+        deadline_s: How long it may take.
+
+    Raises:
+        EngineError: if it cannot start or takes longer.
+    """
+    # The kernel ends the children with the thread that made them: one of our own, which lives as long as they do.
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-owner")
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await loop.run_in_executor(thread, _launch, model, dict(given), fork, thread)
+    except TimeoutError as error:
+        thread.shutdown(wait=False)
+        raise EngineError(f"vLLM did not start within {deadline_s:.0f} s; raise start_deadline_s") from error
+    except EngineError:
+        thread.shutdown(wait=False)
+        raise
+    except (RuntimeError, ValueError, OSError, ImportError, AssertionError, TypeError, KeyError) as error:
+        thread.shutdown(wait=False)
+        raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+
+def _launch(model: str, given: dict[str, Any], fork: bool, thread: ThreadPoolExecutor) -> VllmProcesses:
+    prepare_environment(os.environ, workers=workers_of(given))
+    import vllm  # noqa: PLC0415 - takes seconds and reads the environment: only when an engine is wanted
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+    require_tested_version(vllm.__version__)
+    on_cpu = not has_accelerator()
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, arguments_class=AsyncEngineArgs)
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    # vLLM's CPU platform sets "spawn" in the line above; on a GPU a fork would inherit a broken CUDA context.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and on_cpu else "spawn"
+    recorder = LoadRecorder()
+    before = frozenset(SHARED_MEMORY.glob("vllm_dist_*"))
+    with children_die_with_us():
+        llm = AsyncLLM.from_vllm_config(config, stat_loggers=[_no_logger], disable_log_stats=True)
+    # The scheduler reports its load once a step; per-token statistics in this process would cost a tenth of it.
+    llm.log_stats = llm.output_processor.log_stats = False
+    llm.logger_manager = recorder
+    return VllmProcesses(llm, recorder, config, thread, frozenset(SHARED_MEMORY.glob("vllm_dist_*")) - before)
+
+
+def _no_logger(vllm_config: VllmConfig, engine_index: int = 0) -> LoadRecorder:
+    """Make vLLM's engine report its load at all; one `LoadRecorder` for all engines replaces what is built from this."""
+    del vllm_config, engine_index
+    return LoadRecorder()

@@ -1,0 +1,73 @@
+"""What vLLM loads from us: the weight-transfer backend and the tie between its processes and ours.
+
+vLLM calls `register` in the front end and in every spawned worker (entry point ``vllm.general_plugins``). Forked
+workers inherit what the front end registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["BACKEND", "children_die_with_us", "register"]
+
+BACKEND = "sluice"
+"""Name of the weight-transfer backend in vLLM's factory."""
+
+WORKER_EXTENSION = "weightsync.vllm_transfer.WorkerExtension"
+"""Class that vLLM mixes into its workers; see `weightsync.vllm_transfer`."""
+
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+
+_forking = threading.local()
+_registered = threading.Lock()
+
+
+def register() -> None:
+    """Register the backend and end this process when the engine's owner dies. Idempotent and cheap."""
+    if not _registered.acquire(blocking=False):
+        return
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - only under vLLM
+
+    WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm_transfer", "StagedFileEngine")
+    os.register_at_fork(after_in_child=_after_fork)
+    if multiprocessing.parent_process() is not None:
+        _forking.tied = True  # a spawned engine process: its own workers are tied to it
+        _die_with_parent()
+
+
+@contextmanager
+def children_die_with_us() -> Iterator[None]:
+    """Tie processes forked in this block to the calling thread: they are killed when it ends, however it ends.
+
+    Only the forks of this thread are tied, so that other users of fork in the process are left alone. The kernel
+    watches the *thread* that forked: it must live as long as the children are wanted.
+    """
+    _forking.tied = True
+    try:
+        yield
+    finally:
+        _forking.tied = False
+
+
+def _after_fork() -> None:
+    """Run in a forked child: the flag of the forking thread came along, and goes on to grandchildren."""
+    if getattr(_forking, "tied", False):
+        _die_with_parent()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent dies, since a killed parent cannot tell anyone."""
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() == 1:  # the parent died before the request: nobody would send the signal
+        os._exit(1)

@@ -1,0 +1,170 @@
+"""The half of weight sync that runs inside vLLM's workers: staged safetensors files into a live model.
+
+The files lie in shared memory; tensors are views of the mapping, so that the only copy is the one into the model.
+Nothing here raises into vLLM: an exception in one worker of several would leave the others' replies one call late
+for good. Failures are kept and asked for through `WorkerExtension.sluice_status`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+__all__ = ["InitInfo", "StagedFileEngine", "UpdateInfo", "WorkerExtension"]
+
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One whole version.
+
+    Attributes:
+        paths: Safetensors files that together hold every tensor once.
+        names: Every tensor that must be in them, by Hugging Face name.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+class IncompleteFileError(Exception):
+    """The files do not hold exactly the tensors that the model needs."""
+
+
+class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Loads staged files by vLLM's layer-wise reload, which keeps tensors where CUDA graphs expect them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    outcome: tuple[str, Any] = ("ok", 0.0)
+    """Outcome of the last update, as `WorkerExtension.sluice_status` answers it."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Need nothing: files need no rendezvous."""
+
+    def start_weight_update(self) -> None:
+        """Open a session; the model is taken apart only when the files are known to be whole."""
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load the files, or keep the error and leave the session to be closed by `finish_weight_update`."""
+        begun = time.perf_counter()
+        try:
+            check_complete(update_info)
+        except IncompleteFileError as error:
+            self.outcome = ("refused", str(error))
+            return
+        try:
+            self._load(update_info.paths)
+            if current_platform.is_cuda_alike():
+                torch.accelerator.synchronize()
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            self.outcome = ("err", f"{type(error).__name__}: {error}")
+        else:
+            self.outcome = ("ok", time.perf_counter() - begun)
+
+    def finish_weight_update(self) -> None:
+        """Close the session; the model is whole since `receive_weights`."""
+
+    def shutdown(self) -> None:
+        """Hold nothing."""
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _load(self, paths: list[str]) -> None:
+        initialize_layerwise_reload(self.model)
+        try:
+            self.model.load_weights(self._tensors(paths))
+        finally:
+            # After a failure too: what was buffered must not be counted towards the next attempt.
+            finalize_layerwise_reload(self.model, self.model_config)
+        self._refresh_tied_head()
+
+    def _tensors(self, paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    if not (tied and name == TIED_HEAD):
+                        yield name, file.get_tensor(name)
+
+    def _refresh_tied_head(self) -> None:
+        """Pack the output layer again: on CPU it holds a packed copy of the embedding, which the reload forgets."""
+        if not current_platform.is_cpu():
+            return
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def check_complete(update: UpdateInfo) -> None:
+    """Compare the files' headers with the expected names.
+
+    A model with part of a fused layer missing computes with uninitialised memory, so this comes before anything else.
+
+    Raises:
+        IncompleteFileError: if tensors are missing, unknown or given twice, or a file cannot be read.
+    """
+    seen: set[str] = set()
+    for path in update.paths:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = list(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise IncompleteFileError(f"{path} is not a whole safetensors file: {error}; stage it again") from error
+        twice = seen.intersection(names)
+        if twice:
+            raise IncompleteFileError(f"{path} repeats {sorted(twice)[:3]}; stage the version again")
+        seen.update(names)
+    missing, unknown = sorted(set(update.names) - seen), sorted(seen - set(update.names))
+    if missing or unknown:
+        raise IncompleteFileError(
+            f"tensors do not match the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)})"
+        )
+
+
+class WorkerExtension:
+    """Methods mixed into vLLM's worker, called by `collective_rpc`. They answer ("ok" | "err", value) and never raise."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def sluice_status(self) -> tuple[str, Any]:
+        """Outcome of the last update: ("ok", seconds), ("refused", why; model untouched) or ("err", what went wrong)."""
+        engine = self.weight_transfer_engine
+        return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
+
+    def sluice_zero_kv(self) -> tuple[str, Any]:
+        """Zero the KV cache: a NaN that once entered it would live on in reused blocks."""
+        try:
+            for cache in _tensors_in(self.model_runner.kv_caches):
+                cache.zero_()
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("err", f"{type(error).__name__}: {error}")
+        return ("ok", None)
+
+
+def _tensors_in(nested: object) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, list | tuple):
+        for item in nested:
+            yield from _tensors_in(item)
