@@ -72,7 +72,7 @@ def total(method: str, code: str, service: str = SERVICE) -> float:
 
 
 async def test_calls_of_every_arity_are_counted_by_code_and_timed(served):
-    _, _, channel = served
+    server, _, channel = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     reflection = "grpc.reflection.v1alpha.ServerReflection"
     watched = (
@@ -92,10 +92,8 @@ async def test_calls_of_every_arity_are_counted_by_code_and_timed(served):
     requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
     async for _ in reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests):
         pass
-    # The server accounts for a call just after its last byte has left.
-    async with asyncio.timeout(10):
-        while {row: total(*row) for row in watched} != {row: count + 1 for row, count in before.items()}:
-            await asyncio.sleep(0)
+    await server.stop(10)  # a call is accounted for just after its last byte has left
+    assert {row: total(*row) for row in watched} == {row: count + 1 for row, count in before.items()}
     labels = {"service": SERVICE, "method": "GetTrainerState"}
     assert REGISTRY.get_sample_value("sluice_rpc_seconds_count", labels) >= 1
     assert REGISTRY.get_sample_value("sluice_rpc_in_flight", labels) == 0
@@ -146,7 +144,7 @@ from trainer_double import start_double
 async def main():
     server, double = await start_double(drain_s=float(sys.argv[2]))
     print(server.target, flush=True)
-    asyncio.get_running_loop().add_reader(sys.stdin, double.release.set)
+    asyncio.get_running_loop().add_reader(sys.stdin, lambda: (sys.stdin.readline(), double.release.set()))
     await server.serve_until_signal()
     print("put away", flush=True)
 
@@ -178,7 +176,6 @@ async def test_a_signal_drains_calls_in_progress_and_ends_with_code_zero(number)
         watch = stub.WatchSteps(trainer_pb2.WatchStepsRequest(run="wait", from_number=1))
         await watch.read()
         work = stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(), timeout=60)
-        await work.wait_for_connection()
         await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest())  # so that the work before it has begun
         process.send_signal(number)
         with pytest.raises(grpc.aio.AioRpcError):

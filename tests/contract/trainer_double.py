@@ -1,3 +1,4 @@
+# ruff: noqa: N802 - gRPC names the methods
 """A servicer of a real contract, with all that the runtime's tests want to see happen inside a call."""
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ async def start_double(
 ) -> tuple[RpcServer, TrainerDouble]:
     """A server on a free loopback port with the double in it."""
     double = TrainerDouble()
-    rpc = RpcServer("trainer", ServerConfig(**server), security or SecurityConfig(), features=["engine.double"], run="r1")
+    rpc = RpcServer(
+        "trainer", ServerConfig(**server), security or SecurityConfig(), features=["engine.double"], run="r1"
+    )
     rpc.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, double, SERVICE, role)
     await rpc.start()
     return rpc, double

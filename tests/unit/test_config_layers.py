@@ -144,7 +144,9 @@ def test_the_table_of_a_package_that_is_not_installed_is_accepted_unread(tmp_pat
 
 KEYS = st.sampled_from("abc")
 TABLES = st.recursive(
-    st.dictionaries(KEYS, st.integers(), max_size=3), lambda inner: st.dictionaries(KEYS, inner, max_size=3), max_leaves=8
+    st.dictionaries(KEYS, st.integers(), max_size=3),
+    lambda inner: st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
 )
 
 

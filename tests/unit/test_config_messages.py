@@ -131,7 +131,7 @@ def test_help_lists_every_setting_of_the_command_with_type_and_default(capsys):
         load_run(["--help"], service="toy")
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert '--toy.limit int | none  (default: 5)' in printed
+    assert "--toy.limit int | none  (default: 5)" in printed
     assert "--toy.server.port int  (default: 7999)" in printed
     assert "Decay of the moments." in printed
     assert "--peers.trainer str" in printed

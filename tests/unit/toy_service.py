@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CONFIG = '''
+CONFIG = """
 from typing import Any
 from pydantic import Field, SecretStr
 from sluice.config import Section, ServerConfig
@@ -34,9 +34,9 @@ class ToyConfig(Section):
 
 
 CONFIG = ToyConfig
-'''
+"""
 
-APP = '''
+APP = """
 from sluice.config import Service
 from sluice.rpc import RpcServer
 from toy_svc.config import ToyConfig
@@ -51,7 +51,7 @@ async def serve(common, config):
 
 
 SERVICE = Service("toy", ToyConfig, serve)
-'''
+"""
 
 
 def install_toy(folder: Path) -> Path:
