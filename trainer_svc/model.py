@@ -176,7 +176,11 @@ def _check_packing(policy: Policy) -> bool:
     positions = torch.cat([torch.arange(first), torch.arange(2, second)]).to(device).unsqueeze(0)
     keep = torch.tensor([*range(1, first), 1, *range(first, first + second - 2)], device=device)
     arguments = {"input_ids": ids, "position_ids": positions, "packed": plan, "use_cache": False}
-    packed = torch.log_softmax(model(**arguments, logits_to_keep=keep).logits[0].float(), -1)
+    try:
+        logits = model(**arguments, logits_to_keep=keep).logits[0]
+    except TypeError as error:  # its forward does not hand keywords down
+        raise ValueError(f"{type(model).__name__} cannot be trained packed ({error}): choose another model") from error
+    packed = torch.log_softmax(logits.float(), -1)
     gap = float((packed - expected).abs().max())
     if not gap <= PROBE_TOLERANCE:
         raise ValueError(

@@ -8,8 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tiny_policy import ragged_batch, row, tiny_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen3MoeConfig,
+)
 
 from trainer_svc.batch import Sequence, pack
 from trainer_svc.config import TrainerConfig
@@ -90,25 +99,34 @@ def test_malformed_sequences_are_refused_with_their_name():
         pack([good], 0)
 
 
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ARCHITECTURES = {
+    "llama": LlamaConfig(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=9),
+    "granite": GraniteConfig(**SIZES, logits_scaling=8.0),  # its logits are more than the output embedding
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gemma2": Gemma2Config(**SIZES, head_dim=8),
+    "mamba": MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2),
+}
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4)).save_pretrained(root / "llama")
-    MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=9)).save_pretrained(
-        root / "mistral"
-    )
-    return {"qwen3": tiny_model(root), "llama": root / "llama", "mistral": root / "mistral"}
+    for name, config in ARCHITECTURES.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(root / name)
+    return {"qwen3": tiny_model(root), **{name: root / name for name in ARCHITECTURES}}
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral", "granite", "qwen3_moe"])
 @pytest.mark.parametrize("fold", [True, False])
 def test_packed_log_probabilities_equal_those_of_each_sequence_alone(models, architecture, fold):
     rows = ragged_batch(seed=1)
@@ -135,3 +153,39 @@ def test_logits_in_parts_give_the_same_gradient(models):
         return torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
 
     assert torch.allclose(gradient(1 << 25), gradient(128 * 7), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("architecture", "reason"), [("mamba", "packed"), ("gemma2", "softcap")])
+def test_an_architecture_that_packing_would_change_is_refused_at_load(models, architecture, reason):
+    with pytest.raises(ValueError, match=reason):
+        load_policy(str(models[architecture]), torch.device("cpu"))
+
+
+def test_fused_experts_are_published_under_the_names_of_the_file(models):
+    engine = TrainEngine(TrainerConfig(device="cpu"), models["qwen3_moe"])
+    stored = load_file(models["qwen3_moe"] / "model.safetensors")
+    published = engine.named_tensors()
+    assert published.keys() == stored.keys()
+    assert all(torch.equal(published[name], stored[name]) for name in stored)
+
+
+def test_recomputed_activations_give_the_same_gradient(models):
+    def gradient(recompute: bool) -> torch.Tensor:
+        policy = load_policy(str(models["qwen3"]), torch.device("cpu"), gradient_checkpointing=recompute)
+        for batch in pack(ragged_batch(seed=2), 10_000):
+            policy.logprobs(batch)[0].mean().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
+
+    assert torch.allclose(gradient(True), gradient(False), rtol=1e-5, atol=1e-7)
+
+
+def test_bfloat16_stays_close_to_float32_and_keeps_float32_weights(models):
+    rows = ragged_batch(seed=2)
+    exact, rounded = (
+        TrainEngine(TrainerConfig(device="cpu", dtype=d), models["qwen3"]) for d in ("float32", "bfloat16")
+    )
+    pairs = zip(exact.forward_logprobs(rows), rounded.forward_logprobs(rows), rows, strict=True)
+    gaps = torch.cat([(a - b)[sequence.loss_mask].abs() for a, b, sequence in pairs])
+    assert 0 < gaps.max() < 0.05
+    assert not rounded.train_batch(rows).skipped
+    assert {parameter.dtype for parameter in rounded.policy.model.parameters()} == {torch.float32}
