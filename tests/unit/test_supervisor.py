@@ -43,7 +43,7 @@ def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False) -> Chi
     flag = tmp_path / f"{name}.pid"
 
     async def serves() -> None:
-        while not flag.exists() or not flag.read_text():
+        while not flag.exists() or not flag.read_text():  # noqa: ASYNC110 - another process sets it
             await asyncio.sleep(0.01)
         flag.rename(flag.with_suffix(".seen"))
 
@@ -53,7 +53,7 @@ def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False) -> Chi
 
 async def eventually(condition) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - other processes bring it about
             await asyncio.sleep(0.01)
 
 

@@ -1,0 +1,114 @@
+"""What the views say about a run, drawn to a string."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from sluice.cli.child_logs import LogLine
+from sluice.cli.live_view import RunView, render
+from sluice.cli.progress import RunProgress, sparkline, step_line
+from sluice.cli.supervisor import ChildState
+from sluice.v1 import orchestrator_pb2 as pb
+
+
+def step(number: int, at: float, **metrics: float) -> pb.RunEvent:
+    event = pb.RunEvent(step_finished=pb.StepFinished(step=number, metrics=metrics))
+    event.time.FromMilliseconds(int(at * 1000))
+    return event
+
+
+@pytest.fixture
+def progress() -> RunProgress:
+    progress = RunProgress()
+    progress.describe(pb.Run(max_steps=60, max_staleness=2, state=pb.RUN_STATE_RUNNING))
+    for number in range(1, 11):
+        progress.apply(step(number, 100 + 2 * number, reward=number / 10, staleness=0.5, mismatch_kl=1e-4))
+    progress.apply(
+        pb.RunEvent(
+            load=pb.LoadReport(
+                generated_tokens_per_s=1234, live_groups=40, max_live_groups=48, trainer_idle=0.25, bottleneck="rollout"
+            )
+        )
+    )
+    return progress
+
+
+def drawn(progress: RunProgress, children: dict[str, ChildState] | None = None) -> str:
+    console = Console(file=io.StringIO(), width=110, record=True)
+    console.print(render("quickstart", progress, children or {}))
+    return console.export_text()
+
+
+def test_the_panel_shows_step_reward_staleness_throughput_waiting_and_time_left(progress: RunProgress) -> None:
+    text = drawn(progress, {"trainer": ChildState.SERVING, "rollout": ChildState.RESTARTING})
+    for expected in (
+        "quickstart: running",
+        "10/60",
+        "2.00 s/step, 1:40 left",
+        "0.100 → 1.000",
+        "mean 0.50, bound 2",
+        "1,234 tokens/s",
+        "40/48 groups live",
+        "trainer waits for rollout",
+        "trainer idle 25%",
+        "● rollout restarting",
+    ):
+        assert expected in text
+
+
+def test_a_run_that_has_only_begun_can_be_drawn() -> None:
+    assert "starting" in drawn(RunProgress())
+
+
+def test_a_step_is_one_plain_line(progress: RunProgress) -> None:
+    assert step_line(progress) == (
+        "step 10/60  reward 1.000  staleness 0.50  mismatch_kl 0.00010  2.00 s/step  1,234 tokens/s  "
+        "trainer waits for rollout  100 s left"
+    )
+
+
+def test_a_story_told_again_adds_nothing(progress: RunProgress) -> None:
+    rewards = list(progress.rewards)
+    assert not progress.apply(step(3, 106, reward=0.3))
+    assert (progress.step, list(progress.rewards)) == (10, rewards)
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "expected"),
+    [([], 5, ""), ([0.0, 1.0], 5, "▁█"), ([0.5, 0.5, 0.5], 3, "▁▁▁"), ([0.0, 0.0, 1.0, 1.0], 2, "▁█")],
+)
+def test_a_sparkline_fits_its_width(values: list[float], width: int, expected: str) -> None:
+    assert sparkline(values, width) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "verbose", "shown"),
+    [
+        (LogLine(20, "hello", structured=True), False, False),
+        (LogLine(20, "hello", structured=True), True, True),
+        (LogLine(30, "careful", structured=True), False, True),
+        (LogLine(30, "a library's opinion", structured=False), False, False),
+        (LogLine(40, "broken [1]", structured=False), False, True),
+    ],
+)
+def test_lines_that_matter_are_shown_with_their_child(line: LogLine, verbose: bool, shown: bool) -> None:
+    out = io.StringIO()
+    view = RunView("r", Console(file=out, width=110), live=False, verbose=verbose)
+    view.on_line("rollout-1", line)
+    assert out.getvalue() == (f"   rollout-1 | {line.text}\n" if shown else "")
+
+
+def test_without_a_terminal_services_restarts_and_steps_are_lines(progress: RunProgress) -> None:
+    out = io.StringIO()
+    view = RunView("r", Console(file=out, width=200), live=False, verbose=False)
+    view.on_state("trainer", ChildState.STARTING, "")
+    view.on_state("trainer", ChildState.SERVING, "")
+    view.on_state("trainer", ChildState.RESTARTING, "ended with signal SIGKILL; start 1 of 3 again in 0.5 s")
+    view.progress = progress
+    view.on_step()
+    assert out.getvalue().splitlines() == [
+        "trainer serves",
+        "trainer ended with signal SIGKILL; start 1 of 3 again in 0.5 s",
+        step_line(progress),
+    ]

@@ -1,0 +1,91 @@
+"""What `sluice rl` decides before it starts anything."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sluice.cli import rl
+from sluice.cli.launch import child_environment, free_addresses, serves
+from sluice.cli.run_directory import claim, write_settings
+from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
+from sluice.rpc import RpcServer
+
+
+def a_run(tmp_path: Path, *flags: str) -> RunConfig:
+    return load_run(["--output-dir", str(tmp_path), "--run", "r", *flags])
+
+
+def test_every_child_has_a_port_of_its_own() -> None:
+    addresses = free_addresses(replicas=3)
+    ports = [*addresses.grpc.values(), *addresses.http.values()]
+    assert len(set(ports)) == len(ports) == 6 + 3
+    assert len(addresses.peers().rollout) == 3
+
+
+def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread() -> None:
+    trainer = child_environment("trainer", 4, 2, {})
+    assert trainer == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+    assert child_environment("weightsync", 4, 2, {})["OMP_NUM_THREADS"] == "1"
+    assert int(child_environment("rollout-1", None, 10_000, {})["OMP_NUM_THREADS"]) == 1
+
+
+def test_what_the_user_exported_stays_unless_a_flag_says_otherwise() -> None:
+    exported = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}
+    assert child_environment("trainer", None, 2, exported) == {"GOMP_SPINCOUNT": "0"}
+    assert child_environment("trainer", 2, 2, exported) == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"}
+
+
+def test_a_run_that_exists_is_refused_with_both_remedies_or_resumed(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    with claim(run, resume=False):
+        write_settings(run)
+    with pytest.raises(ConfigError, match=r"--resume.*--run NAME"), claim(run, resume=False):
+        pass
+    with claim(run, resume=True) as directory:
+        assert directory == tmp_path / "r"
+
+
+def test_two_supervisors_cannot_hold_one_run(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    with (
+        claim(run, resume=True),
+        pytest.raises(ConfigError, match="another process runs 'r'"),
+        claim(run, resume=True),
+    ):
+        pass
+
+
+def test_the_settings_on_disk_load_back(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--model", "m", "--max-staleness", "1")
+    with claim(run, resume=False):
+        path = write_settings(run)
+    again = load_run(["@", str(path)])
+    assert again.model_dump() == run.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "model is not set"),
+        (["--model", "m", "--trainer.lrr", "1"], "did you mean 'trainer.lr'"),
+        (["--model", "m", "--peers.rollout", "[]"], "at least one rollout replica"),
+    ],
+)
+def test_wrong_settings_are_found_before_anything_starts(tmp_path: Path, argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rl.run(["--output-dir", str(tmp_path), *argv])
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_child_serves_when_its_health_says_so_not_when_its_port_is_open() -> None:
+    server = RpcServer("test", ServerConfig(), SecurityConfig())
+    await server.start()
+    server.set_serving(False)
+    waiting = asyncio.create_task(serves(server.target, SecurityConfig()))
+    done, _ = await asyncio.wait({waiting}, timeout=0.5)
+    assert not done
+    server.set_serving(True)
+    async with asyncio.timeout(10):
+        await waiting
+    await server.stop(0)
