@@ -1,0 +1,202 @@
+"""Settings of the orchestrator. Imports nothing heavy: every command loads them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from sluice.advantages import estimator_names
+from sluice.config import Section, ServerConfig
+
+__all__ = [
+    "CONFIG",
+    "CheckpointConfig",
+    "DeadlinesConfig",
+    "EvaluationConfig",
+    "FilterConfig",
+    "JournalConfig",
+    "OrchestratorConfig",
+    "ReplicasConfig",
+    "RewardConfig",
+    "SamplingConfig",
+]
+
+
+class SamplingConfig(Section):
+    """How training episodes are sampled. Plain on purpose: the engine's log-probabilities are then the policy's."""
+
+    temperature: float = Field(1.0, gt=0, description="Softmax temperature; trained tokens need one above 0.")
+    max_tokens: int = Field(256, ge=1, description="Most tokens sampled per turn.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")
+    seeded: bool = Field(
+        False, description="Send a seed with each request, derived from the run's seed, the task and the draw."
+    )
+
+
+class RewardConfig(Section):
+    """Scoring in worker processes. A reward that fails or is late is missing, never 0."""
+
+    time_limit_s: float = Field(
+        10.0, gt=0, description="Seconds to score one group; the worker is killed when they are over."
+    )
+    workers: int = Field(1, ge=1, description="Worker processes that score.")
+    retries: int = Field(
+        1, ge=0, description="Further attempts for each completion whose scoring failed, before it counts as missing."
+    )
+
+
+class EvaluationConfig(Section):
+    """Evaluation inside the run, pinned to one version of the weights."""
+
+    every_steps: int = Field(0, ge=0, description="Steps between evaluations; 0 never evaluates.")
+    split: str = Field("eval", description="Split of the environment that is evaluated.")
+    prompts: int = Field(64, ge=1, description="Tasks per evaluation, the first ones of the split.")
+    samples: int = Field(1, ge=0, description="Samples per task at `temperature`; 0 leaves them out.")
+    temperature: float = Field(1.0, gt=0, description="Softmax temperature of the samples.")
+    greedy: bool = Field(True, description="Also decode each task once without randomness.")
+    concurrency: int = Field(16, ge=1, description="Tasks evaluated at a time.")
+    deadline_s: float = Field(600.0, gt=0, description="Seconds after which an evaluation is given up and counted.")
+
+
+class CheckpointConfig(Section):
+    """When the trainer is asked for checkpoints."""
+
+    every_steps: int = Field(
+        0, ge=0, description="Steps between checkpoints; 0 writes them only at the end (see `final`)."
+    )
+    final: bool = Field(True, description="Write a checkpoint after the last step.")
+    deadline_s: float = Field(1800.0, gt=0, description="Seconds that one checkpoint may take.")
+
+
+class FilterConfig(Section):
+    """Which scored groups are trained."""
+
+    drop_degenerate: bool = Field(
+        False,
+        description="Drop groups whose advantages are all 0 and draw others in their place (dynamic sampling).",
+    )
+    min_reward_mean: float | None = Field(
+        None, description="Drop groups whose mean reward is below this, in reward units."
+    )
+    max_reward_mean: float | None = Field(
+        None, description="Drop groups whose mean reward is above this, in reward units."
+    )
+
+
+class ReplicasConfig(Section):
+    """How rollout replicas are found and watched."""
+
+    poll_s: float = Field(0.5, gt=0, description="Seconds between two status requests to a replica.")
+    waiting_poll_s: float = Field(
+        0.02, gt=0, description="Seconds between them while dispatch waits for a newer version."
+    )
+    poll_deadline_s: float = Field(5.0, gt=0, description="Seconds a status request may take before it is a failure.")
+    resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
+    evict_after: int = Field(
+        2, ge=1, description="Failures in a row after which a replica gets no work until it answers again."
+    )
+
+
+class DeadlinesConfig(Section):
+    """How long the orchestrator waits before it calls something failed."""
+
+    start_s: float = Field(900.0, gt=0, description="Seconds for the trainer and one replica to be there at the start.")
+    lost_s: float = Field(
+        600.0, gt=0, description="Seconds that the trainer or all replicas may be away later before the run fails."
+    )
+    begin_epoch_s: float = Field(900.0, gt=0, description="Seconds for the trainer to restore and publish weights.")
+    submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to hand over a batch.")
+    generate_s: float = Field(600.0, gt=0, description="Seconds for one generation request.")
+    episode_s: float = Field(
+        900.0, gt=0, description="Seconds for a group of episodes, scoring included; then it is dropped and counted."
+    )
+    environment_s: float = Field(60.0, gt=0, description="Seconds for one reset or step of a multi-turn environment.")
+    hold_s: float = Field(
+        600.0, gt=0, description="Time to live of the hold that pins a replica's version during evaluation, in seconds."
+    )
+    watchers_s: float = Field(3.0, ge=0, description="Seconds that watchers get to read the last event.")
+
+
+class JournalConfig(Section):
+    """The journal of draws, trajectories and batches in the run's directory."""
+
+    fsync_interval_ms: float = Field(
+        5.0, ge=0, le=50, description="Milliseconds that records are gathered before one fsync."
+    )
+    segment_mb: int = Field(64, ge=1, description="Size at which a new segment file is begun, in MiB.")
+    queue_records: int = Field(
+        100_000, ge=1, description="Records that may wait to be written; more are an error: the disk is too slow."
+    )
+
+
+class OrchestratorConfig(Section):
+    """The table `[orchestrator]`."""
+
+    environment: str = Field(
+        "", description="Environment: an installed id, `module:Attr`, or `path/to/env.py:Attr` (a class or a function)."
+    )
+    environment_args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the environment's class or function."
+    )
+    split: str = Field("train", description="Split of the environment that tasks are drawn from.")
+    workflow: str = Field(
+        "auto",
+        description="How an episode runs: `auto` (by the environment), `single_turn`, `multi_turn`, or `module:Class`.",
+    )
+    max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
+    batch_size: int = Field(16, ge=1, description="Groups per training batch.")
+    group_size: int = Field(8, ge=1, le=256, description="Episodes per group: attempts at one task.")
+    max_steps: int = Field(100, ge=1, description="Batches to train in all.")
+    max_concurrent: int = Field(
+        512, ge=1, description="Most groups between dispatch and the end of their training, whatever the staleness."
+    )
+    max_running: int = Field(64, ge=1, description="Most groups whose episodes are under way at a time.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training episodes are sampled.")
+    advantage: str = Field("centered", description=f"Advantage estimator: {', '.join(estimator_names())}.")
+    on_stale: Literal["drop", "truncate", "requeue"] = Field(
+        "drop",
+        description="Trajectories with tokens beyond max_staleness: drop them, train only their fresh tokens, or draw the task again.",
+    )
+    window_fraction: float = Field(
+        0.3,
+        ge=0,
+        le=1,
+        description="Share of a batch by which younger groups may pass an older unfinished one; 0 is strict first in, first out.",
+    )
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring.")
+    filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation inside the run.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
+    replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="Rollout replicas.")
+    deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")
+    journal: JournalConfig = Field(default_factory=JournalConfig, description="The journal.")
+    existing_run: Literal["resume", "refuse"] = Field(
+        "resume", description="What to do when the run's directory holds a journal: go on with it, or refuse to start."
+    )
+    write_trajectories: bool = Field(
+        True, description="Write every trajectory with its text to trajectories/step_*.jsonl."
+    )
+    load_report_s: float = Field(1.0, gt=0, description="Seconds between two reports of the load.")
+    server: ServerConfig = Field(
+        default_factory=lambda: ServerConfig(port=7104), description="Where the orchestrator listens."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.advantage not in estimator_names():
+            raise ValueError(
+                f"there is no advantage estimator {self.advantage!r}; choose one of {', '.join(estimator_names())}"
+            )
+        if self.advantage == "rloo" and self.group_size < 2:
+            raise ValueError("rloo compares the episodes of a group: set group_size to 2 or more")
+        if self.max_concurrent < self.batch_size:
+            raise ValueError(
+                f"max_concurrent ({self.max_concurrent}) below batch_size ({self.batch_size}) could never fill a batch"
+            )
+        if self.group_size == 1 and self.filter.drop_degenerate:
+            raise ValueError("filter.drop_degenerate drops every group of one episode: set group_size to 2 or more")
+        return self
+
+
+CONFIG = OrchestratorConfig

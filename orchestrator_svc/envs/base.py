@@ -1,0 +1,99 @@
+"""What an environment written in Python looks like. Any object with these methods is one; nothing is inherited.
+
+A single-turn environment poses messages and scores completions::
+
+    class Reverse:
+        name = "reverse"
+
+        def tasks(self, split: str, seed: int) -> list[Task]: ...
+        def messages(self, task: Task) -> list[Message]: ...
+        def score(self, task: Task, completion: str) -> float: ...
+
+`score` runs in worker processes with a time limit, so the environment is constructed once more in each of them.
+A multi-turn environment has `reset` instead of `messages` and `score`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+__all__ = ["Environment", "Episode", "Message", "MultiTurnEnvironment", "SingleTurnEnvironment", "Task", "Turn"]
+
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message: `role` ("system", "user", "assistant", "tool") and `content`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem.
+
+    Attributes:
+        task_id: Unique within the environment's split.
+        data: What the environment needs to pose and score it; plain values (they travel to worker processes).
+    """
+
+    task_id: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What follows an assistant's turn.
+
+    Attributes:
+        messages: Messages that answer it; empty when the episode has ended.
+        reward: Reward of the turn; None where there is none.
+        done: Whether the episode has ended.
+        truncated: Whether it ended by a limit of the environment rather than by its rules.
+        metrics: Measures to log, by name.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float | None = None
+    done: bool = False
+    truncated: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """What every environment has."""
+
+    name: str
+
+    def tasks(self, split: str, seed: int) -> Sequence[Task]:
+        """The tasks of a split; the same seed gives the same ones in the same order. Called once per split."""
+        ...
+
+
+@runtime_checkable
+class SingleTurnEnvironment(Environment, Protocol):
+    """Poses one question and scores the answer."""
+
+    def messages(self, task: Task) -> Sequence[Message]:
+        """The conversation up to where the assistant answers."""
+        ...
+
+    def score(self, task: Task, completion: str) -> float:
+        """Reward of one completion: finite. Runs in a worker process; raising makes the reward missing, not 0."""
+        ...
+
+
+class Episode(Protocol):
+    """One attempt under way in a multi-turn environment."""
+
+    messages: Sequence[Message]
+
+    def step(self, completion: str) -> Turn:
+        """Take the assistant's turn. Runs in a thread with a deadline; one call at a time."""
+        ...
+
+
+@runtime_checkable
+class MultiTurnEnvironment(Environment, Protocol):
+    """Opens episodes of several turns; the reward of an episode is the sum of its turns' rewards."""
+
+    def reset(self, task: Task, seed: int) -> Episode:
+        """Begin an episode. Runs in a thread with a deadline."""
+        ...
