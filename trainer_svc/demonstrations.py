@@ -25,14 +25,14 @@ class DataError(ValueError):
 
 
 def read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
-    """Rows of a JSONL file or of a hub dataset, each with a name for messages.
+    """Rows of a JSONL file, of a dataset directory or of a hub dataset, each with a name for messages.
 
     Raises:
         DataError: if there is no such file or a line is not a JSON object.
     """
     path = Path(data)
-    if not path.exists():
-        if path.suffix in {".jsonl", ".json"} or path.is_absolute():
+    if not path.is_file():
+        if not path.exists() and (path.suffix in {".jsonl", ".json"} or path.is_absolute()):
             raise DataError(f"there is no file {data}")
         yield from _hub_rows(data, split)
         return

@@ -18,7 +18,7 @@ class SftConfig(ComputeConfig):
     model: str = Field("", description="Model to start from: a Hugging Face directory or hub id.")
     data: str = Field(
         "",
-        description="Demonstrations: a JSONL file or a hub dataset id, with rows of `messages`, or of `prompt` and "
+        description="Demonstrations: a JSONL file, a dataset directory or a hub dataset id, with rows of `messages`, or of `prompt` and "
         "`completion` (texts are joined as they are; lists of messages are rendered as a chat).",
     )
     split: str = Field("train", description="Split of a hub dataset.")

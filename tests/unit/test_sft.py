@@ -101,6 +101,22 @@ def test_rows_that_cannot_be_used_are_named_by_their_line(model_dir, tmp_path, r
         Demonstrations.load(path, "train", renderer, max_length=50, drop_long=False)
 
 
+def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_rows(folder / "train.jsonl", [chat("a", "b")])
+    write_rows(folder / "test.jsonl", [chat("a", "c"), chat("a", "d")])
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    assert len(Demonstrations.load(str(folder), "test", renderer, max_length=50, drop_long=False)) == 2
+
+
+def test_a_missing_file_is_named(model_dir, tmp_path):
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    with pytest.raises(DataError, match=r"there is no file .*none.jsonl"):
+        Demonstrations.load(str(tmp_path / "none.jsonl"), "train", renderer, max_length=50, drop_long=False)
+
+
 def test_long_rows_are_counted_when_they_are_dropped(model_dir, tmp_path):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     path = str(write_rows(tmp_path / "r.jsonl", [chat("a", "b" * 100), chat("a", "b")]))
