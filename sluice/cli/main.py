@@ -13,6 +13,7 @@ from importlib.metadata import entry_points, version
 
 from sluice.cli.command import Command
 from sluice.config import ConfigError, service_names
+from sluice.config.load import COMMAND_GROUP
 
 __all__ = ["main"]
 
@@ -24,8 +25,6 @@ BUILT_IN = {
     "config": ("sluice.cli.config_docs", "write the reference of all settings"),
 }
 """Module and one line per built-in command; the module exposes COMMAND and is imported on use."""
-
-COMMAND_GROUP = "sluice.commands"
 
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",

@@ -13,12 +13,17 @@ from pydantic import BaseModel, SecretStr
 from sluice.config.merge import Value
 from sluice.config.schema import accepts_none
 
-__all__ = ["REDACTED", "dump_toml"]
+__all__ = ["REDACTED", "dump_toml", "is_secret_name"]
 
 REDACTED = "**********"
 
 _SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|secret([_-]key)?|password|passwd|token|credentials?)$", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)@")
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a text under this key is one that nobody should see, such as ``api_key`` or ``hf_token``."""
+    return _SECRET_NAME.search(name) is not None
 
 
 def dump_toml(config: BaseModel, redacted: bool = True) -> str:
@@ -59,7 +64,7 @@ def _plain(name: str, value: Value, redacted: bool) -> Value:
         case Path():
             plain = str(value)
         case str() if redacted:
-            plain = REDACTED if _SECRET_NAME.search(name) else _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+            plain = REDACTED if is_secret_name(name) else _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
         case _:
             plain = getattr(value, "value", value)
     return plain

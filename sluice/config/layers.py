@@ -15,7 +15,7 @@ from sluice.config.errors import ConfigError
 from sluice.config.merge import Value, deep_merge
 from sluice.config.schema import FieldType, accepts_none, nested_models, parse_text, resolve, suggestion, unknown_keys
 
-__all__ = ["SECTION_ALIASES", "Layer", "canonical", "environment_layer", "file_layer", "nest"]
+__all__ = ["SECTION_ALIASES", "Layer", "canonical", "command_prefix", "environment_layer", "file_layer", "nest"]
 
 SECTION_ALIASES = {"inference": "rollout"}
 """Other names of a table, as the first component of a key in every layer."""
@@ -109,17 +109,30 @@ def _canonical_table(annotation: FieldType, value: Value) -> Value:
     return table
 
 
-def environment_layer(model: type[BaseModel], environment: Mapping[str, str]) -> Layer:
+def command_prefix(command: str) -> str:
+    """What the variables of a command with settings of its own begin with."""
+    return f"{PREFIX}{canonical(command).upper()}__"
+
+
+def environment_layer(
+    model: type[BaseModel], environment: Mapping[str, str], *, prefix: str = PREFIX, foreign: tuple[str, ...] = ()
+) -> Layer:
     """Read ``SLUICE_A__B=value`` as key ``a.b``; empty variables count as unset, as compose files write them.
+
+    Args:
+        model: The class of the settings.
+        environment: Variables of the process.
+        prefix: What the variables begin with.
+        foreign: Beginnings of variables that are somebody else's.
 
     Raises:
         ConfigError: if a variable names no setting.
     """
     data: dict[str, Any] = {}
     for variable, text in sorted(environment.items()):
-        if not variable.startswith(PREFIX) or not text or _is_foreign(variable):
+        if not variable.startswith(prefix) or not text or _is_foreign(variable, foreign):
             continue
-        first, *rest = variable.removeprefix(PREFIX).lower().split("__")
+        first, *rest = variable.removeprefix(prefix).lower().split("__")
         path = (SECTION_ALIASES.get(first, first), *rest)
         try:
             data = deep_merge(data, nest(path, parse_text(resolve(model, path), text)))
@@ -128,5 +141,6 @@ def environment_layer(model: type[BaseModel], environment: Mapping[str, str]) ->
     return Layer("environment", data)
 
 
-def _is_foreign(variable: str) -> bool:
-    return variable.startswith(NOT_SETTINGS) or ("__" not in variable and _KUBERNETES.search(variable) is not None)
+def _is_foreign(variable: str, foreign: tuple[str, ...]) -> bool:
+    by_kubernetes = "__" not in variable and _KUBERNETES.search(variable) is not None
+    return by_kubernetes or variable.startswith((*NOT_SETTINGS, *foreign))

@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import Field, ValidationError, create_model
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, Field, create_model
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError
-from sluice.config.flags import parse_command_line
-from sluice.config.layers import Layer, environment_layer
+from sluice.config.flags import CommandLine, parse_command_line
+from sluice.config.layers import Layer, command_prefix, environment_layer
 from sluice.config.merge import Value
 from sluice.config.reference import help_text
+from sluice.config.resolve import resolve_layers
 from sluice.config.sections import CommonConfig, Section
 from sluice.config.services import service_configs
 
-__all__ = ["RunConfig", "load_run", "run_config_class"]
+__all__ = ["COMMAND_GROUP", "RunConfig", "load_command", "load_run", "run_config_class"]
+
+COMMAND_GROUP = "sluice.commands"
+"""Entry points of this group name one `sluice.cli.command.Command` each."""
+
+_Config = TypeVar("_Config", bound=BaseModel)
+_Section = TypeVar("_Section", bound=Section)
 
 
 class RunConfig(BaseSettings, CommonConfig):
@@ -44,23 +50,6 @@ class RunConfig(BaseSettings, CommonConfig):
         if not isinstance(value, Section):
             raise ConfigError(f"the package of service {service!r} is not installed here")
         return value
-
-
-class _LayerSource(PydanticBaseSettingsSource):
-    """Hands one of our layers to pydantic-settings, which merges them in order."""
-
-    def __init__(self, settings_cls: type[BaseSettings], layer: Layer) -> None:
-        super().__init__(settings_cls)
-        self._layer = layer
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        """The layer's value of a top-level field."""
-        del field
-        return self._layer.data.get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        """The layer's table."""
-        return self._layer.data
 
 
 def run_config_class() -> type[RunConfig]:
@@ -95,36 +84,38 @@ def load_run(argv: Sequence[str], service: str | None = None) -> RunConfig:
     """
     model = run_config_class()
     line = parse_command_line(model, argv, service)
+    environment = environment_layer(model, os.environ, foreign=_command_prefixes())
+    return _finish(model, line, environment, f"sluice {service or 'rl'}", service)
+
+
+def load_command(config_class: type[_Section], argv: Sequence[str], command: str) -> _Section:
+    """Resolve the settings of a command that has a class of its own, in the same grammar and order of layers.
+
+    Args:
+        config_class: The command's settings.
+        argv: The command line after the command's name.
+        command: The command's name; its variables are ``SLUICE_<COMMAND>__KEY``.
+
+    Raises:
+        ConfigError: if anything is unknown, malformed or out of range.
+        SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
+    """
+    line = parse_command_line(config_class, argv, None)
+    environment = environment_layer(config_class, os.environ, prefix=command_prefix(command))
+    return _finish(config_class, line, environment, f"sluice {command}", None)
+
+
+def _finish(model: type[_Config], line: CommandLine, environment: Layer, program: str, service: str | None) -> _Config:
     if line.help:
-        sys.stdout.write(help_text(model, service))
+        sys.stdout.write(help_text(model, service, program))
         raise SystemExit(0)
-    layers = [Layer("command line", line.flags), *reversed(line.files), environment_layer(model, os.environ)]
-    config = _validate(model, layers)
+    config = resolve_layers(model, [Layer("command line", line.flags), *reversed(line.files), environment])
     if line.dry_run:
         sys.stdout.write(dump_toml(config))
         raise SystemExit(0)
     return config
 
 
-def _validate(model: type[RunConfig], layers: list[Layer]) -> RunConfig:
-    class _Resolved(model):  # type: ignore[misc, valid-type]
-        @classmethod
-        def settings_customise_sources(
-            cls, settings_cls: type[BaseSettings], *_: object, **__: object
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return tuple(_LayerSource(settings_cls, layer) for layer in layers)
-
-    try:
-        config: RunConfig = _Resolved()
-    except ValidationError as error:
-        raise ConfigError("\n".join(_describe(problem, layers) for problem in error.errors())) from error
-    return config
-
-
-def _describe(problem: ErrorDetails, layers: list[Layer]) -> str:
-    location = problem["loc"]
-    name = ".".join(str(part) for part in location) or "settings"
-    source = next((layer.label for layer in layers if location and layer.contains(location)), "defaults")
-    value = problem.get("input")
-    given = f"; got {value!r}" if isinstance(value, str | int | float | bool) else ""
-    return f"{name}: {problem['msg']}{given} (from {source})"
+def _command_prefixes() -> tuple[str, ...]:
+    """Variables of commands with settings of their own, which are none of the run's."""
+    return tuple(command_prefix(point.name) for point in entry_points(group=COMMAND_GROUP))

@@ -24,11 +24,11 @@ class _Setting:
     description: str
 
 
-def help_text(model: type[BaseModel], service: str | None) -> str:
+def help_text(model: type[BaseModel], service: str | None, program: str = "sluice rl") -> str:
     """All settings of a run, or the common ones and those of one service, grouped by table."""
     order = "flags > `@ file.toml` (several, later wins) > SLUICE_A__B > defaults"
     lines = [
-        f"Settings of `sluice {service or 'rl'}`: {order}.",
+        f"Settings of `{program}`: {order}.",
         "  @ FILE                 read a TOML file; `--section @ FILE` reads a flat file into one table",
         "  --dry-run              print the resolved settings, secrets redacted, and stop",
         "  --help                 print this",

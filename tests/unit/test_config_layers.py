@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 from toy_service import install_toy
 
-from sluice.config import ConfigError, load_run
+from sluice.config import ConfigError, Section, load_command, load_run
 from sluice.config.merge import deep_merge
 
 
@@ -140,6 +141,23 @@ def test_the_table_of_a_package_that_is_not_installed_is_accepted_unread(tmp_pat
     assert run.absent == {"whatever": 1}
     with pytest.raises(ConfigError, match="not installed"):
         run.section("absent")
+
+
+class Settings(Section):
+    lr: float = Field(1e-3, gt=0, description="Learning rate.")
+    data: str = Field("", description="File.")
+
+
+def test_a_command_with_settings_of_its_own_has_the_same_layers(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLUICE_SFT__LR", "1")
+    monkeypatch.setenv("SLUICE_SFT__DATA", "x")
+    monkeypatch.setenv("SLUICE_SEED", "1")
+    config = load_command(Settings, ["@", toml(tmp_path, "a.toml", "data = 'y'\n")], "sft")
+    assert isinstance(config, Settings)
+    assert (config.lr, config.data) == (1.0, "y")
+    assert load_run([]).seed == 1
+    with pytest.raises(ConfigError, match=r"lr: .*greater than 0.*from command line"):
+        load_command(Settings, ["--lr", "0"], "sft")
 
 
 KEYS = st.sampled_from("abc")
