@@ -1,0 +1,101 @@
+"""Makes a pushed version visible: verify, build its directory, publish, retain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import structlog
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.incoming import IncomingShard
+from weightsync.ledger import RefusedError
+from weightsync.manifest import ManifestError
+from weightsync.runs import Run, Runs, disk_error, refused
+from weightsync.store import RunStore, StoredVersion
+from weightsync.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
+
+__all__ = ["commit_version"]
+
+log = structlog.get_logger(__name__)
+
+
+async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.CommitVersionResponse:
+    """Commit a version, or find that it is committed.
+
+    Raises:
+        SluiceError: as the contract says of CommitVersion.
+    """
+    version = Version.from_proto(announced.version)
+    if announced.kind != pb.VERSION_KIND_ANCHOR:
+        raise SluiceError.unimplemented(f"CommitVersion of kind {pb.VersionKind.Name(announced.kind)}")
+    async with run.commit_lock:
+        known = run.versions.get(version)
+        if known is not None:
+            _compare(known, announced)
+            return pb.CommitVersionResponse(manifest=known.manifest, duplicate=True)
+        run.committing = version
+        try:
+            stored = await _store(runs, run, version, announced)
+        finally:
+            run.committing = None
+    await runs.retain(run)
+    return pb.CommitVersionResponse(manifest=stored.manifest)
+
+
+def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
+    """A repeated commit names the same content: by the version's digest, else by the digests of its shards."""
+    if announced.digest:
+        same = announced.digest == known.manifest.digest
+    else:
+        digests = {shard.name: shard.digest for shard in known.pushed.shards}
+        same = {shard.name: shard.digest or digests.get(shard.name) for shard in announced.shards} == digests
+    if not same:
+        raise SluiceError.already_exists(
+            "OTHER_DIGEST",
+            f"version {known.version} is committed with digest {known.manifest.digest}: a version never changes,"
+            " commit the next number or begin a new epoch",
+        )
+
+
+async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest) -> StoredVersion:
+    started = time.perf_counter()
+    shards = {name: upload.shard for name, upload in run.uploads_of(version).items()}
+    try:
+        run.ledger.check_push(version)
+        stored = await runs.in_thread(_verify_and_write, run.store, announced, shards)
+        for name in shards:
+            del run.uploads[version, name]
+        run.publish(stored)
+    except RefusedError as error:
+        raise refused(error) from error
+    except ManifestError as error:
+        raise SluiceError.invalid_argument("manifest", str(error)) from error
+    except IncompleteError as error:
+        raise SluiceError.failed_precondition("SHARDS_MISSING", str(error)) from error
+    except NonFiniteError as error:
+        await runs.drop_uploads(run, version)
+        raise SluiceError.failed_precondition("NON_FINITE", str(error)) from error
+    except DigestMismatchError as error:
+        await runs.drop_uploads(run, version)
+        raise SluiceError.data_loss("DIGEST", str(error)) from error
+    except OSError as error:
+        await runs.drop_uploads(run, version)
+        raise disk_error(error) from error
+    log.info(
+        "version committed",
+        run=run.name,
+        version=str(version),
+        bytes=stored.manifest.size_bytes,
+        digest=stored.manifest.digest,
+        seconds=round(time.perf_counter() - started, 4),
+    )
+    return stored
+
+
+def _verify_and_write(store: RunStore, announced: pb.Manifest, shards: Mapping[str, IncomingShard]) -> StoredVersion:
+    manifest = complete_manifest(announced, shards)
+    manifest.commit_time.GetCurrentTime()
+    return store.commit(manifest, shards)

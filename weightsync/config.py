@@ -1,0 +1,49 @@
+"""Settings of the weight service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from sluice.config import Section, ServerConfig
+
+__all__ = ["CONFIG", "WeightSyncConfig"]
+
+
+class WeightSyncConfig(Section):
+    """Where versions are kept, how many, and how long the service waits for whom."""
+
+    server: ServerConfig = Field(
+        default_factory=lambda: ServerConfig(port=7101), description="Where the service listens."
+    )
+    directory: Path | None = Field(
+        None, description="Directory that holds one directory of versions per run; none: `output_dir/<run>/weights`."
+    )
+    keep: int = Field(3, ge=1, description="Newest versions of a run that are kept; those in use stay beyond that.")
+    max_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Most bytes of all runs' versions, incoming ones included; older versions give way, then pushes are refused. None: no limit but the disk's.",
+    )
+    min_free_bytes: int = Field(
+        1 << 30, ge=0, description="Bytes that stay free on the disk; a push that would use them is refused."
+    )
+    max_runs: int = Field(16, ge=1, description="Runs served at once; a further one is refused.")
+    max_watchers: int = Field(1024, ge=1, description="WatchVersions streams at once; a further one is refused.")
+    chunk_idle_s: float = Field(30.0, gt=0, description="Seconds that a push may pass without a chunk before it fails.")
+    incoming_ttl_s: float = Field(
+        600.0, gt=0, description="Seconds after its last chunk at which an upload that was not committed is dropped."
+    )
+    lease_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that a replica counts as live, and its version as in use, after its last report.",
+    )
+    heartbeat_s: float = Field(
+        5.0, gt=0, le=10, description="Seconds between signs of life on a WatchVersions stream without news."
+    )
+    io_threads: int = Field(8, ge=1, description="Threads for disk work and hashing.")
+
+
+CONFIG = WeightSyncConfig

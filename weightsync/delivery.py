@@ -1,0 +1,177 @@
+"""The side of the service that gives versions out: watch, pull, report."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from io import FileIO
+from pathlib import Path
+
+import google_crc32c
+import grpc
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import Version
+from weightsync.push import MAX_CHUNK_BYTES
+from weightsync.runs import Run, Runs
+
+__all__ = ["WeightDeliveryServicer"]
+
+_MOST_REPLICA_CHARACTERS = 128
+_MOST_ERROR_CHARACTERS = 2000
+
+
+class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
+    """Serves `sluice.v1.WeightDeliveryService`."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._watchers = 0
+
+    async def WatchVersions(  # noqa: N802 - gRPC's name
+        self,
+        request: pb.WatchVersionsRequest,
+        context: grpc.aio.ServicerContext[pb.WatchVersionsRequest, pb.WatchVersionsResponse],
+    ) -> AsyncIterator[pb.WatchVersionsResponse]:
+        """Announce the newest version, now and whenever there is a newer one.
+
+        A watcher has no queue: whoever is slow finds the newest when it comes back.
+        """
+        run = await self._runs.open(request.run)
+        known = Version.from_proto(request.known) if request.HasField("known") else None
+        if self._watchers >= self._runs.config.max_watchers:
+            raise SluiceError.resource_exhausted(
+                "TOO_MANY_WATCHERS",
+                f"{self._watchers} replicas watch, the most that this service takes (weightsync.max_watchers)",
+                self._runs.config.heartbeat_s,
+            )
+        self._watchers += 1
+        try:
+            async for response in _announce(run, known, self._runs.config.heartbeat_s):
+                yield response
+        finally:
+            self._watchers -= 1
+
+    async def PullWeights(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
+        self,
+        request: pb.PullWeightsRequest,
+        context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
+    ) -> None:
+        """Send bytes of one shard, read in a thread while the chunk before goes out."""
+        run = await self._runs.open(request.run)
+        version = Version.from_proto(request.version)
+        path, end = _find_range(run, version, request)
+        holder = object()
+        run.ledger.hold(version, holder)
+        try:
+            await self._send(path, request.offset, end, context)
+        finally:
+            run.ledger.release(version, holder)
+
+    async def _send(
+        self,
+        path: Path,
+        begin: int,
+        end: int,
+        context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
+    ) -> None:
+        file = await self._runs.in_thread(FileIO, path)
+        reading: asyncio.Future[pb.PullWeightsResponse] | None = None
+        try:
+            if begin < end:
+                reading = self._runs.in_thread(_read, file, begin, end)
+            while reading is not None:
+                response = await reading
+                begin += len(response.chunk.data)
+                reading = self._runs.in_thread(_read, file, begin, end) if begin < end else None
+                async with asyncio.timeout(self._runs.config.chunk_idle_s):
+                    await context.write(response)
+        except TimeoutError as error:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "PULL_IDLE",
+                f"nobody read for {self._runs.config.chunk_idle_s:g} s (weightsync.chunk_idle_s): pull from where it broke",
+            ) from error
+        finally:
+            if reading is not None:
+                reading.cancel()
+            file.close()
+
+    async def ReportVersion(  # noqa: N802 - gRPC's name
+        self,
+        request: pb.ReportVersionRequest,
+        context: grpc.aio.ServicerContext[pb.ReportVersionRequest, pb.ReportVersionResponse],
+    ) -> pb.ReportVersionResponse:
+        """Renew a replica's lease."""
+        if not 0 < len(request.replica) <= _MOST_REPLICA_CHARACTERS:
+            raise SluiceError.invalid_argument("replica", f"give a name of 1 to {_MOST_REPLICA_CHARACTERS} characters")
+        if request.phase == pb.REPLICA_PHASE_UNSPECIFIED:
+            raise SluiceError.invalid_argument("phase", "say what became of the version")
+        run = await self._runs.open(request.run)
+        about = Version.from_proto(request.version)
+        serving = Version.from_proto(request.serving) if request.HasField("serving") else None
+        lease_s = self._runs.config.lease_s
+        run.ledger.report(
+            request.replica,
+            serving=about if request.phase == pb.REPLICA_PHASE_SERVING else serving,
+            staged=about if request.phase == pb.REPLICA_PHASE_STAGED else None,
+            error=request.error[:_MOST_ERROR_CHARACTERS],
+            now=self._runs.clock(),
+            lease_s=lease_s,
+        )
+        response = pb.ReportVersionResponse()
+        response.lease.FromNanoseconds(int(lease_s * 1e9))
+        return response
+
+
+async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> AsyncIterator[pb.WatchVersionsResponse]:
+    fresh = True
+    while True:
+        changed, newest = run.changed, run.ledger.newest
+        if newest is not None and (known is None or newest > known):
+            known = newest
+            yield pb.WatchVersionsResponse(manifest=run.versions[newest].manifest)
+            fresh = False
+            continue
+        if fresh:  # tells the watcher at once that it is heard
+            yield pb.WatchVersionsResponse()
+            fresh = False
+            continue
+        try:
+            async with asyncio.timeout(heartbeat_s):
+                await changed.wait()
+        except TimeoutError:
+            fresh = True
+
+
+def _find_range(run: Run, version: Version, request: pb.PullWeightsRequest) -> tuple[Path, int]:
+    """The shard's file and the end of the range that is wanted."""
+    stored = run.find(version)
+    if request.HasField("base"):
+        raise SluiceError.failed_precondition(
+            "NO_DELTA", "this service gives out shards as they are stored: leave base unset"
+        )
+    path = stored.shard_path(request.shard)
+    if path is None:
+        names = ", ".join(shard.name for shard in stored.manifest.shards[:5])
+        raise SluiceError.not_found(
+            "NO_SUCH_SHARD", f"version {version} has no shard {request.shard!r}; it has {names}"
+        )
+    size = next(shard.size_bytes for shard in stored.manifest.shards if shard.name == request.shard)
+    end = request.offset + request.length if request.length else size
+    if request.offset > size or end > size:
+        raise SluiceError.invalid_argument("offset", f"the range ends beyond the shard's {size} bytes")
+    return path, end
+
+
+def _read(file: FileIO, begin: int, end: int) -> pb.PullWeightsResponse:
+    wanted = min(MAX_CHUNK_BYTES, end - begin)
+    data = os.pread(file.fileno(), wanted, begin)
+    if len(data) < wanted:
+        raise SluiceError.data_loss(
+            "SHARD_SHORT", f"the stored file ends at byte {begin + len(data)}: push a new version"
+        )
+    return pb.PullWeightsResponse(chunk=pb.Chunk(offset=begin, data=data, crc32c=google_crc32c.value(data)))

@@ -1,0 +1,213 @@
+"""Takes one PushWeights stream in: header, then chunks, written in threads while the next chunk arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.incoming import ChunkError
+from weightsync.layout import LayoutError
+from weightsync.ledger import RefusedError
+from weightsync.names import BadNameError, check_shard
+from weightsync.runs import Run, Runs, disk_error, refused
+from weightsync.store import StoreLockedError
+from weightsync.upload import OffsetError, SupersededError, Upload
+
+__all__ = ["MAX_CHUNK_BYTES", "receive_shard"]
+
+MAX_CHUNK_BYTES = 1 << 20
+"""Largest chunk of the contract: where gRPC streams are fastest."""
+
+
+async def receive_shard(runs: Runs, requests: AsyncIterator[pb.PushWeightsRequest]) -> pb.PushWeightsResponse:
+    """Serve one stream.
+
+    Raises:
+        SluiceError: as the contract says of PushWeights.
+    """
+    idle_s = runs.config.chunk_idle_s
+    first = await _next(requests, idle_s)
+    if first is None or first.WhichOneof("part") != "header":
+        raise SluiceError.invalid_argument("header", "the first message of a push carries the header")
+    header = first.header
+    _check_header(header)
+    run = await runs.open(header.run)
+    version = Version.from_proto(header.version)
+    stored = _compare_committed(run, version, header.shard)
+    if stored is not None:
+        return pb.PushWeightsResponse(stored_bytes=stored.size_bytes, digest=stored.digest)
+    upload = await _find_upload(runs, run, version, header)
+    return await _receive(runs, run, upload, header, requests)
+
+
+def _check_header(header: pb.PushHeader) -> None:
+    try:
+        check_shard(header.shard.name)
+    except BadNameError as error:
+        raise SluiceError.invalid_argument("header.shard.name", str(error)) from error
+    if not header.shard.size_bytes:
+        raise SluiceError.invalid_argument("header.shard.size_bytes", "give the size of the whole file")
+    if header.resume_offset > header.shard.size_bytes:
+        raise SluiceError.invalid_argument("header.resume_offset", "lies beyond the end of the shard")
+
+
+def _compare_committed(run: Run, version: Version, shard: pb.Shard) -> pb.Shard | None:
+    """The shard if the version is committed with it; None if the version is not committed."""
+    stored = run.versions.get(version)
+    if stored is None:
+        return None
+    for each in stored.pushed.shards:
+        if each.name == shard.name and each.digest == shard.digest:
+            return each
+    raise SluiceError.already_exists(
+        "OTHER_DIGEST",
+        f"version {version} is committed, and shard {shard.name} with digest {shard.digest or '(none given)'} is not"
+        " part of it: a version never changes; compare with GetManifest",
+    )
+
+
+async def _find_upload(runs: Runs, run: Run, version: Version, header: pb.PushHeader) -> Upload:
+    """The upload to go on with, a new one where the stream begins anew."""
+    if run.committing == version:
+        raise SluiceError.aborted("COMMITTING", f"version {version} is being committed; ask again by CommitVersion")
+    try:
+        run.ledger.check_push(version)
+    except RefusedError as error:
+        raise refused(error) from error
+    key = (version, header.shard.name)
+    known = run.uploads.get(key)
+    if known is not None and _goes_on(known, header):
+        return known
+    if header.resume_offset:
+        raise _offset_error(0)
+    if known is not None:
+        del run.uploads[key]
+        await runs.in_thread(known.discard)
+    await runs.make_room(run, header.shard.size_bytes)
+    try:
+        shard = await runs.in_thread(run.store.open_shard, version, header.shard.name, header.shard.size_bytes)
+    except StoreLockedError as error:
+        raise SluiceError.failed_precondition("DIRECTORY_IN_USE", str(error)) from error
+    except OSError as error:
+        raise disk_error(error) from error
+    run.uploads[key] = Upload(shard, header.shard, runs.clock())
+    return run.uploads[key]
+
+
+def _goes_on(upload: Upload, header: pb.PushHeader) -> bool:
+    """Whether the header means the file that is coming in: the same, and not from its beginning."""
+    same = (
+        header.shard.size_bytes == upload.shard.size
+        and (not header.shard.digest or header.shard.digest == (upload.shard.digest or upload.announced.digest))
+    )  # fmt: skip
+    return same and (header.resume_offset > 0 or (upload.shard.complete and bool(header.shard.digest)))
+
+
+def _offset_error(stored: int) -> SluiceError:
+    return SluiceError(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "SHARD_OFFSET",
+        f"the service holds {stored} bytes of the shard: go on there",
+        metadata={"stored_bytes": str(stored)},
+    )
+
+
+async def _receive(
+    runs: Runs,
+    run: Run,
+    upload: Upload,
+    header: pb.PushHeader,
+    requests: AsyncIterator[pb.PushWeightsRequest],
+) -> pb.PushWeightsResponse:
+    ticket, stored = await runs.in_thread(upload.take_over)
+    if not upload.shard.complete and stored != header.resume_offset:
+        raise _offset_error(stored)
+    try:
+        if not upload.shard.complete:
+            await _write_chunks(runs, upload, ticket, requests)
+        if upload.shard.stored == upload.shard.size:
+            await runs.in_thread(upload.finish, ticket)
+            _check_digest(upload, header.shard)
+    except (ChunkError, LayoutError, SluiceError, OSError, OffsetError, SupersededError) as error:
+        failure = _failure(error)
+        if isinstance(error, ChunkError | LayoutError | OSError) or failure.code is grpc.StatusCode.DATA_LOSS:
+            await _discard(runs, run, Version.from_proto(header.version), upload)
+        raise failure from error
+    return pb.PushWeightsResponse(stored_bytes=upload.shard.stored, digest=upload.shard.digest)
+
+
+async def _write_chunks(
+    runs: Runs, upload: Upload, ticket: object, requests: AsyncIterator[pb.PushWeightsRequest]
+) -> None:
+    """One chunk is written while the next one arrives; never more, so that a slow disk slows the sender down."""
+    writing: asyncio.Future[None] | None = None
+    try:
+        while upload.shard.stored < upload.shard.size:
+            part = await _next(requests, runs.config.chunk_idle_s)
+            if writing is not None:
+                await writing
+            if part is None:
+                return
+            _check_chunk(part)
+            upload.active_at = runs.clock()
+            writing = runs.in_thread(upload.write, ticket, part.chunk)
+            if part.chunk.offset + len(part.chunk.data) >= upload.shard.size:
+                await writing
+    finally:
+        if writing is not None and not writing.done():
+            await asyncio.wait({writing}, timeout=runs.config.chunk_idle_s)
+
+
+def _check_chunk(part: pb.PushWeightsRequest) -> None:
+    if part.WhichOneof("part") != "chunk":
+        raise SluiceError.invalid_argument("part", "after the header, only chunks follow")
+    size = len(part.chunk.data)
+    if not 0 < size <= MAX_CHUNK_BYTES:
+        raise SluiceError.invalid_argument("chunk.data", f"has {size} bytes; send 1 to {MAX_CHUNK_BYTES}")
+
+
+def _check_digest(upload: Upload, announced: pb.Shard) -> None:
+    if announced.digest and announced.digest != upload.shard.digest:
+        raise SluiceError.data_loss(
+            "SHARD_DIGEST",
+            f"shard {announced.name} has digest {upload.shard.digest}, announced was {announced.digest}:"
+            " it was discarded, push it again",
+        )
+
+
+def _failure(error: Exception) -> SluiceError:
+    """An error on the way in as the contract words it."""
+    if isinstance(error, SluiceError):
+        return error
+    if isinstance(error, ChunkError):
+        return SluiceError.data_loss("CHUNK_CRC", f"{error}; the shard was discarded, push it from its beginning")
+    if isinstance(error, SupersededError):
+        return SluiceError.aborted("SUPERSEDED", str(error))
+    if isinstance(error, OSError):
+        return disk_error(error)
+    return SluiceError.invalid_argument("chunk", str(error))
+
+
+async def _discard(runs: Runs, run: Run, version: Version, upload: Upload) -> None:
+    for name, each in run.uploads_of(version).items():
+        if each is upload:
+            del run.uploads[version, name]
+    await runs.in_thread(upload.discard)
+
+
+async def _next(requests: AsyncIterator[pb.PushWeightsRequest], idle_s: float) -> pb.PushWeightsRequest | None:
+    """The next message, None at the end of the stream."""
+    try:
+        async with asyncio.timeout(idle_s):
+            return await anext(requests, None)
+    except TimeoutError as error:
+        raise SluiceError(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "PUSH_IDLE",
+            f"no chunk came for {idle_s:g} s (weightsync.chunk_idle_s); what came in stays: resume the push",
+        ) from error

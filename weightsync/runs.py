@@ -1,0 +1,265 @@
+"""The runs that a service keeps: their ledgers, stores and uploads, and the disk that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import grpc
+import structlog
+
+from sluice.rpc import SluiceError
+from sluice.versions import Version
+from weightsync.config import WeightSyncConfig
+from weightsync.ledger import Ledger, RefusedError
+from weightsync.names import BadNameError, parse_run
+from weightsync.store import RunStore, StoredVersion, StoreLockedError
+from weightsync.upload import Upload
+
+__all__ = ["Run", "Runs", "disk_error", "refused"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_RETRY_AFTER_S = 5.0
+"""What a trainer is told to wait when the disk is full: about the time in which a lease or a pull ends."""
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+log = structlog.get_logger(__name__)
+
+
+def refused(error: RefusedError) -> SluiceError:
+    """The ledger's refusal as the contract words it."""
+    code = {
+        "OTHER_DIGEST": grpc.StatusCode.ALREADY_EXISTS,
+        "NO_SUCH_VERSION": grpc.StatusCode.NOT_FOUND,
+    }.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION)
+    return SluiceError(code, error.reason, str(error))
+
+
+def disk_error(error: OSError) -> SluiceError:
+    """A failed write as the contract words it."""
+    if error.errno in _DISK_FULL:
+        return SluiceError.resource_exhausted(
+            "DISK_FULL", f"the disk is full ({error}); the versions so far stay: make room", _RETRY_AFTER_S
+        )
+    return SluiceError(
+        grpc.StatusCode.INTERNAL, "DISK_ERROR", f"the disk failed ({error}); the versions so far stay: see its log"
+    )
+
+
+class Run:
+    """One run's versions.
+
+    Attributes:
+        name: The run.
+        ledger: Which versions are visible and in use.
+        store: Its directory.
+        versions: The visible versions.
+        uploads: Shards on their way in, by version and name.
+        commit_lock: Commits are made one at a time.
+        committing: The version whose commit is under way.
+    """
+
+    def __init__(self, name: str, ledger: Ledger, store: RunStore) -> None:
+        self.name = name
+        self.ledger = ledger
+        self.store = store
+        self.versions: dict[Version, StoredVersion] = {}
+        self.uploads: dict[tuple[Version, str], Upload] = {}
+        self.commit_lock = asyncio.Lock()
+        self.committing: Version | None = None
+        self.changed = asyncio.Event()
+
+    def restore(self, found: list[StoredVersion]) -> None:
+        """Take up what was found on disk."""
+        for stored in found:
+            self.versions[stored.version] = stored
+            self.ledger.restore(stored.version, stored.manifest.digest, stored.manifest.size_bytes)
+
+    def publish(self, stored: StoredVersion) -> None:
+        """Make a version visible and wake the watchers.
+
+        Raises:
+            RefusedError: as `Ledger.commit`.
+        """
+        self.ledger.commit(stored.version, stored.manifest.digest, stored.manifest.size_bytes)
+        self.versions[stored.version] = stored
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def find(self, version: Version) -> StoredVersion:
+        """A visible version.
+
+        Raises:
+            SluiceError: NOT_FOUND.
+        """
+        stored = self.versions.get(version)
+        if stored is None:
+            raise SluiceError.not_found(
+                "NO_SUCH_VERSION",
+                f"run {self.name} has no version {version}; the newest is {self.ledger.newest}: watch again",
+            )
+        return stored
+
+    def uploads_of(self, version: Version) -> dict[str, Upload]:
+        """Uploads of one version by shard name."""
+        return {name: upload for (owner, name), upload in self.uploads.items() if owner == version}
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of visible versions and of the uploads' announced sizes."""
+        return self.ledger.bytes_committed + sum(upload.shard.size for upload in self.uploads.values())
+
+
+class Runs:
+    """All runs of a service.
+
+    Args:
+        config: The service's settings.
+        directory_of: Where a run's versions lie.
+        model_of: The base model whose files go with a run's versions; empty: none.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: WeightSyncConfig,
+        directory_of: Callable[[str], Path],
+        model_of: Callable[[str], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self._directory_of = directory_of
+        self._model_of = model_of
+        self._runs: dict[str, Run] = {}
+        self._opening = asyncio.Lock()
+        self._room = asyncio.Lock()
+        self._threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
+
+    def __iter__(self) -> Iterator[Run]:
+        """The runs that were opened."""
+        return iter(list(self._runs.values()))
+
+    def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        """Start blocking work; the disk bounds it, its result is awaited by the caller."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
+
+    async def open(self, resource: str) -> Run:
+        """The run named ``runs/{run}``, read from disk when it is first asked for.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (too many runs), FAILED_PRECONDITION (directory in use).
+        """
+        try:
+            name = parse_run(resource)
+        except BadNameError as error:
+            raise SluiceError.invalid_argument("run", str(error)) from error
+        if name in self._runs:
+            return self._runs[name]
+        async with self._opening:
+            if name not in self._runs:
+                self._runs[name] = await self._open(name)
+        return self._runs[name]
+
+    async def _open(self, name: str) -> Run:
+        if len(self._runs) >= self.config.max_runs:
+            raise SluiceError.resource_exhausted(
+                "TOO_MANY_RUNS",
+                f"this service keeps {self.config.max_runs} runs at most (weightsync.max_runs); start another one",
+                _RETRY_AFTER_S,
+            )
+        run = Run(name, Ledger(self.config.keep), RunStore(self._directory_of(name), self._model_of(name)))
+        try:
+            run.restore(await self.in_thread(run.store.recover))
+        except StoreLockedError as error:
+            raise SluiceError.failed_precondition("DIRECTORY_IN_USE", str(error)) from error
+        log.info("run opened", run=name, directory=str(run.store.root), versions=len(run.versions))
+        return run
+
+    async def make_room(self, run: Run, need: int) -> None:
+        """See that a shard of `need` bytes fits, giving up versions that nobody needs if it must be.
+
+        Raises:
+            SluiceError: RESOURCE_EXHAUSTED.
+        """
+        async with self._room:
+            while (lacking := self._lacking(run, need)) > 0:
+                evictable = run.ledger.evictable(self.clock())
+                if not evictable:
+                    raise SluiceError.resource_exhausted(
+                        "DISK_FULL",
+                        f"a shard of {need} bytes needs {lacking} bytes more than there are (weightsync.max_bytes,"
+                        " min_free_bytes), and every version is in use: make room, or keep fewer",
+                        _RETRY_AFTER_S,
+                    )
+                await self.delete(run, evictable[0])
+
+    def _lacking(self, run: Run, need: int) -> int:
+        promised = sum(upload.shard.size - upload.shard.stored for each in self for upload in each.uploads.values())
+        beyond_disk = need + promised + self.config.min_free_bytes - run.store.free_bytes()
+        if self.config.max_bytes is None:
+            return beyond_disk
+        return max(beyond_disk, need + sum(each.bytes_held for each in self) - self.config.max_bytes)
+
+    async def delete(self, run: Run, version: Version) -> None:
+        """Remove a version that nobody needs; without effect where there is none.
+
+        Raises:
+            RefusedError: IN_USE.
+        """
+        if run.ledger.delete(version, self.clock()):
+            del run.versions[version]
+            await self.in_thread(run.store.remove, version)
+            log.info("version removed", run=run.name, version=str(version))
+
+    async def drop_uploads(self, run: Run, version: Version) -> None:
+        """Forget all that came in of a version."""
+        doomed = run.uploads_of(version)
+        for name in doomed:
+            del run.uploads[version, name]
+        await self.in_thread(_discard, list(doomed.values()))
+        await self.in_thread(run.store.drop_incoming, version)
+
+    async def retain(self, run: Run) -> None:
+        """Apply retention, and forget uploads that nobody goes on with."""
+        now = self.clock()
+        newest = run.ledger.newest
+        for version in {version for version, _ in run.uploads} - {run.committing}:
+            idle = all(
+                now - upload.active_at > self.config.incoming_ttl_s for upload in run.uploads_of(version).values()
+            )
+            if idle or (newest is not None and version <= newest):
+                await self.drop_uploads(run, version)
+        while surplus := run.ledger.surplus(now):
+            await self.delete(run, surplus[0])
+
+    async def retain_forever(self) -> None:
+        """Apply retention now and then, because leases and uploads run out without a call."""
+        while True:
+            await asyncio.sleep(self.config.heartbeat_s)
+            for run in self:
+                try:
+                    await self.retain(run)
+                except OSError as error:  # the disk may recover; serving goes on without
+                    log.warning("retention failed", run=run.name, error=str(error))
+
+    async def close(self) -> None:
+        """Wait for the work in threads and let other processes have the directories."""
+        await asyncio.to_thread(self._threads.shutdown)
+        for run in self:
+            for upload in run.uploads.values():
+                upload.shard.close()
+            run.store.close()
+
+
+def _discard(uploads: list[Upload]) -> None:
+    for upload in uploads:
+        upload.discard()

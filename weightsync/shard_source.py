@@ -1,0 +1,134 @@
+"""A safetensors file that is never written: its header, then the tensors where they lie in memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from sluice.v1 import weightsync_pb2 as pb
+from weightsync.dtypes import DTYPES
+from weightsync.layout import place, render_header
+from weightsync.names import check_tensor
+
+__all__ = ["ShardDigests", "ShardSource"]
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float64: "F64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDigests:
+    """xxh3-128 of the whole file and of each tensor by name, hexadecimal."""
+
+    file: str
+    tensors: Mapping[str, str]
+
+
+class ShardSource:
+    """One shard of whole tensors, readable at any offset.
+
+    The tensors' memory is read whenever bytes are asked for: it must not change before the push is over. Only a tensor
+    that is not contiguous is copied.
+
+    Args:
+        name: The shard's name.
+        tensors: CPU tensors by Hugging Face name.
+
+    Raises:
+        ValueError: if a name or data type cannot travel, or a tensor is not in host memory.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.name = name
+        rows = [
+            (check_tensor(key), _dtype_name(key, tensor), tuple(tensor.shape), tensor)
+            for key, tensor in tensors.items()
+        ]
+        # Wide elements first: then each tensor begins at a multiple of its element, which readers that map the file need.
+        rows.sort(key=lambda row: (-DTYPES[row[1]].size, row[0]))
+        self.entries = place([row[:3] for row in rows])
+        header = render_header(self.entries, {"format": "pt"})
+        self._parts = [memoryview(header), *(_bytes_of(tensor) for *_, tensor in rows)]
+        self._starts = [0]
+        for part in self._parts[:-1]:
+            self._starts.append(self._starts[-1] + len(part))
+        self.size = self._starts[-1] + len(self._parts[-1])
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Bytes of the file from `begin` to before `end`: one copy."""
+        index = bisect_right(self._starts, begin) - 1
+        pieces: list[memoryview] = []
+        while begin < end:
+            start, part = self._starts[index], self._parts[index]
+            piece = part[begin - start : end - start]
+            pieces.append(piece)
+            begin += len(piece)
+            index += 1
+        return b"".join(pieces)
+
+    def spans(self, begin: int, step: int) -> Iterator[tuple[int, int]]:
+        """Cut the file from `begin` on into pieces of at most `step` bytes."""
+        for start in range(begin, self.size, step):
+            yield start, min(start + step, self.size)
+
+    def digests(self) -> ShardDigests:
+        """Read everything once; blocking, about 5 GB/s per core."""
+        whole = xxhash.xxh3_128()
+        for part in self._parts:
+            whole.update(part)
+        tensors = {
+            entry.name: str(xxhash.xxh3_128(part).hexdigest())
+            for entry, part in zip(self.entries, self._parts[1:], strict=True)
+        }
+        return ShardDigests(str(whole.hexdigest()), tensors)
+
+    def describe(self, digests: ShardDigests | None = None) -> pb.Shard:
+        """The shard as the contract describes it, with digests where they are given."""
+        shard = pb.Shard(name=self.name, size_bytes=self.size, digest=digests.file if digests else "")
+        for entry in self.entries:
+            shard.tensors.add(
+                name=entry.name,
+                dtype=entry.dtype,
+                global_shape=entry.shape,
+                encoding=pb.TENSOR_ENCODING_DENSE,
+                digest=digests.tensors[entry.name] if digests else "",
+            )
+        return shard
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name} is a {tensor.layout} tensor on {tensor.device}: move it to host memory before the push"
+        )
+    if tensor.dtype not in _NAMES:
+        raise ValueError(f"{name} has data type {tensor.dtype}, which does not travel; known are {_known()}")
+    return _NAMES[tensor.dtype]
+
+
+def _known() -> str:
+    return ", ".join(str(dtype) for dtype in _NAMES)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())
