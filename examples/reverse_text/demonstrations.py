@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from words import words
+from env import words
 
 WRONG_SHARE = 0.6
 """Share of the demonstrations that copy the text."""
