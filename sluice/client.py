@@ -11,7 +11,7 @@ stubs of `sluice.v1` on `sluice.rpc.connect`.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Mapping, Sequence
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import grpc
 
@@ -276,17 +276,14 @@ def _generate_request(
         request.text = prompt
     elif isinstance(prompt, tokens_pb2.Conversation):
         request.conversation.CopyFrom(prompt)
+    elif prompt and all(isinstance(item, int) for item in prompt):
+        request.token_ids.ids.extend(cast("Sequence[int]", prompt))
+    elif prompt and all(isinstance(item, Mapping) for item in prompt):
+        messages = [tokens_pb2.ChatMessage(**item) for item in cast("Sequence[Mapping[str, Any]]", prompt)]
+        request.conversation.messages.extend(messages)
     else:
-        _fill_sequence(request, prompt)
+        raise TypeError("the prompt is text, token ids, messages as mappings, or a Conversation; and it is not empty")
     return request
-
-
-def _fill_sequence(request: rollout_pb2.GenerateRequest, prompt: Sequence[int] | Sequence[Mapping[str, str]]) -> None:
-    for item in prompt:
-        if isinstance(item, int):
-            request.token_ids.ids.append(item)
-        else:
-            request.conversation.messages.add(role=item["role"], content=item["content"])
 
 
 def _batch_parts(

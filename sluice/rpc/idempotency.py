@@ -1,7 +1,7 @@
 """Which calls may be sent twice: the only ones that a channel retries, and only when the server was unavailable.
 
 Streams are left out: their callers go on where they broke (an offset, a sequence number, a batch id) rather than begin
-anew. `Generate` is left out because a caller who lost a replica wants to choose another one.
+anew. Health checks are left out because they ask about this moment. `Generate` is left out because a caller who lost a replica wants to choose another one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 __all__ = ["IDEMPOTENT_METHODS"]
 
 IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
-    "grpc.health.v1.Health": ("Check",),
     "sluice.v1.ServerInfoService": ("GetServerInfo",),
     "sluice.v1.RolloutService": ("GetModel", "Tokenize"),
     "sluice.v1.RolloutAdminService": (

@@ -1,0 +1,124 @@
+"""Logs, curves and metrics as their readers find them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import urllib.error
+import urllib.request
+
+import pytest
+import structlog
+from prometheus_client import Counter
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from sluice.telemetry import MetricsWriter, configure_logging, metrics_text, start_metrics_server
+
+
+@pytest.fixture
+def logs():
+    stream = io.StringIO()
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield stream
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines(stream: io.StringIO) -> list[dict]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_both_kinds_of_loggers_write_json_lines_with_the_service(logs):
+    configure_logging("trainer", "info", logs)
+    with structlog.contextvars.bound_contextvars(request_id="r1"):
+        structlog.get_logger("ours").info("step", number=3)
+        logging.getLogger("theirs").warning("slow %s", "disk", extra={"seconds": 2})
+    ours, theirs = lines(logs)
+    assert {
+        "service": "trainer",
+        "level": "info",
+        "event": "step",
+        "number": 3,
+        "request_id": "r1",
+    }.items() <= ours.items()
+    expected = {"service": "trainer", "level": "warning", "event": "slow disk", "seconds": 2, "request_id": "r1"}
+    assert expected.items() <= theirs.items()
+
+
+@pytest.mark.parametrize(("level", "written"), [("debug", 4), ("warning", 2), ("critical", 0)])
+def test_the_level_holds_for_both_kinds(logs, level, written):
+    configure_logging("x", level, logs)
+    for logger in (structlog.get_logger("ours"), logging.getLogger("theirs")):
+        logger.info("less")
+        logger.warning("more")
+    assert len(lines(logs)) == written
+
+
+def test_the_level_comes_from_the_environment_when_none_is_given(logs, monkeypatch):
+    monkeypatch.setenv("SLUICE_LOG_LEVEL", "ERROR")
+    configure_logging("x", None, logs)
+    structlog.get_logger().warning("not written")
+    assert logs.getvalue() == ""
+
+
+def test_an_unknown_level_is_an_error(logs):
+    with pytest.raises(ValueError, match="choose one of debug"):
+        configure_logging("x", "loud", logs)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_traceback_is_written_without_local_variables(logs, stream):
+    output = stream()
+    configure_logging("x", "info", output)
+
+    def fail(token: str) -> None:
+        raise RuntimeError(len(token))
+
+    try:
+        fail("secret-" + "token")
+    except RuntimeError:
+        structlog.get_logger().exception("failed")
+    assert "RuntimeError: 12" in output.getvalue()
+    assert "secret-token" not in output.getvalue()
+
+
+def test_a_terminal_gets_lines_for_eyes(logs):
+    terminal = Terminal()
+    configure_logging("x", "info", terminal)
+    structlog.get_logger().info("hello")
+    assert "hello" in terminal.getvalue()
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(terminal.getvalue())
+
+
+def test_curves_go_to_json_lines_and_tensorboard_and_are_continued(tmp_path):
+    for step in (1, 2):
+        with MetricsWriter(tmp_path / "run") as writer:
+            writer.write(step, {"reward/mean": step / 4, "loss": math.nan})
+    written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["reward/mean"], line["loss"]) for line in written] == [(1, 0.25, None), (2, 0.5, None)]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.5)]
+    assert all(math.isnan(event.value) for event in events.Scalars("loss"))
+
+
+def test_metrics_are_served_until_stopped():
+    Counter("sluice_test_things", "Things.").inc(3)
+    server = start_metrics_server(0)
+    url = f"http://127.0.0.1:{server.port}/metrics"
+    assert b"sluice_test_things_total 3.0" in urllib.request.urlopen(url, timeout=10).read()
+    assert b"sluice_test_things_total 3.0" in metrics_text()
+    server.stop()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=10)
