@@ -1,0 +1,161 @@
+"""Tokens per second through Generate over gRPC, against the same prompts given to ``AsyncLLM`` in one process.
+
+Both engines have the same arguments and stay up; rounds alternate, so that noise of the machine meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from benchmarks.children import free_port, make_model, service
+from rollout_svc.engines.vllm_start import launch
+from rollout_svc.engines.vllm_types import Llm
+from sluice.config import SecurityConfig
+from sluice.rpc import connect
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
+
+__all__ = ["run"]
+
+Round = Callable[[list[list[int]]], Awaitable[int]]
+"""Samples every prompt at once and returns the number of sampled tokens."""
+
+
+def run(argv: list[str]) -> Mapping[str, Any]:
+    """Measure and print; returns what the JSON line holds."""
+    parser = argparse.ArgumentParser(prog="sluice bench rollout", description=__doc__)
+    parser.add_argument("--concurrency", type=int, default=64, help="requests at a time")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of each way")
+    return asyncio.run(_measure(parser.parse_args(argv)))
+
+
+async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
+        model = make_model(Path(scratch) / "model")
+        engine_args = {"max_num_seqs": options.concurrency, "max_model_len": 512}
+        in_process = await launch(str(model), engine_args, fork=True, deadline_s=180)
+        port = free_port()
+        arguments = [
+            f"--model={model}",
+            f"--server.port={port}",
+            f"--server.http-port={free_port()}",
+            "--follow-weights=false",
+            f"--engine-args={json.dumps(engine_args)}",
+        ]
+        target = f"127.0.0.1:{port}"
+        try:
+            async with service("rollout", *arguments, health=target, log=Path(scratch) / "rollout.log"):
+                return await _compare(options, in_process.llm, target)
+        finally:
+            await in_process.shut_down()
+
+
+async def _compare(options: argparse.Namespace, llm: Llm, target: str) -> Mapping[str, Any]:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(8, 100, size=(options.concurrency, options.prompt_tokens)).tolist()
+    async with connect(target, SecurityConfig(), role="agent", default_deadline_s=120) as channel:
+        ways: dict[str, Round] = {
+            "inprocess": in_process_round(llm, options.new_tokens),
+            "grpc": unary_round(channel, options.new_tokens),
+            "grpc_stream": stream_round(channel, options.new_tokens),
+        }
+        for sample in ways.values():
+            await sample(prompts)
+        speeds: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(options.rounds):
+            for name, sample in ways.items():
+                begun = time.perf_counter()
+                tokens = await sample(prompts)
+                speeds[name].append(tokens / (time.perf_counter() - begun))
+            print(f"round {number + 1}: " + "  ".join(f"{name} {each[-1]:,.0f} tok/s" for name, each in speeds.items()))
+    # Paired by round: neighbours in time saw the same machine.
+    paired = {
+        f"{name}_over_inprocess": statistics.median(
+            ours / theirs for ours, theirs in zip(speeds[name], speeds["inprocess"], strict=True)
+        )
+        for name in ("grpc", "grpc_stream")
+    }
+    return {
+        "ratios": {name: round(value, 3) for name, value in paired.items()},
+        "tokens_per_s": {name: round(statistics.median(each)) for name, each in speeds.items()},
+        **vars(options),
+    }
+
+
+def in_process_round(llm: Llm, new_tokens: int) -> Round:
+    """The fastest way to use ``AsyncLLM``: one final output per request."""
+    from vllm.inputs import TokensPrompt  # noqa: PLC0415 - after `launch` set its environment
+    from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: PLC0415
+
+    counter = iter(range(1 << 30))
+
+    async def one(prompt: list[int]) -> int:
+        params = SamplingParams(
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        tokens = 0
+        async for output in llm.generate(TokensPrompt(prompt_token_ids=prompt), params, str(next(counter))):
+            tokens = len(output.outputs[0].token_ids)
+        return tokens
+
+    async def sample(prompts: list[list[int]]) -> int:
+        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    return sample
+
+
+def unary_round(channel: grpc.aio.Channel, new_tokens: int) -> Round:
+    """One Generate call per prompt."""
+    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+
+    async def one(prompt: list[int]) -> int:
+        response = await stub.Generate(_request(prompt, new_tokens))
+        return len(response.samples[0].token_ids)
+
+    async def sample(prompts: list[list[int]]) -> int:
+        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    return sample
+
+
+def stream_round(channel: grpc.aio.Channel, new_tokens: int) -> Round:
+    """One GenerateStream call per prompt, chunks coalesced over 20 ms."""
+    stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+
+    async def one(prompt: list[int]) -> int:
+        request = rollout_pb2.GenerateStreamRequest(
+            request=_request(prompt, new_tokens), coalesce=Duration(nanos=20_000_000)
+        )
+        tokens = 0
+        async for response in stub.GenerateStream(request, timeout=120):
+            tokens += len(response.chunk.delta.token_ids)
+        return tokens
+
+    async def sample(prompts: list[list[int]]) -> int:
+        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+    return sample
+
+
+def _request(prompt: list[int], new_tokens: int) -> rollout_pb2.GenerateRequest:
+    return rollout_pb2.GenerateRequest(
+        token_ids=tokens_pb2.TokenIds(ids=prompt),
+        sampling=tokens_pb2.SamplingParams(max_tokens=new_tokens, ignore_eos=True),
+    )

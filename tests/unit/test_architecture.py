@@ -1,0 +1,70 @@
+"""The rules of the house that a reader cannot be trusted to keep by eye."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SERVICES = ("rollout_svc", "trainer_svc", "orchestrator_svc", "weightsync")
+PACKAGES = ("sluice", *SERVICES, "benchmarks")
+CLIENT_HALVES = {"weightsync.publisher", "weightsync.receiver", "weightsync.staged"}
+HEAVY = ("torch", "vllm", "transformers")
+
+
+def sources(package: str) -> list[Path]:
+    return [path for path in sorted((ROOT / package).rglob("*.py")) if "v1" not in path.relative_to(ROOT).parts]
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("package", ["sluice", *SERVICES])
+def test_a_service_imports_only_itself_and_the_shared_library(package: str) -> None:
+    others = set(SERVICES) - {package}
+    wrong = []
+    for path in sources(package):
+        for name in imports(path):
+            foreign = name.split(".")[0] in others
+            client_half = any(name == half or name.startswith(half + ".") for half in CLIENT_HALVES)
+            packages_themselves = name == "weightsync"
+            if foreign and not client_half and not packages_themselves:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert not wrong
+
+
+def test_nothing_reads_or_writes_pickles() -> None:
+    wrong = []
+    for package in PACKAGES:
+        for path in sources(package):
+            text = path.read_text()
+            names = set(imports(path))
+            if names & {"pickle", "cloudpickle", "dill", "joblib"} or "torch.load(" in text or "torch.save(" in text:
+                wrong.append(str(path.relative_to(ROOT)))
+    assert not wrong
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_configuration_modules_stay_light(service: str) -> None:
+    path = ROOT / service / "config.py"
+    heavy = [name for name in imports(path) if name.split(".")[0] in HEAVY]
+    assert not heavy, f"every command loads {service}/config.py"
+
+
+def test_every_test_module_has_a_name_of_its_own() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
+
+
+def test_the_interpreter_is_supported() -> None:
+    assert (3, 11) <= sys.version_info[:2] < (3, 15)
