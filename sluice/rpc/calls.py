@@ -81,8 +81,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def end_watches(self) -> None:
         """End the streams that would never end by themselves, so that a drain waits for work only."""
-        self._ended.update(self._watchers)
-        for task in self._ended:
+        fresh = self._watchers - self._ended
+        self._ended |= fresh
+        for task in fresh:
             task.cancel()
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
