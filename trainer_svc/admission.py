@@ -1,0 +1,198 @@
+"""Which batch may enter, in which order, and what a repeat is told. Pure: no clock, no I/O, no gRPC."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sluice.versions import Version
+
+__all__ = ["Admission", "RefusedError", "Ticket"]
+
+REMEMBERED_BATCHES = 1024
+"""Ids of applied batches kept to recognise repeats: as many as there are step reports to answer about them."""
+
+Payload = TypeVar("Payload")
+
+
+class RefusedError(Exception):
+    """A batch that may not enter now.
+
+    Attributes:
+        reason: UPPER_SNAKE_CASE name for programs.
+        retry: Whether the same batch may be accepted later.
+    """
+
+    def __init__(self, reason: str, message: str, *, retry: bool = False) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry = retry
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a batch claims about its place.
+
+    Attributes:
+        batch_id: Its unique name.
+        sequence_no: Its place in the order of batches, from 1.
+        target: Version that applying it will produce.
+        tokenizer_digest: Tokenizer and template that made its ids.
+    """
+
+    batch_id: str
+    sequence_no: int
+    target: Version
+    tokenizer_digest: str
+
+
+class Admission(Generic[Payload]):
+    """The order of batches within an epoch, with a bounded queue.
+
+    Closed until `open`. Batches enter one after another, are taken in that order, and are finished in that order; the
+    batch with sequence number k produces version (epoch, k).
+
+    Args:
+        capacity: Batches that may wait.
+        tokenizer_digest: What every batch must carry.
+    """
+
+    def __init__(self, capacity: int, tokenizer_digest: str) -> None:
+        self.capacity = capacity
+        self.tokenizer_digest = tokenizer_digest
+        self._version: Version | None = None
+        self._waiting: deque[tuple[Ticket, Payload]] = deque()
+        self._in_training: Ticket | None = None
+        self._known: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def version(self) -> Version | None:
+        """Version of the weights; None while closed."""
+        return self._version
+
+    @property
+    def queued(self) -> int:
+        """Batches accepted and not yet applied."""
+        return len(self._waiting) + (self._in_training is not None)
+
+    @property
+    def next_sequence_no(self) -> int:
+        """Sequence number that the next batch must carry; 0 while closed."""
+        return 0 if self._version is None else self._version.number + self.queued + 1
+
+    def open(self, version: Version, last_batch_id: str) -> None:
+        """Begin an epoch: batches of an older one are forgotten.
+
+        Args:
+            version: Version from which training goes on.
+            last_batch_id: The batch that the weights hold last; empty for the base model.
+        """
+        self.close()
+        self._version = version
+        if last_batch_id:
+            self._known[last_batch_id] = version.number
+
+    def close(self) -> None:
+        """Accept nothing until the next `open`."""
+        self._version = None
+        self._waiting.clear()
+        self._in_training = None
+        self._known.clear()
+
+    def check(self, ticket: Ticket) -> bool:
+        """Decide whether a batch may enter now, changing nothing.
+
+        Returns:
+            True if it had been accepted before.
+
+        Raises:
+            RefusedError: if it may not.
+        """
+        if self._version is None:
+            raise RefusedError("NO_EPOCH", "no epoch is open: call BeginEpoch first")
+        if ticket.target.epoch != self._version.epoch:
+            raise RefusedError(
+                "WRONG_EPOCH",
+                f"the batch is for epoch {ticket.target.epoch}, but the trainer is in epoch {self._version.epoch}: "
+                "send it again with a target of the present epoch",
+            )
+        if ticket.tokenizer_digest != self.tokenizer_digest:
+            raise RefusedError(
+                "WRONG_TOKENIZER",
+                f"the batch was made with tokenizer {ticket.tokenizer_digest or '(none)'}, the trainer has "
+                f"{self.tokenizer_digest}: start rollout and trainer on the same model",
+            )
+        known = self._known.get(ticket.batch_id)
+        if known is not None:
+            if known != ticket.sequence_no:
+                raise RefusedError(
+                    "BATCH_ID_REUSED",
+                    f"batch {ticket.batch_id!r} was accepted as number {known}, not {ticket.sequence_no}: give a new batch a new id",
+                )
+            return True
+        self._check_place(ticket)
+        return False
+
+    def _check_place(self, ticket: Ticket) -> None:
+        expected = self.next_sequence_no
+        if ticket.sequence_no != expected:
+            raise RefusedError(
+                "WRONG_SEQUENCE_NO",
+                f"the batch has sequence_no {ticket.sequence_no}, the next one is {expected}: send batches in order, from that number on",
+            )
+        if ticket.target.number != expected:
+            raise RefusedError(
+                "WRONG_TARGET_VERSION",
+                f"batch {expected} produces version {ticket.target.epoch}.{expected}, not {ticket.target}: correct target_version",
+            )
+        if len(self._waiting) >= self.capacity:
+            raise RefusedError(
+                "QUEUE_FULL",
+                f"{len(self._waiting)} batches wait, the most that the trainer holds (trainer.queue_batches): retry after the delay",
+                retry=True,
+            )
+
+    def admit(self, ticket: Ticket, payload: Payload) -> bool:
+        """Queue a batch, or recognise it.
+
+        Returns:
+            True if it had been accepted before; then the payload is not kept.
+
+        Raises:
+            RefusedError: if it may not enter.
+        """
+        if self.check(ticket):
+            return True
+        self._waiting.append((ticket, payload))
+        self._known[ticket.batch_id] = ticket.sequence_no
+        while len(self._known) > REMEMBERED_BATCHES + self.capacity + 1:
+            self._known.popitem(last=False)
+        return False
+
+    def take(self) -> Payload | None:
+        """The next batch to train, None if there is none. The batch before it must be finished.
+
+        Raises:
+            RuntimeError: if it is not.
+        """
+        if self._in_training is not None:
+            raise RuntimeError(f"batch {self._in_training.batch_id!r} is still in training")
+        if not self._waiting:
+            return None
+        self._in_training, payload = self._waiting.popleft()
+        return payload
+
+    def finish(self) -> Version:
+        """Count the batch in training as applied.
+
+        Returns:
+            The version that it produced.
+
+        Raises:
+            RuntimeError: if none is in training.
+        """
+        if self._in_training is None or self._version is None:
+            raise RuntimeError("no batch is in training")
+        self._version, self._in_training = self._in_training.target, None
+        return self._version

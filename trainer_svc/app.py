@@ -1,0 +1,66 @@
+"""`sluice trainer`: builds the trainer, serves until a signal, stops cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sluice.config import CommonConfig, ConfigError, Service
+from sluice.rpc import RpcServer, connect
+from sluice.v1 import trainer_pb2_grpc
+from trainer_svc.config import TrainerConfig
+from trainer_svc.servicer import TrainerServicer
+from trainer_svc.trainer import Trainer
+from weightsync.publisher import WeightPublisher
+
+__all__ = ["SERVICE"]
+
+SERVICE_NAME = "sluice.v1.TrainerService"
+
+
+async def serve(common: CommonConfig, config: TrainerConfig) -> None:
+    """Serve one run's trainer.
+
+    The port is open while the model loads, so that the state can be asked for; health says SERVING from then on.
+
+    Raises:
+        ConfigError: if no model is named.
+    """
+    if not common.model:
+        raise ConfigError("no model is named: set model to a Hugging Face directory or hub id")
+    channel = connect(common.peers.weightsync, common.security)
+    trainer = Trainer(common, config, WeightPublisher(channel, common.run))
+    server = RpcServer(
+        "trainer",
+        config.server,
+        common.security,
+        features=[f"objective.{config.objective.preset}", f"device.{config.device}"],
+        run=common.run,
+    )
+    server.add(
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(trainer), SERVICE_NAME, role="admin"
+    )
+    server.set_serving(False)
+    await server.start()
+    failed = asyncio.Event()
+    loading = asyncio.create_task(_load(trainer, server, failed))
+    try:
+        await server.serve_until_signal(failed)
+    finally:
+        await trainer.stop(config.server.drain_s)
+        await channel.close()
+    if loading.done():
+        loading.result()
+    else:
+        loading.cancel()
+
+
+async def _load(trainer: Trainer, server: RpcServer, failed: asyncio.Event) -> None:
+    try:
+        await trainer.load()
+        server.set_serving(True)
+    except BaseException:
+        failed.set()
+        raise
+
+
+SERVICE = Service("trainer", TrainerConfig, serve)

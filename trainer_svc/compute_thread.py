@@ -1,0 +1,81 @@
+"""The one thread in which the model lives: PyTorch blocks, and the event loop must not."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import grpc
+
+from sluice.rpc import SluiceError
+
+__all__ = ["ComputeThread"]
+
+Result = TypeVar("Result")
+Job = tuple["Future[Any]", Callable[[], Any]]
+
+
+class ComputeThread:
+    """Runs jobs one after another, in the order they were given.
+
+    The thread is a daemon: a job that hangs in a kernel cannot be ended, and must not keep the process from exiting.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Callable[[], Result], *, deadline_s: float, what: str) -> Result:
+        """Run a job and wait for it.
+
+        Args:
+            work: The job; it must not be cancelled half-way, and is not. One that has not begun is left out when the
+                caller is cancelled.
+            deadline_s: Seconds to wait, jobs before it included.
+            what: Names the job in the error.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if it takes longer; the job goes on, and later ones wait for it.
+        """
+        future: Future[Result] = Future()
+        self._jobs.put((future, work))
+        awaited = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({awaited}, timeout=deadline_s)
+        finally:
+            if not awaited.done():
+                future.cancel()
+        if not awaited.done() or awaited.cancelled():
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "COMPUTE_DEADLINE",
+                f"{what} took longer than {deadline_s:g} s: raise the deadline in trainer.deadlines, or restart the trainer if it hangs",
+            )
+        return awaited.result()
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Let the job in progress end and stop.
+
+        Returns:
+            Whether the thread ended in time.
+        """
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, work = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001  whoever awaits the job gets it
+                future.set_exception(error)
+            else:
+                future.set_result(result)

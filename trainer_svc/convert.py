@@ -1,0 +1,249 @@
+"""From the wire's trajectories to training rows, with every fault named by the trajectory's index."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sluice.v1 import tokens_pb2
+from sluice.versions import Version
+from trainer_svc.batch import Sequence, VersionSpan
+
+__all__ = ["MAX_TOKENS", "Expectations", "Sample", "convert"]
+
+MAX_TOKENS = 262_144
+"""Most tokens of a trajectory; the limit is the contract's."""
+
+MAX_NAME = 256
+"""Most characters of an id; reports repeat it."""
+
+LOGPROB_ROUNDING = 1e-3
+"""Nats by which a log-probability may exceed 0: rounding of a low-precision softmax, no more."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One converted trajectory.
+
+    Attributes:
+        sequence: Its training row; the advantages are zero where none were given.
+        spans: Versions that sampled its trained tokens; starts are counted in trained tokens.
+        trained_tokens: Number of trained tokens.
+        reward: Reward of its episode; None where it is missing.
+        has_advantages: Whether the trajectory carried advantages.
+        truncated: Whether the episode was cut off by its length.
+    """
+
+    sequence: Sequence
+    spans: tuple[VersionSpan, ...]
+    trained_tokens: int
+    reward: float | None
+    has_advantages: bool
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Expectations:
+    """What the trainer's model and the batch's header demand of each trajectory.
+
+    Attributes:
+        vocabulary: Token ids lie below it.
+        newest: Version of the weights that the batch is applied to; no token can be newer.
+        has_estimator: Whether the header names an advantage estimator.
+        needs_reference: Whether the objective reads reference log-probabilities.
+    """
+
+    vocabulary: int
+    newest: Version
+    has_estimator: bool
+    needs_reference: bool = False
+
+
+def convert(trajectories: Rows[tokens_pb2.Trajectory], expected: Expectations) -> tuple[list[Sample], dict[str, str]]:
+    """Check and convert the trajectories of a batch.
+
+    Returns:
+        The samples in order, and what is wrong by field, such as ``trajectories[3].mask_runs``. Samples are complete
+        only if nothing is wrong.
+    """
+    violations: dict[str, str] = {}
+    samples: list[Sample] = []
+    for index, trajectory in enumerate(trajectories):
+        mask = _trained(trajectory)
+        faults = dict(_faults(trajectory, mask, expected))
+        if faults:
+            violations |= {f"trajectories[{index}].{field}": fault for field, fault in faults.items()}
+        else:
+            samples.append(_sample(trajectory, mask))
+    return samples, violations | _contradictions(trajectories)
+
+
+def _trained(trajectory: tokens_pb2.Trajectory) -> Mask:
+    """Which tokens are trained, as far as the runs reach."""
+    runs = np.array(trajectory.mask_runs, dtype=np.int64)
+    if int(runs.sum()) > MAX_TOKENS:  # refused below; a hostile run length must not allocate memory first
+        return np.zeros(0, dtype=np.bool_)
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+
+
+def _faults(trajectory: tokens_pb2.Trajectory, mask: Mask, expected: Expectations) -> Iterator[tuple[str, str]]:
+    trained = int(mask.sum())
+    yield from _faulty_names(trajectory)
+    yield from _faulty_tokens(trajectory, mask, expected.vocabulary)
+    yield from _faulty_lengths(trajectory, trained)
+    yield from _faulty_values(trajectory)
+    if trained:
+        yield from _faulty_spans(trajectory.version_spans, trained, expected.newest)
+        yield from _missing(trajectory, expected)
+
+
+def _faulty_names(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]]:
+    for name in ("trajectory_id", "group_id", "episode_id"):
+        length = len(getattr(trajectory, name))
+        if not 0 < length <= MAX_NAME:
+            yield name, f"has {length} characters; give 1 to {MAX_NAME}"
+    if trajectory.adapter:
+        yield "adapter", "this trainer trains full weights; leave it empty"
+
+
+def _faulty_tokens(trajectory: tokens_pb2.Trajectory, mask: Mask, vocabulary: int) -> Iterator[tuple[str, str]]:
+    count = len(trajectory.token_ids)
+    if not 0 < count <= MAX_TOKENS:
+        yield "token_ids", f"has {count} tokens; give 1 to {MAX_TOKENS}"
+        return
+    if max(trajectory.token_ids) >= vocabulary:
+        yield "token_ids", f"holds {max(trajectory.token_ids)}, but the model's vocabulary has {vocabulary} tokens"
+    if len(mask) != count:
+        yield "mask_runs", f"add up to {sum(trajectory.mask_runs)}, but there are {count} tokens"
+    elif mask[0]:
+        yield "mask_runs", "train the first token, which nothing predicts; begin with a run that is not trained"
+
+
+def _faulty_lengths(trajectory: tokens_pb2.Trajectory, trained: int) -> Iterator[tuple[str, str]]:
+    allowed = {
+        "logprobs": (trained,),
+        "advantages": (0, 1, trained),
+        "token_rewards": (0, trained),
+        "ref_logprobs": (0, trained),
+        "teacher_logprobs": (0, trained),
+    }
+    for name, lengths in allowed.items():
+        length = len(getattr(trajectory, name))
+        if length not in lengths:
+            yield (
+                name,
+                f"has {length} values; give {' or '.join(map(str, sorted(set(lengths))))}, as {trained} tokens are trained",
+            )
+    if trajectory.turn_runs and sum(trajectory.turn_runs) != trained:
+        yield "turn_runs", f"add up to {sum(trajectory.turn_runs)}, but {trained} tokens are trained"
+
+
+def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]]:
+    if not (math.isfinite(trajectory.temperature) and trajectory.temperature > 0):
+        yield "temperature", f"is {trajectory.temperature}; trained tokens need one above 0"
+    if trajectory.HasField("reward") and not math.isfinite(trajectory.reward):
+        yield "reward", f"is {trajectory.reward}; leave it unset where it is missing"
+    if not np.isfinite(np.array(trajectory.advantages, dtype=np.float32)).all():
+        yield "advantages", "hold a value that is not finite"
+    for name in ("logprobs", "ref_logprobs"):
+        if max(getattr(trajectory, name), default=0.0) > LOGPROB_ROUNDING:
+            yield name, "hold a value above 0; give natural logarithms of probabilities"
+
+
+def _faulty_spans(spans: Rows[tokens_pb2.VersionSpan], trained: int, newest: Version) -> Iterator[tuple[str, str]]:
+    starts = [span.start for span in spans]
+    if not starts or starts[0] != 0:
+        yield "version_spans", "say nothing about the first trained token; give a span with start 0"
+        return
+    if starts != sorted(set(starts)) or starts[-1] >= trained:
+        yield (
+            "version_spans",
+            f"have starts {starts[:8]}; they must increase and stay below {trained}, the trained tokens",
+        )
+    for span in spans:
+        if not span.HasField("policy_version"):
+            yield "version_spans", "lack a policy_version; tokens without one cannot be trained"
+            return
+        version = Version.from_proto(span.policy_version)
+        if (version.epoch == newest.epoch and version > newest) or version.epoch > newest.epoch:
+            yield "version_spans", f"name version {version}, which does not exist before {newest} is trained further"
+            return
+        if version.epoch == 0 and version.number > 0:
+            yield "version_spans", f"name version {version}; epoch 0 is the base model, whose number is 0"
+            return
+
+
+def _missing(trajectory: tokens_pb2.Trajectory, expected: Expectations) -> Iterator[tuple[str, str]]:
+    if not trajectory.advantages and not expected.has_estimator:
+        yield "advantages", "are absent; send them, or name header.advantage_estimator"
+    if expected.needs_reference and not trajectory.ref_logprobs:
+        yield "ref_logprobs", "are absent, but the objective has a KL term; send them, or set objective.kl_coef to 0"
+
+
+def _contradictions(trajectories: Iterable[tokens_pb2.Trajectory]) -> dict[str, str]:
+    """Trajectories of one batch that do not go together."""
+    violations: dict[str, str] = {}
+    names: set[str] = set()
+    episodes: dict[str, tuple[str, float | None]] = {}
+    for index, trajectory in enumerate(trajectories):
+        if trajectory.trajectory_id in names:
+            violations[f"trajectories[{index}].trajectory_id"] = (
+                f"{trajectory.trajectory_id!r} occurs twice in the batch"
+            )
+        names.add(trajectory.trajectory_id)
+        facts = (trajectory.group_id, _reward(trajectory))
+        if episodes.setdefault(trajectory.episode_id, facts) != facts:
+            violations[f"trajectories[{index}].episode_id"] = (
+                f"{trajectory.episode_id!r} occurs with another group or reward; an episode has one of each"
+            )
+    return violations
+
+
+def _reward(trajectory: tokens_pb2.Trajectory) -> float | None:
+    return trajectory.reward if trajectory.HasField("reward") else None
+
+
+def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
+    places = np.flatnonzero(mask)
+    spans = tuple(VersionSpan(span.start, Version.from_proto(span.policy_version)) for span in trajectory.version_spans)
+    if not places.size:
+        spans = ()
+    sequence = Sequence(
+        input_ids=torch.from_numpy(np.array(trajectory.token_ids, dtype=np.int64)),
+        loss_mask=torch.from_numpy(mask),
+        behaviour_logprobs=_spread(trajectory.logprobs, places, len(mask), np.nan),
+        advantages=_spread(trajectory.advantages, places, len(mask), 0.0),
+        reference_logprobs=_spread(trajectory.ref_logprobs, places, len(mask), np.nan)
+        if trajectory.ref_logprobs
+        else None,
+        versions=tuple(VersionSpan(int(places[span.start]), span.version) for span in spans),
+        temperature=trajectory.temperature,
+        group_id=trajectory.group_id,
+        episode_id=trajectory.episode_id,
+        trajectory_id=trajectory.trajectory_id,
+    )
+    return Sample(
+        sequence=sequence,
+        spans=spans,
+        trained_tokens=len(places),
+        reward=_reward(trajectory),
+        has_advantages=len(trajectory.advantages) > 0,
+        truncated=trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH,
+    )
+
+
+def _spread(values: Any, places: NDArray[np.int64], length: int, elsewhere: float) -> torch.Tensor:  # noqa: ANN401  a protobuf container
+    """Values of the trained tokens at their places; one value goes to all of them, none leaves `elsewhere`."""
+    row = np.full(length, elsewhere, dtype=np.float32)
+    if len(values):
+        row[places] = np.array(values, dtype=np.float32)
+    return torch.from_numpy(row)

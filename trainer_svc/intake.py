@@ -1,0 +1,219 @@
+"""A batch as it arrives: a header, then trajectories in parts, checked, kept on disk and queued."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from sluice.advantages import ESTIMATORS
+from sluice.rpc import SluiceError
+from sluice.v1 import tokens_pb2, trainer_pb2
+from sluice.v1.trainer_pb2 import BatchHeader, SubmitBatchRequest, SubmitBatchResponse
+from sluice.versions import Version
+from trainer_svc.admission import RefusedError, Ticket
+from trainer_svc.consumption import Batch, OnStale, check_estimator
+from trainer_svc.convert import MAX_NAME, Expectations, Sample, convert
+from trainer_svc.queue import BatchQueue
+from trainer_svc.trainer import Trainer
+
+__all__ = ["Intake"]
+
+MAX_TRAJECTORIES = 65_536
+"""Most trajectories of a batch; the report about them must fit one message."""
+
+MAX_BATCH_BYTES = 1 << 30
+"""Most bytes of a batch; with the queue they bound what submissions may occupy."""
+
+MAX_STREAMS = 2
+"""Batches that may arrive at once: one, and a repeat whose first attempt the server has not seen die yet."""
+
+RETRY_AFTER_S = 0.5
+"""What a client is told to wait: a fraction of a short step."""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """A batch that has come over the wire."""
+
+    header: BatchHeader
+    messages: list[SubmitBatchRequest] = field(default_factory=list)
+    trajectories: list[tokens_pb2.Trajectory] = field(default_factory=list)
+    size: int = 0
+
+
+class Intake:
+    """Takes batches in for one trainer.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._streams = 0
+        self._entering = asyncio.Lock()
+
+    async def submit(self, requests: AsyncIterator[SubmitBatchRequest]) -> SubmitBatchResponse:
+        """Take in one batch.
+
+        Raises:
+            SluiceError: as the contract says of SubmitBatch.
+        """
+        if self._streams >= MAX_STREAMS:
+            raise SluiceError.resource_exhausted(
+                "TOO_MANY_SUBMISSIONS", f"{self._streams} batches arrive already: send one after another", RETRY_AFTER_S
+            )
+        self._streams += 1
+        deadline_s = self._trainer.config.deadlines.submit_s
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._submit(requests)
+        except TimeoutError as error:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "SUBMIT_DEADLINE",
+                f"the batch did not arrive within {deadline_s:g} s (trainer.deadlines.submit_s): send it again",
+            ) from error
+        finally:
+            self._streams -= 1
+
+    async def _submit(self, requests: AsyncIterator[SubmitBatchRequest]) -> SubmitBatchResponse:
+        queue = self._trainer.accepting()
+        header = await _first(requests)
+        self._check_run(header)
+        ticket = _ticket(header)
+        if _decide(queue, ticket):
+            return _response(queue, ticket, duplicate=True)
+        _check_header(header)
+        arrived = await _receive(header, requests)
+        async with self._entering:
+            if _decide(queue, ticket):  # a repeat overtook this stream
+                return _response(queue, ticket, duplicate=True)
+            batch = await asyncio.to_thread(self._convert_and_keep, arrived, ticket)
+            return _response(queue, ticket, duplicate=_decide(queue, ticket, batch))
+
+    def _check_run(self, header: BatchHeader) -> None:
+        expected = f"runs/{self._trainer.common.run}"
+        if header.run != expected:
+            raise SluiceError.failed_precondition(
+                "WRONG_RUN", f"this trainer belongs to {expected}, the batch to {header.run or '(none)'}"
+            )
+
+    def _convert_and_keep(self, arrived: Arrived, ticket: Ticket) -> Batch:
+        header = arrived.header
+        expected = Expectations(
+            vocabulary=self._trainer.learner.vocabulary,
+            newest=Version(ticket.target.epoch, ticket.target.number - 1),
+            has_estimator=bool(header.advantage_estimator),
+            needs_reference=self._trainer.config.objective.kl_coef > 0,
+        )
+        samples, violations = convert(arrived.trajectories, expected)
+        if not violations:
+            violations = _estimator_faults(header, samples)
+        if violations:
+            first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
+            raise SluiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "BAD_TRAJECTORY",
+                f"{len(violations)} faults in the batch: {first}",
+                violations=violations,
+            )
+        try:
+            self._trainer.batch_files.write(ticket.target, arrived.messages)
+        except OSError as error:
+            raise SluiceError.resource_exhausted(
+                "BATCH_NOT_WRITTEN",
+                f"the batch could not be written ({error}): free space below {self._trainer.batch_files.directory}",
+                retry_after_s=10.0,
+            ) from error
+        return Batch(
+            batch_id=ticket.batch_id,
+            sequence_no=ticket.sequence_no,
+            target=ticket.target,
+            max_staleness=header.max_staleness,
+            on_stale=OnStale(header.on_stale),
+            estimator=header.advantage_estimator,
+            samples=tuple(samples),
+        )
+
+
+async def _first(requests: AsyncIterator[SubmitBatchRequest]) -> BatchHeader:
+    async for message in requests:
+        if message.WhichOneof("part") == "header":
+            return message.header
+        break
+    raise SluiceError.invalid_argument("header", "the first message of a batch carries its header")
+
+
+def _ticket(header: BatchHeader) -> Ticket:
+    if not 0 < len(header.batch_id) <= MAX_NAME:
+        raise SluiceError.invalid_argument("header.batch_id", f"give 1 to {MAX_NAME} characters")
+    return Ticket(
+        batch_id=header.batch_id,
+        sequence_no=header.sequence_no,
+        target=Version.from_proto(header.target_version),
+        tokenizer_digest=header.tokenizer_digest,
+    )
+
+
+def _check_header(header: BatchHeader) -> None:
+    if header.on_stale not in {policy.value for policy in OnStale}:
+        raise SluiceError.invalid_argument("header.on_stale", "say what happens to stale trajectories")
+    if not 0 < header.trajectory_count <= MAX_TRAJECTORIES:
+        raise SluiceError.invalid_argument(
+            "header.trajectory_count", f"is {header.trajectory_count}; give 1 to {MAX_TRAJECTORIES}"
+        )
+    if header.advantage_estimator and header.advantage_estimator not in ESTIMATORS:
+        raise SluiceError.invalid_argument(
+            "header.advantage_estimator",
+            f"there is no {header.advantage_estimator!r}; choose one of {', '.join(ESTIMATORS)}",
+        )
+
+
+def _decide(queue: BatchQueue, ticket: Ticket, batch: Batch | None = None) -> bool:
+    """Check a batch, or queue it; whether it had been accepted before."""
+    try:
+        return queue.admission.check(ticket) if batch is None else queue.admit(ticket, batch)
+    except RefusedError as refusal:
+        if refusal.retry:
+            raise SluiceError.resource_exhausted(refusal.reason, str(refusal), RETRY_AFTER_S) from refusal
+        raise SluiceError.failed_precondition(refusal.reason, str(refusal)) from refusal
+
+
+async def _receive(header: BatchHeader, requests: AsyncIterator[SubmitBatchRequest]) -> Arrived:
+    arrived = Arrived(header, [SubmitBatchRequest(header=header)])
+    async for message in requests:
+        if message.WhichOneof("part") != "trajectories":
+            raise SluiceError.invalid_argument("part", "every message after the first one carries trajectories")
+        arrived.messages.append(message)
+        arrived.trajectories.extend(message.trajectories.trajectories)
+        arrived.size += message.ByteSize()
+        if len(arrived.trajectories) > header.trajectory_count:
+            raise SluiceError.invalid_argument(
+                "header.trajectory_count", f"announces {header.trajectory_count} trajectories, but more came"
+            )
+        if arrived.size > MAX_BATCH_BYTES:
+            raise SluiceError.invalid_argument("trajectories", f"are larger than {MAX_BATCH_BYTES} bytes in all")
+    if len(arrived.trajectories) < header.trajectory_count:
+        raise SluiceError.data_loss(
+            "BATCH_INCOMPLETE",
+            f"{len(arrived.trajectories)} of {header.trajectory_count} trajectories arrived: send the batch again",
+        )
+    return arrived
+
+
+def _estimator_faults(header: BatchHeader, samples: list[Sample]) -> dict[str, str]:
+    if not header.advantage_estimator:
+        return {}
+    try:
+        check_estimator(header.advantage_estimator, samples)
+    except ValueError as error:
+        return {"header.advantage_estimator": str(error)}
+    return {}
+
+
+def _response(queue: BatchQueue, ticket: Ticket, *, duplicate: bool) -> trainer_pb2.SubmitBatchResponse:
+    return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=queue.admission.queued, duplicate=duplicate)

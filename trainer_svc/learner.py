@@ -1,0 +1,236 @@
+"""The policy and where it stands: restore, apply a batch, read the weights, save. Everything here blocks.
+
+All methods run in the compute thread, one after another, so that version and weights never disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+
+import structlog
+import torch
+from transformers import AutoTokenizer
+
+from sluice.config import CommonConfig
+from sluice.render import tokenizer_digest
+from sluice.rpc import SluiceError
+from sluice.v1.checkpoint_pb2 import CheckpointManifest
+from sluice.v1.trainer_pb2 import Checkpoint
+from sluice.versions import BASE, Version
+from trainer_svc.checkpoint import CheckpointDamagedError, Checkpoints
+from trainer_svc.config import TrainerConfig
+from trainer_svc.consumption import Batch, Consumption, consume
+from trainer_svc.engine import TrainEngine
+from trainer_svc.epochs import LineageFile, to_proto
+from trainer_svc.random_state import random_state, restore_random_state
+from trainer_svc.staleness import Lineage
+from trainer_svc.step_metrics import StepMetrics
+
+__all__ = ["Applied", "Learner", "Restored"]
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where an epoch begins.
+
+    Attributes:
+        version: Version from which training goes on.
+        origin: Version that the restored checkpoint was written at; (0, 0) for the base model.
+        last_batch_id: Last batch that the weights hold; empty for the base model.
+    """
+
+    version: Version
+    origin: Version
+    last_batch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What applying a batch did.
+
+    Attributes:
+        consumption: What of the batch was trained, and why the rest was not.
+        metrics: The optimizer step; None if nothing was left to train.
+        weights: The new weights under their Hugging Face names, as CPU copies in the published precision.
+        seconds: Wall-clock time of all of it.
+    """
+
+    consumption: Consumption
+    metrics: StepMetrics | None
+    weights: dict[str, torch.Tensor]
+    seconds: float
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was left out as not finite."""
+        return self.metrics is not None and self.metrics.skipped
+
+
+class Learner:
+    """One policy in training.
+
+    Args:
+        common: The run's settings.
+        config: The trainer's settings.
+    """
+
+    def __init__(self, common: CommonConfig, config: TrainerConfig) -> None:
+        self.common = common
+        self.config = config
+        self.checkpoints = Checkpoints(common.run_dir / "checkpoints", config.checkpoint.keep)
+        self.lineage_file = LineageFile(common.run_dir / "trainer" / "epochs.binpb")
+        self.lineage = Lineage()
+        self.version = BASE
+        self.last_batch_id = ""
+        self.newest_checkpoint: Checkpoint | None = None
+        self.tokenizer_digest = ""
+        self._engine: TrainEngine | None = None
+
+    @property
+    def engine(self) -> TrainEngine:
+        """The loaded engine.
+
+        Raises:
+            RuntimeError: before `load`.
+        """
+        if self._engine is None:
+            raise RuntimeError("the model is not loaded")
+        return self._engine
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the model knows."""
+        return self.engine.policy.vocabulary
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps behind the weights; skipped ones do not count."""
+        return self.engine.optimizer_steps
+
+    def load(self) -> None:
+        """Load the base model, and what earlier epochs of the run left on disk."""
+        self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
+        self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
+        self.lineage = self.lineage_file.read()
+        manifest = self._newest()
+        self.newest_checkpoint = manifest.checkpoint if manifest else None
+
+    def restore(self, epoch: int, checkpoint: str) -> Restored:
+        """Begin an epoch from a checkpoint.
+
+        Args:
+            epoch: Its number.
+            checkpoint: Name of the checkpoint; empty for the newest one, or the base model if there is none.
+
+        Raises:
+            SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
+        """
+        manifest = self.checkpoints.find(checkpoint) if checkpoint else self._newest()
+        if manifest is None and checkpoint:
+            names = ", ".join(each.checkpoint.name for each in self.checkpoints.list()) or "none"
+            raise SluiceError.not_found(
+                "NO_CHECKPOINT", f"there is no complete checkpoint {checkpoint!r}; there are: {names}"
+            )
+        origin = BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)
+        if manifest is None:
+            self._restore_base()
+        else:
+            self._restore_checkpoint(manifest)
+        self.lineage = self.lineage.begin(epoch, origin)
+        self.lineage_file.write(self.lineage)
+        self.version = Version(epoch, origin.number)
+        self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
+        log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
+        return Restored(self.version, origin, self.last_batch_id)
+
+    def apply(self, batch: Batch) -> Applied:
+        """Train on a batch; the version advances whatever comes of it."""
+        start = perf_counter()
+        consumption = consume(batch, self.version, self.lineage)
+        metrics = self.engine.train_batch(consumption.sequences) if consumption.sequences else None
+        self.version = batch.target
+        self.last_batch_id = batch.batch_id
+        return Applied(consumption, metrics, self.weights(), perf_counter() - start)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights under their Hugging Face names, as CPU copies in the published precision."""
+        return self.engine.named_tensors(self._publish_dtype())
+
+    def save(self, journal_position: int) -> Checkpoint:
+        """Write a checkpoint of the present version, unless there is one.
+
+        Raises:
+            OSError: if the disk is full or not writable.
+        """
+        name = f"step_{self.version.number}"
+        existing = self.checkpoints.find(name)
+        if existing is not None and Version.from_proto(existing.checkpoint.policy_version) == self.version:
+            return self.checkpoints.note_position(existing, journal_position).checkpoint
+        engine = self.engine
+        manifest = CheckpointManifest(
+            checkpoint=Checkpoint(
+                name=name,
+                policy_version=self.version.to_proto(),
+                last_batch_id=self.last_batch_id,
+                journal_position=journal_position,
+            ),
+            run=f"runs/{self.common.run}",
+            tokenizer_digest=self.tokenizer_digest,
+            optimizer_steps=self.optimizer_steps,
+            next_sequence_no=self.version.number + 1,
+            lineage=to_proto(self.lineage),
+        )
+        state = engine.state_tensors() | random_state()
+        export = partial(engine.export_hf, dtype=self._publish_dtype())
+        self.newest_checkpoint = self.checkpoints.write(manifest, state, export).checkpoint
+        log.info("checkpoint written", name=name, size_bytes=self.newest_checkpoint.size_bytes)
+        return self.newest_checkpoint
+
+    def _newest(self) -> CheckpointManifest | None:
+        """The newest complete checkpoint on the line of the newest epoch: what an operator rolled back stays behind."""
+        newest = self.lineage.newest_epoch
+        end_of_line = Version(newest, _BEYOND)
+        return next(
+            (
+                manifest
+                for manifest in self.checkpoints.list()
+                if not self.lineage.is_retired(Version.from_proto(manifest.checkpoint.policy_version), end_of_line)
+            ),
+            None,
+        )
+
+    def _restore_base(self) -> None:
+        if self.version != BASE or self.engine.optimizer_steps:
+            self._engine = None  # gives its memory back before the next one takes as much
+            self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
+
+    def _restore_checkpoint(self, manifest: CheckpointManifest) -> None:
+        if manifest.tokenizer_digest != self.tokenizer_digest:
+            raise SluiceError.failed_precondition(
+                "OTHER_MODEL",
+                f"checkpoint {manifest.checkpoint.name} was made with another tokenizer: resume with the run's model, or use a new run name",
+            )
+        try:
+            tensors = self.checkpoints.read(manifest)
+        except CheckpointDamagedError as error:
+            raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
+        restore_random_state(tensors)
+        self.engine.load_state(
+            {name: tensor for name, tensor in tensors.items() if name.startswith(("model.", "optimizer."))},
+            {"optimizer_steps": manifest.optimizer_steps},
+        )
+
+    def _publish_dtype(self) -> torch.dtype:
+        if self.config.publish_dtype == "auto":
+            return torch.bfloat16 if self.engine.device.type == "cuda" else torch.float32
+        return PUBLISH_DTYPES[self.config.publish_dtype]
+
+
+PUBLISH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_BEYOND = (1 << 63) - 1
+"""A version number after every other of its epoch."""

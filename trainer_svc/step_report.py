@@ -1,0 +1,74 @@
+"""What is told about one applied batch: objectives.md's list, and where the time went."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from sluice.v1.trainer_pb2 import StepReport
+from sluice.versions import Version
+from trainer_svc.consumption import Batch
+from trainer_svc.learner import Applied
+from weightsync.publisher import PushReport
+
+__all__ = ["Waits", "step_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What the trainer waited for before a step, in seconds.
+
+    Attributes:
+        batch_s: For the batch to arrive.
+        push_s: For an earlier version to leave.
+    """
+
+    batch_s: float
+    push_s: float
+
+
+def step_report(
+    batch: Batch, version: Version, applied: Applied, waits: Waits, pushed: PushReport | None
+) -> StepReport:
+    """Assemble the report of one step.
+
+    Args:
+        batch: The batch.
+        version: What it produced.
+        applied: What applying it did.
+        waits: What the trainer waited for before.
+        pushed: The last push that ended; None before the first.
+    """
+    metrics = dict(applied.consumption.metrics)
+    if applied.metrics is not None:
+        metrics |= applied.metrics.as_flat()
+    metrics |= _time_metrics(applied, waits)
+    if pushed is not None:
+        metrics |= {"push_seconds": pushed.push_s + pushed.commit_s, "push_bytes": float(pushed.bytes_sent)}
+    duration, end_time = Duration(), Timestamp()
+    duration.FromNanoseconds(int(applied.seconds * 1e9))
+    end_time.GetCurrentTime()
+    return StepReport(
+        policy_version=version.to_proto(),
+        batch_id=batch.batch_id,
+        sequence_no=batch.sequence_no,
+        skipped=applied.skipped,
+        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+        results=applied.consumption.results(skipped=applied.skipped),
+        duration=duration,
+        end_time=end_time,
+    )
+
+
+def _time_metrics(applied: Applied, waits: Waits) -> dict[str, float]:
+    idle = waits.batch_s + waits.push_s
+    tokens = applied.metrics.tokens if applied.metrics is not None else 0
+    return {
+        "wait_batch_seconds": waits.batch_s,
+        "wait_push_seconds": waits.push_s,
+        "idle_share": idle / (idle + applied.seconds),
+        "tokens_per_second": tokens / applied.seconds,
+    }

@@ -1,0 +1,224 @@
+"""The life of a trainer: load, begin an epoch, train, begin another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from functools import partial
+
+import grpc
+import structlog
+
+from sluice.config import CommonConfig
+from sluice.rpc import SluiceError
+from sluice.v1 import trainer_pb2
+from sluice.versions import Version
+from trainer_svc.batch_files import BatchFiles
+from trainer_svc.compute_thread import ComputeThread
+from trainer_svc.config import TrainerConfig
+from trainer_svc.learner import Learner, Restored
+from trainer_svc.loop import TrainingLoop
+from trainer_svc.publication import Publication
+from trainer_svc.queue import BatchQueue
+from trainer_svc.reports import StepLog
+from trainer_svc.saving import Saving
+from weightsync.publisher import WeightPublisher
+
+__all__ = ["Trainer"]
+
+log = structlog.get_logger(__name__)
+
+
+class Trainer:
+    """One policy and the epoch that trains it.
+
+    Lives on one event loop; what blocks runs in the compute thread.
+
+    Args:
+        common: The run's settings.
+        config: The trainer's settings.
+        publisher: Pushes versions to weight sync.
+    """
+
+    def __init__(self, common: CommonConfig, config: TrainerConfig, publisher: WeightPublisher) -> None:
+        self.common, self.config = common, config
+        self.learner = Learner(common, config)
+        self.batch_files = BatchFiles(common.run_dir / "trainer" / "batches")
+        self.queue: BatchQueue | None = None
+        self.steps: StepLog | None = None
+        self._publisher = publisher
+        self._compute = ComputeThread()
+        self._saving = Saving(self.learner, self._compute, self.batch_files, config)
+        self._publication = Publication(publisher, config.deadlines.push_s)
+        self._loop: TrainingLoop | None = None
+        self._training: asyncio.Task[None] | None = None
+        self._opening: tuple[int, asyncio.Task[Restored]] | None = None
+        self._failure: SluiceError | None = None
+
+    async def load(self) -> None:
+        """Load the base model.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if it takes too long.
+        """
+        await self._compute.run(self.learner.load, deadline_s=self.config.deadlines.load_s, what="loading the model")
+        self.queue = BatchQueue(self.config.queue_batches, self.learner.tokenizer_digest)
+        log.info("model loaded", model=self.common.model, tokenizer_digest=self.learner.tokenizer_digest)
+
+    @property
+    def phase(self) -> trainer_pb2.TrainerPhase.ValueType:
+        """What the trainer is doing."""
+        if self.queue is None:
+            return trainer_pb2.TRAINER_PHASE_STARTING
+        if self._failure is not None:
+            return trainer_pb2.TRAINER_PHASE_FAILED
+        return trainer_pb2.TRAINER_PHASE_READY if self._loop is None else self._loop.phase
+
+    @property
+    def last_error(self) -> str:
+        """What ended the epoch, or the last checkpoint on schedule that failed; empty if nothing did."""
+        return str(self._failure) if self._failure is not None else self._saving.last_error
+
+    @property
+    def published(self) -> Version | None:
+        """Newest version that weight sync has committed in this epoch."""
+        return self._publication.published
+
+    def accepting(self) -> BatchQueue:
+        """The queue of batches.
+
+        Raises:
+            SluiceError: UNAVAILABLE while the model loads, FAILED_PRECONDITION after a failure.
+        """
+        if self.queue is None:
+            raise SluiceError.unavailable("STARTING", "the trainer loads its model: retry", retry_after_s=1.0)
+        if self._failure is not None:
+            raise _failed(self._failure)
+        return self.queue
+
+    async def begin_epoch(self, epoch: int, checkpoint: str) -> Restored:
+        """Restore a checkpoint, publish it as the epoch's first version, and accept batches.
+
+        Args:
+            epoch: Newer than every epoch of the run, or the present one, which answers again.
+            checkpoint: Name of the checkpoint; empty for the newest one, or the base model.
+
+        Raises:
+            SluiceError: as the contract says of BeginEpoch.
+        """
+        if self.queue is None:
+            raise SluiceError.unavailable("STARTING", "the trainer loads its model: retry", retry_after_s=1.0)
+        present, opening = self._opening or (0, None)
+        if opening is None or epoch != present or (opening.done() and not _succeeded(opening)):
+            if opening is not None and not opening.done():
+                raise SluiceError.aborted("EPOCH_OPENING", f"epoch {present} is being opened: wait for it, then retry")
+            self._check_newer(epoch, present)
+            opening = asyncio.create_task(self._open(epoch, checkpoint))
+            self._opening = (epoch, opening)
+        # A caller who leaves does not stop the opening; asking again for the same epoch waits for it.
+        return await asyncio.shield(opening)
+
+    def _check_newer(self, epoch: int, present: int) -> None:
+        newest = self.learner.lineage.newest_epoch
+        if epoch <= newest and epoch != present:
+            raise SluiceError.failed_precondition(
+                "OLD_EPOCH",
+                f"epoch {epoch} is not newer than epoch {newest} of run {self.common.run}: begin a greater one, or use a new run name",
+            )
+        if epoch < 1:
+            raise SluiceError.invalid_argument("epoch", "epochs count from 1; 0 is the base model")
+
+    async def _open(self, epoch: int, checkpoint: str) -> Restored:
+        await self._close()
+        deadlines = self.config.deadlines
+        # A step of the epoch before may still be in progress.
+        restored = await self._compute.run(
+            partial(self.learner.restore, epoch, checkpoint),
+            deadline_s=deadlines.step_s + deadlines.load_s,
+            what="restoring the checkpoint",
+        )
+        weights = await self._compute.run(self.learner.weights, deadline_s=deadlines.load_s, what="copying the weights")
+        self._publication = Publication(self._publisher, deadlines.push_s)
+        try:
+            await self._publication.publish(restored.version, weights)
+        except SluiceError as error:
+            if error.code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                raise SluiceError.unavailable("WEIGHTSYNC_UNAVAILABLE", error.message, retry_after_s=1.0) from error
+            raise
+        self._start(restored)
+        return restored
+
+    def _start(self, restored: Restored) -> None:
+        queue = self.accepting()
+        self.steps = StepLog(restored.version.number)
+        queue.admission.open(restored.version, restored.last_batch_id)
+        self._loop = TrainingLoop(
+            learner=self.learner,
+            compute=self._compute,
+            queue=queue,
+            publication=self._publication,
+            steps=self.steps,
+            saving=self._saving,
+            config=self.config,
+        )
+        # An empty context: the epoch outlives the request that began it, whose id must not appear in its logs and calls.
+        self._training = asyncio.create_task(self._loop.run(), context=contextvars.Context())
+        self._training.add_done_callback(self._ended)
+        log.info("epoch began", version=str(restored.version), origin=str(restored.origin))
+
+    def _ended(self, training: asyncio.Task[None]) -> None:
+        """Make a failure visible to whoever watches, asks or submits."""
+        if training.cancelled() or training is not self._training:
+            return
+        error = training.exception()
+        if error is None:
+            return
+        if isinstance(error, SluiceError):
+            self._failure = error
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            self._failure = SluiceError(grpc.StatusCode.INTERNAL, "STEP_FAILED", f"a training step failed: {reason}")
+        log.error("training failed", error=str(self._failure), exc_info=error)
+        if self.queue is not None:
+            self.queue.admission.close()
+        if self.steps is not None:
+            self.steps.end(_failed(self._failure))
+
+    async def _close(self) -> None:
+        """End the present epoch: what it queued is sent again in the next one."""
+        training, self._training, self._loop = self._training, None, None
+        if training is not None:
+            training.cancel()
+            await asyncio.wait({training})
+        if self.queue is not None:
+            self.queue.admission.close()
+        if self.steps is not None:
+            self.steps.end(SluiceError.aborted("EPOCH_CHANGED", "another epoch begins: watch again when it has begun"))
+        self._failure = None
+
+    async def save(self, journal_position: int) -> trainer_pb2.Checkpoint:
+        """Write a checkpoint between two batches.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION without an epoch, otherwise as `Saving.save`.
+        """
+        if self.accepting().admission.version is None:
+            raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
+        return await self._saving.save(journal_position)
+
+    async def stop(self, grace_s: float) -> None:
+        """End the epoch; a step in progress gets `grace_s` seconds to end, then it is abandoned."""
+        if self._opening is not None and not self._opening[1].done():
+            self._opening[1].cancel()
+            await asyncio.wait({self._opening[1]})
+        await self._close()
+        if not await self._compute.stop(grace_s):
+            log.warning("a step in progress was abandoned", grace_s=grace_s)
+
+
+def _succeeded(task: asyncio.Task[Restored]) -> bool:
+    return not task.cancelled() and task.exception() is None
+
+
+def _failed(cause: SluiceError) -> SluiceError:
+    return SluiceError.failed_precondition("TRAINER_FAILED", f"training stopped: {cause.message}")
