@@ -6,9 +6,9 @@ vLLM is imported by `VllmEngine.start` and not before: the import takes seconds 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -169,17 +169,13 @@ class VllmEngine:
             ValueError: if this engine cannot sample so.
             EngineError: if the engine died.
         """
-        tracked = await self._submit(request)
-        try:
+        async with self._submitted(request) as tracked:
             output = await tracked.result()
-        except BaseException as error:
-            raise await self._withdrawn(request, tracked, error) from error
-        finally:
-            self._forget(request, tracked)
         samples = [results.sample(each, request.sampling) for each in output.outputs]
         self._count(request, sum(len(each.token_ids) for each in samples))
-        for each in samples:
-            self._check_finite(each.logprobs)
+        poisoned = sum(results.cut_at_nan(each) for each in samples)
+        if poisoned:
+            await self._scrub()
         return GenerationResult(
             request.request_id,
             samples,
@@ -196,20 +192,20 @@ class VllmEngine:
             ValueError: if this engine cannot sample so.
             EngineError: if the engine died.
         """
-        tracked = await self._submit(request)
         given = 0
         try:
-            while not tracked.ended:
-                await tracked.wait(max(coalesce_s, LEAST_COALESCE_S))
-                for index, sampled, ended in tracked.advance():
-                    chunk = results.chunk(index, sampled, ended, request.sampling)
-                    self._check_finite(chunk.logprobs)
-                    given += len(chunk.token_ids)
-                    yield chunk
-        except BaseException as error:
-            raise await self._withdrawn(request, tracked, error) from error
+            async with self._submitted(request) as tracked:
+                while not tracked.ended:
+                    await tracked.wait(max(coalesce_s, LEAST_COALESCE_S))
+                    for index, sampled, ended in tracked.advance():
+                        chunk = results.chunk(index, sampled, ended, request.sampling)
+                        given += len(chunk.token_ids)
+                        poisoned = results.cut_at_nan(chunk)
+                        yield chunk
+                        if poisoned:
+                            await self._scrub()
+                            return
         finally:
-            self._forget(request, tracked)
             self._count(request, given)
 
     async def abort(self, request_id: str) -> bool:
@@ -219,48 +215,51 @@ class VllmEngine:
             await self._llm.abort(each.internal_id, internal=True)
         return bool(tracked)
 
-    async def _submit(self, request: GenerationRequest) -> TrackedRequest:
-        await self._admit.wait()  # an update is under way: the request belongs to the version that comes
+    @asynccontextmanager
+    async def _submitted(self, request: GenerationRequest) -> AsyncIterator[TrackedRequest]:
+        """A request under way; it is aborted if the block is left before its end."""
+        await self._admit.wait()  # while an update is under way: the request belongs to the version that comes
         llm = self._llm
-        params = results.sampling_params(request, self.info.eos_token_ids, has_tokenizer=llm.tokenizer is not None)
+        check_prompt(request, self.info)
         # The salt keys prefix-cache entries by version: none is read after an update.
         prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": str(self._version)}
+        tracked = None
         try:
-            tracked = await submit(llm, request.request_id, prompt, params, request.priority)
-        except ValueError:
+            with results.refusals():
+                params = results.sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None)
+                tracked = await submit(llm, request.request_id, prompt, params, request.priority)
+            self._live.setdefault(request.request_id, set()).add(tracked)
+            yield tracked
+        except (EngineError, ValueError):
             raise
         except Exception as error:
-            raise EngineError(f"vLLM did not take the request: {type(error).__name__}: {error}") from error
-        self._live.setdefault(request.request_id, set()).add(tracked)
-        return tracked
-
-    async def _withdrawn(
-        self, request: GenerationRequest, tracked: TrackedRequest, error: BaseException
-    ) -> BaseException:
-        """Abort a request that its caller gave up or that failed, and say how it ended."""
-        processes = self._processes
-        if processes is not None and not processes.llm.errored and not isinstance(error, EngineError):
-            await processes.llm.abort(tracked.internal_id, internal=True)
-        if isinstance(error, EngineError) or not isinstance(error, Exception):
-            return error
-        return EngineError(f"request {request.request_id} was lost with the engine: {type(error).__name__}: {error}")
+            raise EngineError(f"request {request.request_id} was lost: {type(error).__name__}: {error}") from error
+        finally:
+            if tracked is not None:
+                self._forget(request, tracked)
+                if not (tracked.ended or llm.errored):
+                    await llm.abort(tracked.internal_id, internal=True)
 
     def _forget(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
-        live = self._live.get(request.request_id)
-        if live is not None:
-            live.discard(tracked)
-            if not live:
-                del self._live[request.request_id]
+        live = self._live[request.request_id]
+        live.discard(tracked)
+        if not live:
+            del self._live[request.request_id]
 
     def _count(self, request: GenerationRequest, generated: int) -> None:
         self._generated += generated
         self._prompted += len(request.prompt_ids)
 
-    def _check_finite(self, logprobs: list[float]) -> None:
-        """Refuse what a NaN in the weights or the KV cache has touched."""
-        if math.isnan(sum(logprobs)):
-            self._broken = "it sampled from NaN"
-            raise EngineError("the engine sampled from NaN, which stays in its KV cache; call restart()")
+    async def _scrub(self) -> None:
+        """Clean the KV cache after a NaN, which would live on in its blocks; requests under way are computed again."""
+        async with self._commands:
+            llm = self._llm
+            log.error("sampled from NaN; cleaning the KV cache", version=str(self._version))
+            async with phase("cleaning the KV cache", self._phase_deadline_s):
+                await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+                await llm.collective_rpc("sluice_zero_kv")
+                if self._paused is None:
+                    await llm.resume_generation()
 
     # --- pausing --------------------------------------------------------------------------------------------------
 
@@ -405,6 +404,18 @@ def model_directory(model: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
 
     return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def check_prompt(request: GenerationRequest, info: ModelInfo) -> None:
+    """Refuse ids outside the vocabulary: one of them would end vLLM's engine for everybody.
+
+    Raises:
+        ValueError: naming the id.
+    """
+    ids = request.prompt_ids
+    if ids and not 0 <= min(ids) <= max(ids) < info.vocabulary_size:
+        wrong = next(id_ for id_ in ids if not 0 <= id_ < info.vocabulary_size)
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {info.vocabulary_size}")
 
 
 def describe(model: str, config: VllmConfig) -> ModelInfo:

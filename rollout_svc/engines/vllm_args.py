@@ -105,6 +105,7 @@ def engine_arguments(model: str, given: Mapping[str, Any], *, on_cpu: bool, argu
         "skip_tokenizer_init": not has_tokenizer(str(given.get("tokenizer") or model)),
         "generation_config": "vllm",  # sampling defaults come from the request alone
         "max_logprobs": 20,
+        "use_tqdm_on_load": False,
     }
     if on_cpu:
         arguments |= cpu_defaults(model)

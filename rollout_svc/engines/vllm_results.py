@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, Sample, Sampling, Span
+from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, ModelInfo, Sample, Sampling, Span
 from rollout_svc.engines.vllm_spans import Ended, Sampled
 from rollout_svc.engines.vllm_types import CompletionOutput, FlatLogprobs, SamplingParams
 from sluice.versions import Version
 
-__all__ = ["chunk", "prompt_logprobs", "sample", "sampling_params"]
+__all__ = ["chunk", "cut_at_nan", "prompt_logprobs", "refusals", "sample", "sampling_params"]
 
 SEED_RANGE = 2**62
 """Seeds are taken modulo this: vLLM adds the sample's index and stores 64 bits; larger values would kill its engine."""
+
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Beyond these, logits overflow to infinity and then to NaN."""
+
+GREATEST_BIAS = 100.0
+"""vLLM silently cuts larger ones."""
 
 LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones to this, and the log-probabilities would not be those asked for."""
 
 
-def sampling_params(request: GenerationRequest, eos_token_ids: Sequence[int], *, has_tokenizer: bool) -> SamplingParams:
+def sampling_params(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) -> SamplingParams:
     """Build vLLM's ``SamplingParams``.
 
     End tokens become stop tokens, so that all of a model's end tokens count and not only the tokenizer's.
@@ -29,10 +37,10 @@ def sampling_params(request: GenerationRequest, eos_token_ids: Sequence[int], *,
     import vllm.sampling_params as vllm  # noqa: PLC0415 - vLLM is loaded by start()
 
     sampling = request.sampling
-    check_sampling(sampling, has_tokenizer=has_tokenizer)
+    check_sampling(sampling, info.vocabulary_size, has_tokenizer=has_tokenizer)
     stop_token_ids = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
-        stop_token_ids.update(eos_token_ids)
+        stop_token_ids.update(info.eos_token_ids)
     parameters: SamplingParams = vllm.SamplingParams(
         n=request.n,
         max_tokens=sampling.max_tokens,
@@ -60,14 +68,32 @@ def sampling_params(request: GenerationRequest, eos_token_ids: Sequence[int], *,
     return parameters
 
 
-def check_sampling(sampling: Sampling, *, has_tokenizer: bool) -> None:
-    """Refuse what vLLM would change silently or cannot do.
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn vLLM's own refusal of a request into ValueError."""
+    from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - vLLM is loaded by start()
+
+    try:
+        yield
+    except VLLMClientError as error:
+        raise ValueError(str(error)) from error
+
+
+def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: bool) -> None:
+    """Refuse what vLLM would change silently, cannot do, or would let its engine die of.
 
     Raises:
         ValueError: naming the field.
     """
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, not {sampling.temperature}")
+    least, most = REPETITION_PENALTIES
+    if not least <= sampling.repetition_penalty <= most:
+        raise ValueError(f"repetition_penalty must be in [{least}, {most}], not {sampling.repetition_penalty}")
+    if not all(abs(bias) <= GREATEST_BIAS for bias in sampling.logit_bias.values()):
+        raise ValueError(f"logit_bias must be in [-{GREATEST_BIAS}, {GREATEST_BIAS}]")
+    if not all(0 <= id_ < vocabulary_size for id_ in (*sampling.stop_token_ids, *sampling.logit_bias)):
+        raise ValueError(f"stop_token_ids and logit_bias must name ids below the vocabulary size, {vocabulary_size}")
     if sampling.stop and not has_tokenizer:
         raise ValueError("stop strings need a tokenizer in the model's directory; use stop_token_ids")
 
@@ -83,6 +109,18 @@ def sample(output: CompletionOutput, sampling: Sampling) -> Sample:
         stop_string=stop_string(output.stop_reason),
         top_logprobs=flat_top_logprobs(output.logprobs, sampling.top_logprobs),
     )
+
+
+def cut_at_nan(part: Sample | GenerationChunk) -> bool:
+    """End a sample before its first NaN, if there is one: what was sampled from it on is noise. True if it was cut."""
+    if not math.isnan(sum(part.logprobs)):
+        return False
+    keep = next(position for position, value in enumerate(part.logprobs) if math.isnan(value))
+    start = part.offset if isinstance(part, GenerationChunk) else 0
+    del part.token_ids[keep:], part.logprobs[keep:], part.top_logprobs[keep:]
+    part.spans = [span for span in part.spans if span.start < start + keep]
+    part.finish_reason = FinishReason.ERROR
+    return True
 
 
 def finish_reason(text: str) -> FinishReason:

@@ -68,7 +68,8 @@ class TrackedRequest:
 
     async def result(self) -> RequestOutput:
         """Wait for the end of all samples: vLLM's ``RequestOutput``. Raises what the engine raised."""
-        return await self._collector.get()
+        self._final = await self._collector.get()
+        return self._final
 
     async def wait(self, seconds: float) -> None:
         """Return after the time, or as soon as all samples have ended. Raises what the engine raised."""
@@ -84,7 +85,7 @@ class TrackedRequest:
 
     @property
     def ended(self) -> bool:
-        """Whether all samples have ended, as of the last `wait`."""
+        """Whether all samples have ended, as of the last `result` or `wait`."""
         return self._final is not None
 
     def advance(self) -> Iterator[tuple[int, Sampled, Ended | None]]:

@@ -85,8 +85,13 @@ class VllmProcesses:
 
     async def shut_down(self, deadline_s: float = 10.0) -> None:
         """End the processes and the thread that they are tied to. Idempotent."""
+        handler = self.llm.output_handler
+        if handler is not None:  # or it would report the end of the processes as a fault
+            handler.cancel()
+            await asyncio.wait([handler], timeout=deadline_s)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self.llm.shutdown, deadline_s)
+        self.llm.shutdown = _already_shut_down  # type: ignore[method-assign]  # its finaliser calls it once more
         self._thread.shutdown(wait=False)
         for segment in self._segments:  # vLLM leaves those of tensor-parallel workers behind
             segment.unlink(missing_ok=True)
@@ -142,6 +147,11 @@ def _launch(model: str, given: dict[str, Any], fork: bool, thread: ThreadPoolExe
     llm.log_stats = llm.output_processor.log_stats = False
     llm.logger_manager = recorder
     return VllmProcesses(llm, recorder, config, thread, frozenset(SHARED_MEMORY.glob("vllm_dist_*")) - before)
+
+
+def _already_shut_down(timeout: float | None = None) -> None:
+    """Do nothing the second time: at the interpreter's exit vLLM's modules are gone already."""
+    del timeout
 
 
 def _no_logger(vllm_config: VllmConfig, engine_index: int = 0) -> LoadRecorder:

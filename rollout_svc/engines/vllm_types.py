@@ -134,6 +134,7 @@ class Llm(Protocol):
     logger_manager: object
     tokenizer: object
     errored: bool
+    output_handler: asyncio.Task[None] | None
 
     async def add_request(
         self, request_id: str, prompt: Mapping[str, Any], params: SamplingParams, *, priority: int

@@ -1,0 +1,119 @@
+"""Small Qwen3 models on disk, and what plain transformers says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from rollout_svc.engines.base import Span
+from sluice.versions import Version
+from weightsync.staged import StagedVersion, TensorSpec
+
+VOCABULARY = 128
+EOS = 1
+CONTEXT = 512
+
+
+def save_model(directory: Path, seed: int, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a model whose distributions are far from uniform, with a tokenizer of single characters."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    config.dtype = dtype
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+            elif "norm" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Token i is the character 256 + i; 0 and 1 are padding and end."""
+    vocabulary = {"<pad>": 0, "<end>": 1} | {chr(256 + id_): id_ for id_ in range(2, VOCABULARY)}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<pad>")
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Text of ordinary tokens."""
+    return "".join(chr(256 + id_) for id_ in ids)
+
+
+def load(directory: Path) -> Qwen3ForCausalLM:
+    """The model in transformers."""
+    return Qwen3ForCausalLM.from_pretrained(directory, dtype="auto").eval()
+
+
+@torch.no_grad()
+def recompute(directory: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of sampled tokens after temperature, computed in one forward pass as a trainer does."""
+    logits = load(directory)(torch.tensor([[*prompt, *sampled]])).logits[0, len(prompt) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    return logprobs.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def recompute_mixed(
+    before: Path, after: Path, prompt: Sequence[int], sampled: Sequence[int], switch: int
+) -> torch.Tensor:
+    """Log-probabilities of tokens from ``switch`` on, sampled by ``after`` on keys and values that ``before`` wrote.
+
+    The last token that ``before`` sampled had not been fed to the model when the weights changed.
+    """
+    ids = torch.tensor([[*prompt, *sampled]])
+    fed = len(prompt) + switch - 1
+    cache = load(before)(ids[:, :fed], use_cache=True).past_key_values
+    logits = load(after)(ids[:, fed:-1], past_key_values=cache, use_cache=True).logits[0].float()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(sampled[switch:])[:, None])[:, 0]
+
+
+@torch.no_grad()
+def greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """The most likely continuation, token by token."""
+    model = load(directory)
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def staged(directory: Path, version: Version) -> StagedVersion:
+    """A version as the receiver would stage it: here simply the model's own file."""
+    path = directory / "model.safetensors"
+    names = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    with safe_open(path, framework="pt") as file:
+        tensors = {
+            name: TensorSpec(names[file.get_tensor(name).dtype], tuple(file.get_slice(name).get_shape()))
+            for name in file.keys()  # noqa: SIM118 - not a mapping
+        }
+    return StagedVersion(version, path, tensors, digest=f"{directory.name}")
+
+
+def versions_of(spans: Sequence[Span], count: int) -> list[Version]:
+    """The version of each token."""
+    ends = [span.start for span in spans[1:]] + [count]
+    return [span.version for span, end in zip(spans, ends, strict=True) for _ in range(end - span.start)]

@@ -1,0 +1,416 @@
+"""What every inference engine does, checked on real engines against plain transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from small_models import (
+    CONTEXT,
+    EOS,
+    VOCABULARY,
+    greedy,
+    recompute,
+    recompute_mixed,
+    staged,
+    text_of,
+    versions_of,
+)
+
+from rollout_svc.engines.base import (
+    EngineError,
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    InferenceEngine,
+    PauseMode,
+    Sample,
+    Sampling,
+)
+from sluice.versions import BASE, Version
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [5, 9, 17, 33, 64, 21, 7]
+FREE = Sampling(max_tokens=24, ignore_eos=True)
+LONG = replace(FREE, max_tokens=400)
+TOLERANCE = {"atol": 1e-4, "rtol": 0.0}
+DEADLINE_S = 60.0
+
+
+def ask(sampling: Sampling = FREE, n: int = 1, prompt: list[int] | None = None, **more: Any) -> GenerationRequest:
+    return GenerationRequest("request", prompt or PROMPT, sampling, n=n, **more)
+
+
+async def one(engine: InferenceEngine, sampling: Sampling = FREE, prompt: list[int] | None = None) -> Sample:
+    return (await engine.agenerate(ask(sampling, prompt=prompt))).samples[0]
+
+
+async def collect(chunks: AsyncIterator[GenerationChunk]) -> list[GenerationChunk]:
+    return [chunk async for chunk in chunks]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - status() is meant to be polled
+            await asyncio.sleep(0.001)
+
+
+async def until_tokens(engine: InferenceEngine, count: int) -> None:
+    """Wait until the engine has sampled some more tokens."""
+    target = engine.status().generated_tokens + count
+    await until(lambda: engine.status().generated_tokens >= target)
+
+
+def stop_within(ids: list[int]) -> str:
+    """Text of two ordinary tokens in the middle of a continuation."""
+    return next(text_of(ids[i : i + 2]) for i in range(4, len(ids)) if min(ids[i : i + 2]) > EOS)
+
+
+def assert_policy(model: Path, sample: Sample, temperature: float = 1.0, prompt: list[int] | None = None) -> None:
+    expected = recompute(model, prompt or PROMPT, sample.token_ids, temperature)
+    torch.testing.assert_close(torch.tensor(sample.logprobs), expected, **TOLERANCE)
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def on_base_weights(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    """Each test leaves its engine on the base model, whole and idle."""
+    yield
+    for name in ("engine", "keeping_engine", "tied_engine"):
+        if name in request.fixturenames:
+            engine = request.getfixturevalue(name)
+            await engine.resume()
+            await engine.reload_base()
+            await until(lambda engine=engine: engine.status().running + engine.status().queued == 0)
+
+
+class TestSampling:
+    @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+    async def test_logprobs_are_the_policy_after_temperature(self, engine, models, temperature):
+        result = await engine.agenerate(ask(replace(FREE, max_tokens=64, temperature=temperature), n=4))
+        for sample in result.samples:
+            assert_policy(models.base, sample, temperature)
+
+    async def test_gives_each_sample_by_index(self, engine):
+        result = await engine.agenerate(ask(n=5))
+        assert [sample.index for sample in result.samples] == [0, 1, 2, 3, 4]
+        assert len({tuple(sample.token_ids) for sample in result.samples}) == 5
+        for sample in result.samples:
+            assert len(sample.token_ids) == len(sample.logprobs) == FREE.max_tokens
+            assert sample.finish_reason is FinishReason.LENGTH
+            assert versions_of(sample.spans, 24) == [BASE] * 24
+
+    async def test_greedy_takes_the_most_likely_token(self, engine, models):
+        sample = await one(engine, replace(FREE, temperature=0.0))
+        assert sample.token_ids == greedy(models.base, PROMPT, 24)
+
+    async def test_a_seed_makes_samples_reproducible(self, engine):
+        seeded = replace(FREE, seed=1234)
+        first = await engine.agenerate(ask(seeded, n=3))
+        second = await engine.agenerate(ask(seeded, n=3))
+        other = await one(engine, replace(FREE, seed=1235))
+        ids = [sample.token_ids for sample in first.samples]
+        assert ids == [sample.token_ids for sample in second.samples]
+        assert ids[0] != ids[1]
+        assert ids[1] == other.token_ids  # sample i uses seed + i
+
+    async def test_top_logprobs_are_those_of_the_policy(self, engine, models):
+        sample = await one(engine, replace(FREE, temperature=0.0, top_logprobs=3))
+        for position in (0, 11, 23):
+            top = sample.top_logprobs[position]
+            assert len(top) == 3
+            assert top[0] == (sample.token_ids[position], pytest.approx(sample.logprobs[position]))
+            second = [*sample.token_ids[:position], top[1][0]]
+            assert recompute(models.base, PROMPT, second)[-1].item() == pytest.approx(top[1][1], abs=1e-4)
+
+    async def test_prompt_logprobs_leave_out_the_first_token(self, engine, models):
+        result = await engine.agenerate(ask(prompt_logprobs=True))
+        expected = recompute(models.base, PROMPT[:1], PROMPT[1:])
+        torch.testing.assert_close(torch.tensor(result.prompt_logprobs), expected, **TOLERANCE)
+
+    async def test_without_max_tokens_the_context_is_the_limit(self, engine):
+        prompt = [3 + i % 100 for i in range(CONTEXT - 20)]
+        sample = await one(engine, Sampling(ignore_eos=True), prompt)
+        assert (len(sample.token_ids), sample.finish_reason) == (20, FinishReason.LENGTH)
+
+    async def test_a_prompt_that_leaves_no_room_is_refused(self, engine):
+        with pytest.raises(ValueError, match=str(CONTEXT)):
+            await one(engine, prompt=[5] * CONTEXT)
+        assert engine.status().healthy
+
+
+class TestEnding:
+    async def test_a_stop_token_is_kept(self, engine, models):
+        ids = greedy(models.base, PROMPT, 24)
+        stop = ids[10]
+        sample = await one(engine, replace(FREE, temperature=0.0, stop_token_ids=(stop,)))
+        assert sample.token_ids == ids[: ids.index(stop) + 1]
+        assert sample.finish_reason is FinishReason.STOP
+
+    async def test_the_tokens_that_complete_a_stop_string_are_kept(self, engine, models):
+        ids = greedy(models.base, PROMPT, 24)
+        stop = stop_within(ids)
+        sample = await one(engine, replace(FREE, temperature=0.0, stop=("zzz", stop)))
+        end = text_of(ids).index(stop) + len(stop)
+        assert sample.token_ids == ids[:end]
+        assert len(sample.logprobs) == end
+        assert (sample.finish_reason, sample.stop_string) == (FinishReason.STOP, stop)
+
+    async def test_the_model_s_end_token_ends_unless_ignored(self, engine):
+        biased = replace(FREE, logit_bias={EOS: 100.0})
+        ended = await one(engine, replace(biased, ignore_eos=False))
+        assert (ended.token_ids, ended.finish_reason) == ([EOS], FinishReason.STOP)
+        assert len((await one(engine, biased)).token_ids) == FREE.max_tokens
+
+    async def test_cancelling_the_caller_frees_the_engine(self, engine):
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: engine.status().running + engine.status().queued == 0)
+        assert engine.status().generated_tokens >= 0
+
+    async def test_closing_a_stream_frees_the_engine(self, engine):
+        stream = engine.stream(ask(LONG, n=2))
+        assert (await anext(stream)).token_ids
+        await stream.aclose()
+        await until(lambda: engine.status().running + engine.status().queued == 0)
+
+    async def test_abort_gives_the_tokens_so_far(self, engine, models):
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 3)
+        assert await engine.abort("request")
+        sample = await task
+        assert sample.finish_reason is FinishReason.ABORT
+        assert 0 < len(sample.token_ids) == len(sample.logprobs) < LONG.max_tokens
+        assert_policy(models.base, sample)
+        assert versions_of(sample.spans, len(sample.token_ids)) == [BASE] * len(sample.token_ids)
+
+    async def test_abort_of_an_unknown_request_is_false(self, engine):
+        assert not await engine.abort("nobody")
+
+
+class TestStream:
+    async def test_chunks_add_up_to_the_samples(self, engine, models):
+        chunks = await collect(engine.stream(ask(replace(LONG, max_tokens=60), n=3)))
+        for index in range(3):
+            mine = [chunk for chunk in chunks if chunk.index == index]
+            token_ids = [id_ for chunk in mine for id_ in chunk.token_ids]
+            logprobs = [value for chunk in mine for value in chunk.logprobs]
+            assert len(token_ids) == 60
+            assert [chunk.offset for chunk in mine] == [
+                sum(len(c.token_ids) for c in mine[:i]) for i in range(len(mine))
+            ]
+            assert [chunk.finish_reason for chunk in mine] == [None] * (len(mine) - 1) + [FinishReason.LENGTH]
+            torch.testing.assert_close(torch.tensor(logprobs), recompute(models.base, PROMPT, token_ids), **TOLERANCE)
+            for chunk in mine:
+                assert not chunk.token_ids or chunk.spans[0].start == chunk.offset
+
+    async def test_comes_while_it_is_sampled(self, engine):
+        stream = engine.stream(ask(LONG), coalesce_s=0.0)
+        first = await anext(stream)
+        assert 0 < len(first.token_ids) < LONG.max_tokens
+        await stream.aclose()
+
+    async def test_carries_stop_strings_and_alternatives(self, engine, models):
+        stop = stop_within(greedy(models.base, PROMPT, 24))
+        sampling = replace(FREE, temperature=0.0, stop=(stop,), top_logprobs=2)
+        chunks = await collect(engine.stream(ask(sampling)))
+        assert (chunks[-1].finish_reason, chunks[-1].stop_string) == (FinishReason.STOP, stop)
+        assert all(len(chunk.top_logprobs) == len(chunk.token_ids) for chunk in chunks)
+
+
+class TestPause:
+    async def test_keep_freezes_and_resume_goes_on(self, engine, models):
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 3)
+        await engine.pause(PauseMode.KEEP)
+        assert engine.status().paused
+        frozen = engine.status().generated_tokens
+        late = asyncio.create_task(one(engine))
+        done, _ = await asyncio.wait({task, late}, timeout=0.3)
+        assert not done
+        assert engine.status().generated_tokens == frozen
+        await engine.resume()
+        assert_policy(models.base, await task)
+        assert_policy(models.base, await late)
+        assert not engine.status().paused
+
+    async def test_abort_ends_requests_with_their_tokens(self, engine):
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 3)
+        await engine.pause(PauseMode.ABORT)
+        sample = await asyncio.wait_for(task, DEADLINE_S)
+        assert sample.finish_reason is FinishReason.ABORT
+        assert 0 < len(sample.token_ids) < LONG.max_tokens
+
+    async def test_wait_lets_requests_end(self, engine):
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 3)
+        await engine.pause(PauseMode.WAIT)
+        sample = await asyncio.wait_for(task, DEADLINE_S)
+        assert (len(sample.token_ids), sample.finish_reason) == (LONG.max_tokens, FinishReason.LENGTH)
+
+    async def test_an_update_leaves_a_paused_engine_paused(self, engine, models):
+        await engine.pause(PauseMode.KEEP)
+        await engine.apply(staged(models.second, Version(1, 1)))
+        assert engine.status().paused
+        await engine.resume()
+        assert_policy(models.second, await one(engine))
+
+
+class TestWeights:
+    async def test_a_request_under_way_goes_on_under_the_new_weights(self, engine, models):
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 5)
+        report = await engine.apply(staged(models.second, Version(1, 1)))
+        assert report.version == engine.status().version == Version(1, 1)
+        assert report.pause_s >= report.apply_s > 0
+        sample = await task
+        assert [span.version for span in sample.spans] == [BASE, Version(1, 1)]
+        switch = sample.spans[1].start
+        assert 0 < switch < len(sample.token_ids) == LONG.max_tokens
+        logprobs = torch.tensor(sample.logprobs)
+        old = recompute(models.base, PROMPT, sample.token_ids)
+        new = recompute(models.second, PROMPT, sample.token_ids)
+        torch.testing.assert_close(logprobs[:switch], old[:switch], **TOLERANCE)
+        torch.testing.assert_close(logprobs[switch:], new[switch:], **TOLERANCE)
+
+    async def test_kept_keys_and_values_are_the_older_weights_own(self, keeping_engine, models):
+        task = asyncio.create_task(one(keeping_engine, LONG))
+        await until_tokens(keeping_engine, 5)
+        await keeping_engine.apply(staged(models.second, Version(1, 1)))
+        sample = await task
+        switch = sample.spans[1].start
+        logprobs = torch.tensor(sample.logprobs)
+        old = recompute(models.base, PROMPT, sample.token_ids)
+        torch.testing.assert_close(logprobs[:switch], old[:switch], **TOLERANCE)
+        mixed = recompute_mixed(models.base, models.second, PROMPT, sample.token_ids, switch)
+        torch.testing.assert_close(logprobs[switch:], mixed, **TOLERANCE)
+
+    async def test_streams_carry_the_spans_as_they_go(self, engine, models):
+        chunks: list[GenerationChunk] = []
+        stream = engine.stream(ask(LONG, n=2))
+        while len(chunks) < 4:
+            chunks.append(await anext(stream))
+        await engine.apply(staged(models.second, Version(1, 1)))
+        chunks.extend(await collect(stream))
+        for index in range(2):
+            mine = [chunk for chunk in chunks if chunk.index == index]
+            token_ids = [id_ for chunk in mine for id_ in chunk.token_ids]
+            logprobs = torch.tensor([value for chunk in mine for value in chunk.logprobs])
+            versions = [
+                version
+                for chunk in mine
+                for version in versions_of(
+                    [replace(span, start=span.start - chunk.offset) for span in chunk.spans], len(chunk.token_ids)
+                )
+            ]
+            switch = versions.count(BASE)
+            assert versions == [BASE] * switch + [Version(1, 1)] * (LONG.max_tokens - switch)
+            old = recompute(models.base, PROMPT, token_ids)
+            new = recompute(models.second, PROMPT, token_ids)
+            torch.testing.assert_close(logprobs[:switch], old[:switch], **TOLERANCE)
+            torch.testing.assert_close(logprobs[switch:], new[switch:], **TOLERANCE)
+
+    async def test_applying_twice_changes_nothing(self, engine, models):
+        await engine.apply(staged(models.second, Version(1, 1)))
+        await engine.apply(staged(models.second, Version(1, 1)))
+        assert engine.status().version == Version(1, 1)
+        assert_policy(models.second, await one(engine))
+
+    async def test_versions_follow_each_other_and_the_base_returns(self, engine, models):
+        for version, model in ((Version(1, 1), models.second), (Version(1, 2), models.third)):
+            await engine.apply(staged(model, version))
+            sample = await one(engine)
+            assert [span.version for span in sample.spans] == [version]
+            assert_policy(model, sample)
+        report = await engine.reload_base()
+        assert report.version == engine.status().version == BASE
+        assert_policy(models.base, await one(engine))
+
+    async def test_tied_embeddings_change_on_both_ends(self, tied_engine, models):
+        assert_policy(models.tied, await one(tied_engine))
+        await tied_engine.apply(staged(models.tied_second, Version(1, 1)))
+        assert_policy(models.tied_second, await one(tied_engine))
+        await tied_engine.reload_base()
+        assert_policy(models.tied, await one(tied_engine))
+
+    async def test_prompts_are_computed_anew_after_an_update(self, engine, models):
+        prompt = [2 + i * 7 % 120 for i in range(200)]
+        await one(engine, prompt=prompt)
+        assert_policy(models.base, await one(engine, prompt=prompt), prompt=prompt)
+        await engine.apply(staged(models.second, Version(1, 1)))
+        assert_policy(models.second, await one(engine, prompt=prompt), prompt=prompt)
+
+    async def test_prompts_are_computed_anew_where_keys_are_kept(self, keeping_engine, models):
+        prompt = [2 + i * 7 % 120 for i in range(200)]
+        await one(keeping_engine, prompt=prompt)
+        await keeping_engine.apply(staged(models.second, Version(1, 1)))
+        assert_policy(models.second, await one(keeping_engine, prompt=prompt), prompt=prompt)
+
+    @pytest.mark.parametrize("fault", ["missing", "unknown", "shape"])
+    async def test_a_version_that_does_not_fit_is_refused(self, engine, models, fault):
+        whole = staged(models.second, Version(1, 1))
+        name = "model.norm.weight"
+        tensors = {key: spec for key, spec in whole.tensors.items() if key != name}
+        if fault == "unknown":
+            tensors |= {name: whole.tensors[name], "model.extra.weight": whole.tensors[name]}
+        elif fault == "shape":
+            tensors[name] = replace(whole.tensors[name], shape=(3,))
+        with pytest.raises(EngineError, match="does not fit"):
+            await engine.apply(replace(whole, tensors=tensors))
+        await self.assert_base_serves(engine, models)
+
+    @pytest.mark.parametrize("fault", ["cut", "gone", "garbage"])
+    async def test_a_damaged_file_leaves_the_old_version_serving(self, engine, models, tmp_path, fault):
+        whole = staged(models.second, Version(1, 1))
+        path = tmp_path / "damaged.safetensors"
+        data = whole.path.read_bytes()
+        if fault != "gone":
+            path.write_bytes(data[: len(data) // 2] if fault == "cut" else b"\xff" * 4096)
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 3)
+        with pytest.raises(EngineError):
+            await engine.apply(replace(whole, path=path))
+        sample = await task
+        assert [span.version for span in sample.spans] == [BASE]
+        assert_policy(models.base, sample)
+        await self.assert_base_serves(engine, models)
+        shutil.copy(whole.path, path)
+        await engine.apply(replace(whole, path=path))
+        assert_policy(models.second, await one(engine))
+
+    async def assert_base_serves(self, engine, models):
+        status = engine.status()
+        assert status.healthy
+        assert status.version == BASE
+        assert_policy(models.base, await one(engine))
+
+
+class TestStatus:
+    async def test_describes_the_model(self, engine, models):
+        info = engine.info
+        assert info.architecture == "Qwen3ForCausalLM"
+        assert (info.vocabulary_size, info.max_model_len, info.dtype) == (VOCABULARY, CONTEXT, "float32")
+        assert info.eos_token_ids == (EOS,)
+        assert Path(info.model) == models.base
+
+    async def test_counts_load_and_tokens(self, engine):
+        before = engine.status()
+        tasks = [asyncio.create_task(one(engine, LONG)) for _ in range(3)]
+        await until(lambda: engine.status().running == 3)
+        assert 0 <= engine.status().kv_cache_usage <= 1
+        await asyncio.gather(*tasks)
+        after = engine.status()
+        assert after.generated_tokens - before.generated_tokens == 3 * LONG.max_tokens
+        assert after.prompt_tokens - before.prompt_tokens == 3 * len(PROMPT)
+        assert (after.running, after.queued, after.healthy) == (0, 0, True)
