@@ -1,0 +1,238 @@
+"""The memory of a run: what was drawn, accepted, batched and trained survives a SIGKILL at any moment.
+
+Payloads (trajectories with their text) go to checksummed segments, facts to an SQLite index that names the payloads.
+Records are gathered for a few milliseconds and made durable together: segments first, then the index, so that the index
+never names what is not there. `durable` returns when everything recorded before is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from orchestrator_svc.journal_index import DrawnTask, JournalError, JournalIndex, Recovery
+from orchestrator_svc.scheduler import Batch
+from orchestrator_svc.segments import SegmentError, SegmentWriter, read_record
+from sluice.v1 import orchestrator_pb2
+from sluice.versions import Version
+
+__all__ = ["DrawnTask", "Journal", "JournalError", "Recovery"]
+
+log = structlog.get_logger(__name__)
+
+Record = Callable[[JournalIndex, SegmentWriter], None]
+_Answer = TypeVar("_Answer")
+
+
+class Journal:
+    """The journal of one run; use it from one event loop, `close` it at the end.
+
+    Args:
+        run_dir: The run's directory: ``journal.sqlite`` and ``journal/`` lie in it.
+        identity: What must not change between two starts, such as run, seed and environment.
+        fsync_interval_s: Seconds that records are gathered before they are made durable.
+        segment_bytes: Size of a segment.
+        queue_records: Records that may wait; more are an error.
+
+    Raises:
+        JournalError: if the journal belongs to something else or cannot be read.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        identity: Mapping[str, str],
+        *,
+        fsync_interval_s: float = 0.005,
+        segment_bytes: int = 64 << 20,
+        queue_records: int = 100_000,
+    ) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._directory = run_dir / "journal"
+        self._index = JournalIndex(run_dir / "journal.sqlite")
+        self._index.identify(identity)
+        self._segments = SegmentWriter(self._directory, segment_bytes)
+        self._interval_s, self._queue_records = fsync_interval_s, queue_records
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._waiting: list[Record] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._failure: JournalError | None = None
+        self._checkpoints: list[int] = []
+        self.resumes = self._index.has_run()
+        self.position = 0
+
+    # Recording. These return at once; what they say is durable after `durable`.
+
+    def draw(self, number: int, position: int, next_position: int) -> None:
+        """A task was drawn for a group; the next fresh one comes from `next_position` of the stream."""
+
+        def record(index: JournalIndex, _segments: SegmentWriter) -> None:
+            index.draw(number, position)
+            index.set_meta("next_group", str(number + 1))
+            index.set_meta("next_position", str(next_position))
+
+        self._record(record)
+
+    def accept(
+        self, number: int, versions: Iterable[Version], records: Sequence[orchestrator_pb2.TrajectoryRecord]
+    ) -> None:
+        """A group was scored; `records` are the trajectories that may be trained."""
+        known = list(versions)
+
+        def record(index: JournalIndex, segments: SegmentWriter) -> None:
+            index.accept(number, known, [segments.append(each.SerializeToString()) for each in records])
+
+        self._record(record)
+
+    def drop(self, number: int, reason: str, *, was_accepted: int) -> None:
+        """A group in no batch was given up; `was_accepted` is the number of its trajectories, 0 if it never had any."""
+
+        def record(index: JournalIndex, _segments: SegmentWriter) -> None:
+            index.drop_group(number)
+            index.count("dropped" if was_accepted else "failed", reason, was_accepted or 1)
+
+        self._record(record)
+
+    def drop_trajectories(self, reason: str, count: int) -> None:
+        """Trajectories were generated and given up at once."""
+
+        def record(index: JournalIndex, _segments: SegmentWriter) -> None:
+            index.count("accepted", "", count)
+            index.count("dropped", reason, count)
+
+        self._record(record)
+
+    def make_batch(self, batch: Batch) -> None:
+        """A batch was made."""
+        self._record(lambda index, _: index.make_batch(batch))
+
+    def apply_batch(self, sequence_no: int, trained: int, dropped: Mapping[str, int], elapsed_s: float) -> None:
+        """A batch was applied."""
+        counts = dict(dropped)
+
+        def record(index: JournalIndex, _segments: SegmentWriter) -> None:
+            index.apply_batch(sequence_no, trained, counts)
+            index.set_meta("elapsed_s", f"{elapsed_s:.3f}")
+
+        self._record(record)
+
+    def open_epoch(self, epoch: int, restored: int, kept: Iterable[int]) -> None:
+        """The trainer began an epoch at version `restored`; of the later batches only `kept` go on."""
+        batches = list(kept)
+        self._checkpoints = [restored]
+        self._record(lambda index, _: index.open_epoch(epoch, restored, batches))
+
+    def cover(self, number: int) -> None:
+        """A checkpoint at version `number` is complete: what the one before it holds is no longer needed."""
+        self._checkpoints.append(number)
+        if len(self._checkpoints) < 2:
+            return
+        previous = self._checkpoints[-2]
+
+        def record(index: JournalIndex, segments: SegmentWriter) -> None:
+            oldest = index.prune(previous)
+            segments.delete_below(oldest or segments.number)
+
+        self._record(record)
+
+    # Waiting and reading.
+
+    async def durable(self) -> None:
+        """Return when everything recorded so far is on disk.
+
+        Raises:
+            JournalError: if it cannot be written.
+        """
+        while self._flushing is not None and self._failure is None:
+            await asyncio.shield(self._flushing)
+        if self._failure is not None:
+            raise self._failure
+
+    async def allot_epoch(self) -> int:
+        """Allot the next epoch, durably."""
+        return await self._ask(_allot)
+
+    async def recover(self) -> Recovery:
+        """Read what the run left behind."""
+        return await self._ask(lambda index: index.recover())
+
+    async def read_group(self, number: int) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """The trajectories of a group.
+
+        Raises:
+            JournalError: if one of them is damaged.
+        """
+        return await self._ask(lambda index: _read(index, self._directory, number))
+
+    async def close(self) -> None:
+        """Write what waits and close the files."""
+        try:
+            await self.durable()
+        finally:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._close)
+            self._thread.shutdown()
+
+    def _close(self) -> None:
+        self._segments.close()
+        self._index.connection.close()
+
+    async def _ask(self, question: Callable[[JournalIndex], _Answer]) -> _Answer:
+        await self.durable()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._index)
+
+    def _record(self, record: Record) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if len(self._waiting) >= self._queue_records:
+            raise JournalError(
+                f"{len(self._waiting)} records wait to be written: the disk is too slow (orchestrator.journal.queue_records)"
+            )
+        self._waiting.append(record)
+        self.position += 1
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush(), name="journal")
+
+    async def _flush(self) -> None:
+        """Write until nothing waits; whatever arrives during one write travels in the next."""
+        try:
+            while self._waiting:
+                await asyncio.sleep(self._interval_s)
+                records, self._waiting = self._waiting, []
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records)
+        except (OSError, sqlite3.Error) as error:
+            self._failure = JournalError(f"cannot write the journal in {self._directory.parent}: {error}")
+            log.error("journal failed", error=str(error))  # noqa: TRY400 - whoever waits for it raises
+        finally:
+            self._flushing = None
+
+    def _commit(self, records: Sequence[Record]) -> None:
+        connection = self._index.connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            for record in records:
+                record(self._index, self._segments)
+            self._segments.sync()
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+
+
+def _allot(index: JournalIndex) -> int:
+    return index.allot_epoch()
+
+
+def _read(index: JournalIndex, directory: Path, number: int) -> list[orchestrator_pb2.TrajectoryRecord]:
+    try:
+        return [
+            orchestrator_pb2.TrajectoryRecord.FromString(read_record(directory, location))
+            for location in index.locations(number)
+        ]
+    except SegmentError as error:
+        raise JournalError(f"group {number} of the journal cannot be read: {error}") from error

@@ -1,0 +1,249 @@
+"""Groups from dispatch to training: when one more may start, what makes a batch, and what became of each.
+
+A pure state machine: no clock, no I/O. Every group ends as applied or dropped; `accounting` says the same of every
+trajectory. See `staleness` for the bound and `formation` for the order.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from orchestrator_svc.accounting import Accounting, Reason
+from orchestrator_svc.formation import Candidate, choose, window_size
+from orchestrator_svc.staleness import Lineage, StalenessBound
+from sluice.versions import Version
+
+__all__ = ["Batch", "Formation", "Group", "OnStale", "Scheduler", "Stage"]
+
+
+class Stage(enum.Enum):
+    """Where a live group stands."""
+
+    RUNNING = "running"
+    READY = "ready"
+    BATCHED = "batched"
+
+
+class OnStale(enum.Enum):
+    """What happens to trajectories with tokens beyond the bound."""
+
+    DROP = "drop"
+    TRUNCATE = "truncate"
+    REQUEUE = "requeue"
+
+
+@dataclass(slots=True)
+class Group:
+    """A live group.
+
+    Attributes:
+        number: Order of dispatch; also its name.
+        position: Place of its task in the stream of tasks.
+        versions: While it runs: the version that its replica served at dispatch, a lower bound. Then: those of its tokens.
+        stage: Where it stands.
+        trajectories: Accepted trajectories.
+        passed: Younger groups that were batched while it was running.
+    """
+
+    number: int
+    position: int
+    versions: tuple[Version, ...]
+    stage: Stage = Stage.RUNNING
+    trajectories: int = 0
+    passed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch that was made and is not applied yet."""
+
+    sequence_no: int
+    batch_id: str
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Formation:
+    """Outcome of an attempt to make a batch.
+
+    Attributes:
+        batch: The batch; None if it has to wait.
+        stale: Groups that were dropped on the way because no batch may train them any more.
+    """
+
+    batch: Batch | None
+    stale: tuple[Group, ...] = ()
+
+
+class Scheduler:
+    """Decides on dispatch and batches.
+
+    Args:
+        bound: The staleness bound.
+        window_fraction: Share of a batch by which younger groups may pass an older unfinished one.
+        on_stale: What happens to groups that are too old for every batch to come.
+        max_steps: Batches to make in all.
+        max_running: Most groups that run at a time.
+    """
+
+    def __init__(
+        self, bound: StalenessBound, *, window_fraction: float, on_stale: OnStale, max_steps: int, max_running: int
+    ) -> None:
+        self.bound = bound
+        self.max_steps, self.max_running = max_steps, max_running
+        self.lineage = Lineage()
+        self.accounting = Accounting()
+        self.epoch = 0
+        self.applied = 0
+        self.groups: dict[int, Group] = {}
+        self.batches: dict[int, Batch] = {}
+        self._window = window_size(bound.batch_groups, window_fraction)
+        self._on_stale = on_stale
+
+    @property
+    def next_batch(self) -> int:
+        """Sequence number of the next batch to make."""
+        return self.applied + len(self.batches) + 1
+
+    def count(self, stage: Stage) -> int:
+        """Live groups in a stage."""
+        return sum(group.stage is stage for group in self.groups.values())
+
+    @property
+    def at_capacity(self) -> bool:
+        """Whether the staleness bound (or `max_concurrent`) stops dispatch."""
+        return len(self.groups) >= self.bound.capacity
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether the live groups are enough for all the batches still to be made."""
+        unbatched = len(self.groups) - self.count(Stage.BATCHED)
+        return unbatched >= (self.max_steps - self.next_batch + 1) * self.bound.batch_groups
+
+    def wanted_version(self) -> Version | None:
+        """The oldest version that may sample one more group; None while none may start."""
+        if self.at_capacity or self.satisfied or self.count(Stage.RUNNING) >= self.max_running:
+            return None
+        return Version(self.epoch, self.bound.oldest_usable(self.applied, len(self.groups)))
+
+    def start(self, number: int, position: int, version: Version) -> Group:
+        """A group was dispatched to a replica that serves `version`.
+
+        Raises:
+            ValueError: if no group may start, the version is too old, or the number is taken.
+        """
+        wanted = self.wanted_version()
+        if wanted is None or version < wanted or number in self.groups:
+            raise ValueError(f"group {number} may not start on version {version}: wanted is {wanted}")
+        group = self.groups[number] = Group(number, position, (version,))
+        return group
+
+    def finish(self, number: int, versions: Iterable[Version], trajectories: int) -> None:
+        """A group's trajectories were accepted: it is ready for a batch."""
+        group = self.groups[number]
+        group.versions = tuple(sorted(set(versions))) or group.versions
+        group.stage, group.trajectories = Stage.READY, trajectories
+        self.accounting.accept(trajectories)
+
+    def drop(self, number: int, reason: str) -> Group:
+        """A group that is in no batch is given up."""
+        group = self.groups.pop(number)
+        if group.stage is Stage.RUNNING:
+            self.accounting.failed_groups[reason] += 1
+        else:
+            self.accounting.drop(reason, group.trajectories)
+        return group
+
+    def drop_trajectories(self, reason: str, count: int) -> None:
+        """Some trajectories of a group were accepted and given up at once, such as those without a reward."""
+        self.accounting.accept(count)
+        self.accounting.drop(reason, count)
+
+    def form(self) -> Formation:
+        """Make the next batch if its groups are there, dropping those that came too late for it."""
+        number = self.next_batch
+        stale = self._drop_stale(number)
+        if number > self.max_steps:
+            return Formation(None, stale)
+        waiting = [group for group in self.groups.values() if group.stage is not Stage.BATCHED]
+        candidates = [
+            Candidate(group.number, group.stage is Stage.READY, max(number, self._last_batch(group)), group.passed)
+            if self._on_stale is OnStale.TRUNCATE
+            else Candidate(group.number, group.stage is Stage.READY, self._last_batch(group), group.passed)
+            for group in sorted(waiting, key=lambda each: each.number)
+        ]
+        chosen = choose(candidates, number, self.bound.batch_groups, self._window)
+        if chosen is None:
+            return Formation(None, stale)
+        for group in waiting:
+            if group.stage is Stage.RUNNING:
+                group.passed += sum(each > group.number for each in chosen)
+        batch = Batch(number, f"batch-{number}-epoch-{self.epoch}", tuple(chosen))
+        self._add(batch)
+        return Formation(batch, stale)
+
+    def apply(self, sequence_no: int, trained: int, dropped: Mapping[str, int]) -> Batch:
+        """The trainer applied a batch.
+
+        Args:
+            sequence_no: The batch, the oldest one that was made.
+            trained: Its trajectories that took part.
+            dropped: Those that did not, by reason.
+
+        Raises:
+            ValueError: if another batch is due.
+        """
+        if sequence_no != self.applied + 1 or sequence_no not in self.batches:
+            raise ValueError(f"batch {sequence_no} was applied, but {self.applied + 1} is due")
+        batch = self.batches.pop(sequence_no)
+        for number in batch.groups:
+            del self.groups[number]
+        self.applied = sequence_no
+        self.accounting.apply(sequence_no, trained, dropped)
+        return batch
+
+    def open_epoch(self, epoch: int, number: int, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
+        """A trainer began an epoch at version `number`; the batches after it have to be applied (again).
+
+        Args:
+            epoch: The new epoch.
+            number: The version it begins at.
+            lost: All batches that were made after it, with their groups.
+        """
+        self.lineage.open(epoch, number)
+        self.epoch, self.applied = epoch, number
+        self.accounting.roll_back(number)
+        for batch in self.batches.values():
+            for each in batch.groups:
+                del self.groups[each]
+        self.batches.clear()
+        for batch, groups in sorted(lost, key=lambda pair: pair[0].sequence_no):
+            self._restore(batch, list(groups))
+
+    def _restore(self, batch: Batch, groups: list[Group]) -> None:
+        """Put a batch back in its place, or its groups back in line where it no longer holds together."""
+        for group in groups:
+            group.stage = Stage.READY
+            self.groups[group.number] = group
+        whole = {group.number for group in groups} == set(batch.groups)
+        fresh = all(self._last_batch(group) >= batch.sequence_no for group in groups)
+        if whole and batch.sequence_no == self.next_batch and (fresh or self._on_stale is OnStale.TRUNCATE):
+            self._add(batch)
+
+    def _add(self, batch: Batch) -> None:
+        self.batches[batch.sequence_no] = batch
+        for number in batch.groups:
+            self.groups[number].stage = Stage.BATCHED
+
+    def _last_batch(self, group: Group) -> int:
+        return self.bound.last_batch(self.lineage.oldest(group.versions))
+
+    def _drop_stale(self, number: int) -> tuple[Group, ...]:
+        if self._on_stale is OnStale.TRUNCATE:
+            return ()
+        late = [
+            group for group in self.groups.values() if group.stage is Stage.READY and self._last_batch(group) < number
+        ]
+        return tuple(self.drop(group.number, Reason.STALE) for group in late)
