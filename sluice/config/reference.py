@@ -101,6 +101,8 @@ def _default(field: FieldInfo, table: object, name: str) -> str:
         if field.is_required():
             return "required"
         value = field.get_default(call_default_factory=True)
+    if field.default_factory is not None and isinstance(value, str | int | float | Path):
+        return "computed"  # such as the host's name, which has no place in a page
     if value is None:
         return "none"
     if isinstance(value, bool):
