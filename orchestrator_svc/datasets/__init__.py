@@ -1,0 +1,1 @@
+"""Data sets of single-turn tasks: questions with their answers."""

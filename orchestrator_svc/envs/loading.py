@@ -1,0 +1,110 @@
+"""Finds an environment by what the settings call it, and constructs it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
+from sluice.config import ConfigError
+
+__all__ = ["BUILT_IN", "ENVIRONMENT_GROUP", "load_attribute", "load_environment"]
+
+ENVIRONMENT_GROUP = "sluice.environments"
+"""Entry points of this group name environments that are installed."""
+
+BUILT_IN: Mapping[str, str] = {"question_answer": "orchestrator_svc.envs.question_answer:QuestionAnswer"}
+
+
+def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurnEnvironment | MultiTurnEnvironment:
+    """Construct an environment.
+
+    Args:
+        reference: An installed id, ``module:Attr`` or ``path/to/env.py:Attr``.
+        arguments: Keyword arguments of the class or function that it names.
+
+    Raises:
+        ConfigError: if it cannot be found or constructed, or is no environment.
+    """
+    if not reference:
+        raise ConfigError('no environment is set: give orchestrator.environment = "path/to/env.py:Class"')
+    make = load_attribute(_location(reference), "environment")
+    try:
+        environment = make(**arguments)
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"environment {reference} refuses environment_args {dict(arguments)!r}: {error}") from error
+    if not isinstance(environment, SingleTurnEnvironment | MultiTurnEnvironment) or not hasattr(environment, "name"):
+        raise ConfigError(
+            f"{reference} is not an environment: it needs name, tasks(split, seed), and either messages(task) with"
+            " score(task, completion), or reset(task, seed)"
+        )
+    return environment
+
+
+def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever the user names
+    """The attribute that ``module:Attr`` or ``path.py:Attr`` names.
+
+    Raises:
+        ConfigError: if there is no such module or attribute.
+    """
+    module_name, separator, attribute = location.rpartition(":")
+    if not separator:
+        raise ConfigError(
+            f"{what} {location!r} is neither installed nor of the form module:Attr or path/to/file.py:Attr"
+        )
+    module = _from_file(Path(module_name), what) if module_name.endswith(".py") else _from_name(module_name, what)
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [name for name, value in vars(module).items() if inspect.isclass(value) and not name.startswith("_")]
+        raise ConfigError(f"{module_name} has no {attribute!r}; it defines {', '.join(names) or 'no classes'}")
+    return found
+
+
+def _location(reference: str) -> str:
+    if reference in BUILT_IN:
+        return BUILT_IN[reference]
+    installed = {point.name: point.value for point in entry_points(group=ENVIRONMENT_GROUP)}
+    if ":" not in reference and reference not in installed:
+        known = ", ".join(sorted({*BUILT_IN, *installed}))
+        raise ConfigError(
+            f"no environment {reference!r} is installed; there are: {known}; or give module:Attr or path/to/env.py:Attr"
+        )
+    return installed.get(reference, reference)
+
+
+def _from_name(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cannot import {what} {name}: {error}; is its package installed?") from error
+
+
+def _from_file(path: Path, what: str) -> ModuleType:
+    """Import a file under a name of its own; files beside it can be imported by it."""
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no {what} file {path} (relative paths start at {Path.cwd()})")
+    name = f"sluice_user_{path.parent.name}_{path.stem}".replace("-", "_").replace(".", "_")
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        del sys.modules[name]
+        raise ConfigError(f"cannot import {what} {path}: {error}") from error
+    return module

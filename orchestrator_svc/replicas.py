@@ -1,0 +1,157 @@
+"""The pool of rollout replicas: found by address or name, polled, chosen by load, evicted and taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import structlog
+
+from orchestrator_svc.config import ReplicasConfig
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.resolve_targets import resolve_targets
+from sluice.config import SecurityConfig
+from sluice.versions import Version
+
+__all__ = ["ReplicaPool"]
+
+log = structlog.get_logger(__name__)
+
+
+class ReplicaPool:
+    """Knows which replicas there are and which of them may take work.
+
+    Args:
+        addresses: Configured addresses; names stand for all that they resolve to, looked up again and again.
+        security: Tokens and TLS.
+        config: Intervals and limits.
+        on_change: Called when a replica's version or fitness changed.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        security: SecurityConfig,
+        config: ReplicasConfig,
+        on_change: Callable[[Replica], None],
+    ) -> None:
+        self._addresses, self._security, self._config = list(addresses), security, config
+        self._on_change = on_change
+        self._replicas: dict[str, Replica] = {}
+        self._pollers: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._wanted: Version | None = None
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All that are known."""
+        return list(self._replicas.values())
+
+    async def run(self) -> None:
+        """Find and poll replicas until cancelled; closes their channels."""
+        try:
+            while True:
+                await self._follow_names()
+                await asyncio.sleep(self._config.resolve_s)
+        finally:
+            for poller in self._pollers.values():
+                poller.cancel()
+            await asyncio.gather(*self._pollers.values(), return_exceptions=True)
+            for replica in self._replicas.values():
+                await replica.close()
+
+    async def _follow_names(self) -> None:
+        targets = await resolve_targets(self._addresses)
+        for target in targets:
+            if target not in self._replicas:
+                replica = Replica(target, self._security, self._config.evict_after)
+                self._replicas[target] = replica
+                self._pollers[target] = asyncio.create_task(self._poll(replica), name=f"poll {target}")
+        for target in [each for each in self._replicas if each not in targets]:
+            # Gone from the name service: forget it once it no longer answers either.
+            if self._replicas[target].why_not():
+                await self._forget(target)
+
+    async def _forget(self, target: str) -> None:
+        poller, replica = self._pollers.pop(target), self._replicas.pop(target)
+        poller.cancel()
+        await asyncio.gather(poller, return_exceptions=True)
+        await replica.close()
+        log.info("replica forgotten", replica=replica.name, target=target)
+
+    async def _poll(self, replica: Replica) -> None:
+        while True:
+            before = (replica.version, replica.why_not())
+            await replica.poll(self._config.poll_deadline_s)
+            if (replica.version, replica.why_not()) != before:
+                self._announce(replica)
+            await self._pause(replica)
+
+    async def _pause(self, replica: Replica) -> None:
+        """Wait for the next poll: briefly while someone waits for a version that this replica does not serve yet."""
+        if self._wanted is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.poll_s):
+                    await self._hurry.wait()
+        elif not replica.why_not() and replica.version < self._wanted:
+            await asyncio.sleep(self._config.waiting_poll_s)
+        else:
+            await asyncio.sleep(self._config.poll_s)
+
+    def _announce(self, replica: Replica) -> None:
+        reason = replica.why_not()
+        log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=reason)
+        self._on_change(replica)
+        self._changed.set()
+
+    def wait_for(self, wanted: Version | None) -> None:
+        """Say that dispatch waits for a version (polls become frequent), or no longer does."""
+        self._wanted = wanted
+        if wanted is None:
+            self._hurry.clear()
+        else:
+            self._hurry.set()
+
+    def pick(self, wanted: Version, avoid: frozenset[str] = frozenset()) -> Replica | None:
+        """The least loaded replica that serves `wanted` or newer; those to avoid only if there is no other."""
+        fit = [each for each in self._replicas.values() if not each.why_not(wanted)]
+        preferred = [each for each in fit if each.target not in avoid] or fit
+        return min(preferred, key=lambda each: each.in_flight + each.status.queued, default=None)
+
+    async def choose(self, wanted: Version, avoid: frozenset[str] = frozenset()) -> Replica:
+        """As `pick`, waiting until there is one; the caller sets the deadline."""
+        while (replica := self.pick(wanted, avoid)) is None:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                # Cooldowns end without an announcement.
+                async with asyncio.timeout(self._config.poll_s):
+                    await self._changed.wait()
+        return replica
+
+    @contextlib.contextmanager
+    def occupy(self, replica: Replica, samples: int) -> Iterator[None]:
+        """Count samples as under way at a replica."""
+        replica.in_flight += samples
+        try:
+            yield
+        finally:
+            replica.in_flight -= samples
+
+    def tokenizer_digest(self) -> str:
+        """Digest of tokenizer and template that the replicas share; empty until one answered.
+
+        Raises:
+            ValueError: if they differ.
+        """
+        digests = {each.model.tokenizer_digest: each.name for each in self.replicas if each.model.tokenizer_digest}
+        if len(digests) > 1:
+            raise ValueError(
+                f"replicas {' and '.join(digests.values())} have different tokenizers or templates: give all the same --model"
+            )
+        return next(iter(digests), "")
+
+    def generated_tokens(self) -> int:
+        """Tokens that the replicas sampled since each of them started."""
+        return sum(each.status.generated_tokens for each in self.replicas)

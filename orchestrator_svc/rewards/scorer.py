@@ -1,0 +1,107 @@
+"""Scores completions in worker processes. One that fails or is late is missing, never 0, and its process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any, Self
+
+import structlog
+from pebble import ProcessExpired, ProcessPool
+
+from orchestrator_svc.config import RewardConfig
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.rewards import worker
+
+__all__ = ["Scorer"]
+
+log = structlog.get_logger(__name__)
+
+_STOP_S = 3.0
+"""Seconds that workers get to end before they are killed."""
+
+_TASKS_PER_WORKER = 1 << 16
+"""Scorings after which a worker is replaced: a reward function that leaks must not fill the memory."""
+
+
+class Scorer:
+    """A pool of scoring processes; use it as an async context.
+
+    Args:
+        environment: Reference of the environment whose `score` is called.
+        arguments: Its keyword arguments.
+        config: Workers, time limit and retries.
+    """
+
+    def __init__(self, environment: str, arguments: Mapping[str, Any], config: RewardConfig) -> None:
+        self.failures: Counter[str] = Counter()
+        self._config = config
+        # A server process forks workers that have no gRPC threads; replacing a killed one is then quick.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["orchestrator_svc.rewards.worker"])
+        self._pool = ProcessPool(
+            max_workers=config.workers,
+            max_tasks=_TASKS_PER_WORKER,
+            initializer=worker.initialise,
+            initargs=[environment, dict(arguments)],
+            context=context,
+        )
+
+    async def __aenter__(self) -> Self:
+        """Itself."""
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Stop the workers."""
+        await self.close()
+
+    async def score(self, task: Task, completions: Sequence[str]) -> list[float | None]:
+        """Rewards of some completions of a task; None where it is missing.
+
+        All are scored in one go; if that fails, each on its own, so that one bad completion spoils no other.
+        """
+        together = await self._attempt(task, completions)
+        if together is not None:
+            return list(together)
+        return [await self._alone(task, each) for each in completions]
+
+    async def close(self) -> None:
+        """Stop the workers; what is still being scored is given up."""
+        self._pool.stop()
+        await asyncio.to_thread(self._pool.join, _STOP_S)
+
+    async def _alone(self, task: Task, completion: str) -> float | None:
+        for _ in range(self._config.retries):
+            reward = await self._attempt(task, [completion])
+            if reward is not None:
+                return reward[0]
+        self.failures["missing"] += 1
+        log.warning("reward is missing", task=task.task_id)
+        return None
+
+    async def _attempt(self, task: Task, completions: Sequence[str]) -> list[float] | None:
+        future = self._pool.schedule(
+            worker.score,
+            args=[task.task_id, dict(task.data), list(completions)],
+            timeout=self._config.time_limit_s,
+        )
+        try:
+            rewards: list[float] = await asyncio.wrap_future(future)
+        except TimeoutError:
+            self.failures["timeout"] += 1
+            log.warning("scoring was late", task=task.task_id, limit_s=self._config.time_limit_s)
+        except ProcessExpired as error:
+            self.failures["crash"] += 1
+            log.warning("scoring process ended", task=task.task_id, exit_code=error.exitcode)
+        except (asyncio.CancelledError, CancelledError):
+            future.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - the user's function may raise anything; the reward is then missing
+            self.failures["error"] += 1
+            log.warning("scoring failed", task=task.task_id, error=repr(error))
+        else:
+            return rewards
+        return None

@@ -1,0 +1,1 @@
+"""Workflows: how an episode runs, from a task to trajectories."""

@@ -1,0 +1,98 @@
+"""The contract of workflows: a task in, trajectories out, sampled by an engine that hides replicas and versions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from orchestrator_svc.config import SamplingConfig
+from orchestrator_svc.envs.base import Message, Task
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
+from sluice.versions import Version
+
+__all__ = ["EpisodeData", "EpisodeEngine", "RolloutWorkflow", "chat_messages", "conversation", "sampling_params"]
+
+
+class EpisodeEngine(Protocol):
+    """What a workflow samples from."""
+
+    async def agenerate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
+        """Sample; fails over to other replicas by itself."""
+        ...
+
+    async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
+        """Token ids of text or messages, or of messages that continue given ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeData:
+    """What a workflow is asked for.
+
+    Attributes:
+        task: The task.
+        group_id: Group that its episodes belong to.
+        episodes: Attempts wanted.
+        sampling: How to sample.
+        version: Oldest version that may sample.
+        request_prefix: Unique for this attempt; begins the names of its requests.
+        seed: Seed of the group's random numbers.
+    """
+
+    task: Task
+    group_id: str
+    episodes: int
+    sampling: SamplingConfig
+    version: Version
+    request_prefix: str
+    seed: int
+
+
+class RolloutWorkflow(Protocol):
+    """Runs the episodes of one task."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Run `data.episodes` attempts.
+
+        Returns:
+            One record per trajectory, with tokens and conversation; with the reward if the workflow knows it, else the
+            environment scores the last message. Fewer than wanted if some attempts failed.
+
+        Raises:
+            SluiceError: if the group as a whole cannot be run.
+        """
+        ...
+
+
+def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb2.SamplingParams:
+    """The sampling of one request; the samples of one request use consecutive seeds."""
+    params = tokens_pb2.SamplingParams(
+        temperature=data.sampling.temperature, max_tokens=data.sampling.max_tokens, stop=data.sampling.stop
+    )
+    if data.sampling.seeded:
+        digest = hashlib.blake2b(f"{data.seed}/{data.group_id}/{episode}/{turn}".encode(), digest_size=6).digest()
+        params.seed = int.from_bytes(digest) >> 1
+    return params
+
+
+def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
+    """Messages on the wire.
+
+    Raises:
+        ValueError: if a message has no role.
+    """
+    found = []
+    for message in messages:
+        if "role" not in message:
+            raise ValueError(f"the environment gave a message without a role: {dict(message)!r}")
+        found.append(tokens_pb2.ChatMessage(role=message["role"], content=message.get("content") or ""))
+    return found
+
+
+def conversation(messages: Sequence[Message], answer: str) -> tokens_pb2.Conversation:
+    """The messages and the assistant's answer to them."""
+    return tokens_pb2.Conversation(
+        messages=[*chat_messages(messages), tokens_pb2.ChatMessage(role="assistant", content=answer)]
+    )
