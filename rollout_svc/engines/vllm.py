@@ -6,9 +6,9 @@ vLLM is imported by `VllmEngine.start` and not before: the import takes seconds 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,6 +76,7 @@ class VllmEngine:
         self._start_method = start_method
         self._processes: VllmProcesses | None = None
         self._base: BaseModel | None = None
+        self._seeds = True
         self._version = BASE
         self._staged: StagedVersion | None = None
         self._commands = asyncio.Lock()
@@ -83,6 +84,7 @@ class VllmEngine:
         self._admit.set()
         self._paused: PauseMode | None = None
         self._broken = ""
+        self._numbers = itertools.count()
         self._live: dict[str, set[TrackedRequest]] = {}
         self._generated = 0
         self._prompted = 0
@@ -128,6 +130,7 @@ class VllmEngine:
         directory = await asyncio.to_thread(model_directory, self._model, model_config.revision)
         self._base = await asyncio.to_thread(read_base_model, directory)
         self.info = describe(self._model, self._processes.config)
+        self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
         self._broken, self._paused, self._version = "", None, BASE
         self._admit.set()
         async with phase("labelling the base weights", self._phase_deadline_s):
@@ -169,8 +172,13 @@ class VllmEngine:
             ValueError: if this engine cannot sample so.
             EngineError: if the engine died.
         """
-        async with self._submitted(request) as tracked:
+        tracked = await self._submit(request)
+        try:
             output = await tracked.result()
+        except Exception as error:
+            raise lost(request, error) from error
+        finally:
+            await self._release(request, tracked)
         samples = [results.sample(each, request.sampling) for each in output.outputs]
         self._count(request, sum(len(each.token_ids) for each in samples))
         poisoned = sum(results.cut_at_nan(each) for each in samples)
@@ -192,21 +200,24 @@ class VllmEngine:
             ValueError: if this engine cannot sample so.
             EngineError: if the engine died.
         """
+        tracked = await self._submit(request)
         given = 0
         try:
-            async with self._submitted(request) as tracked:
-                while not tracked.ended:
-                    await tracked.wait(max(coalesce_s, LEAST_COALESCE_S))
-                    for index, sampled, ended in tracked.advance():
-                        chunk = results.chunk(index, sampled, ended, request.sampling)
-                        given += len(chunk.token_ids)
-                        poisoned = results.cut_at_nan(chunk)
-                        yield chunk
-                        if poisoned:
-                            await self._scrub()
-                            return
+            while not tracked.ended:
+                await tracked.wait(max(coalesce_s, LEAST_COALESCE_S))
+                for index, sampled, ended in tracked.advance():
+                    chunk = results.chunk(index, sampled, ended, request.sampling)
+                    given += len(chunk.token_ids)
+                    poisoned = results.cut_at_nan(chunk)
+                    yield chunk
+                    if poisoned:
+                        await self._scrub()
+                        return
+        except Exception as error:
+            raise lost(request, error) from error
         finally:
             self._count(request, given)
+            await self._release(request, tracked)
 
     async def abort(self, request_id: str) -> bool:
         """End a request with finish reason ABORT and its tokens so far. False if it is not under way."""
@@ -215,36 +226,33 @@ class VllmEngine:
             await self._llm.abort(each.internal_id, internal=True)
         return bool(tracked)
 
-    @asynccontextmanager
-    async def _submitted(self, request: GenerationRequest) -> AsyncIterator[TrackedRequest]:
-        """A request under way; it is aborted if the block is left before its end."""
+    async def _submit(self, request: GenerationRequest) -> TrackedRequest:
         await self._admit.wait()  # while an update is under way: the request belongs to the version that comes
         llm = self._llm
-        check_prompt(request, self.info)
+        check_request(request, self.info, seeds=self._seeds)
         # The salt keys prefix-cache entries by version: none is read after an update.
         prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": str(self._version)}
-        tracked = None
+        unique_id = f"{request.request_id}.{next(self._numbers)}"
         try:
             with results.refusals():
                 params = results.sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None)
-                tracked = await submit(llm, request.request_id, prompt, params, request.priority)
-            self._live.setdefault(request.request_id, set()).add(tracked)
-            yield tracked
-        except (EngineError, ValueError):
+                tracked = await submit(llm, unique_id, prompt, params, request.priority)
+        except ValueError:
             raise
         except Exception as error:
-            raise EngineError(f"request {request.request_id} was lost: {type(error).__name__}: {error}") from error
-        finally:
-            if tracked is not None:
-                self._forget(request, tracked)
-                if not (tracked.ended or llm.errored):
-                    await llm.abort(tracked.internal_id, internal=True)
+            raise lost(request, error) from error
+        self._live.setdefault(request.request_id, set()).add(tracked)
+        return tracked
 
-    def _forget(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
+    async def _release(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
+        """Forget a request; abort it if its caller gave it up before its end."""
         live = self._live[request.request_id]
         live.discard(tracked)
         if not live:
             del self._live[request.request_id]
+        processes = self._processes
+        if not tracked.ended and processes is not None and not processes.llm.errored:
+            await processes.llm.abort(tracked.internal_id, internal=True)
 
     def _count(self, request: GenerationRequest, generated: int) -> None:
         self._generated += generated
@@ -382,7 +390,7 @@ class VllmEngine:
         """Report load and version; cheap."""
         processes = self._processes
         healthy = processes is not None and not self._broken and not processes.llm.errored
-        unfinished = processes.llm.get_num_unfinished_requests() if processes is not None else 0
+        unfinished = processes.llm.get_num_unfinished_requests() if processes is not None and healthy else 0
         running = min(processes.recorder.running, unfinished) if processes is not None else 0
         return EngineStatus(
             version=self._version,
@@ -406,16 +414,25 @@ def model_directory(model: str, revision: str | None) -> Path:
     return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def check_prompt(request: GenerationRequest, info: ModelInfo) -> None:
-    """Refuse ids outside the vocabulary: one of them would end vLLM's engine for everybody.
+def lost(request: GenerationRequest, error: Exception) -> EngineError:
+    """What a caller is told when the engine failed under a request."""
+    if isinstance(error, EngineError):
+        return error
+    return EngineError(f"request {request.request_id} was lost with the engine: {type(error).__name__}: {error}")
+
+
+def check_request(request: GenerationRequest, info: ModelInfo, *, seeds: bool) -> None:
+    """Refuse what would end vLLM's engine for everybody.
 
     Raises:
-        ValueError: naming the id.
+        ValueError: naming it.
     """
     ids = request.prompt_ids
     if ids and not 0 <= min(ids) <= max(ids) < info.vocabulary_size:
         wrong = next(id_ for id_ in ids if not 0 <= id_ < info.vocabulary_size)
         raise ValueError(f"token id {wrong} is outside the vocabulary of {info.vocabulary_size}")
+    if request.sampling.seed is not None and not seeds:
+        raise ValueError("a seed needs enable_chunked_prefill = false on CPU, or vLLM's engine dies of a cut prompt")
 
 
 def describe(model: str, config: VllmConfig) -> ModelInfo:

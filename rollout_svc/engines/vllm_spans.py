@@ -8,9 +8,8 @@ Python object per token and stream. `require_tested_version` guards it; the conf
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollout_svc.engines.base import Span
 from rollout_svc.engines.vllm_types import (
@@ -125,17 +124,24 @@ def spans_between(starts: Sequence[tuple[str, int]], first: int, end: int) -> li
 
 
 async def submit(
-    engine: Llm, request_id: str, prompt: dict[str, Any], params: SamplingParams, priority: int
+    engine: Llm, request_id: str, prompt: Mapping[str, object], params: SamplingParams, priority: int
 ) -> TrackedRequest:
     """Hand a request to vLLM's ``AsyncLLM``.
 
+    Args:
+        engine: The running engine.
+        request_id: Unique among the requests under way.
+        prompt: vLLM's ``TokensInput``.
+        params: How to sample; several samples share one `TrackedRequest`.
+        priority: Lower goes first.
+
     Raises:
-        ValueError: if vLLM refuses it.
+        VLLMClientError: if vLLM refuses it.
     """
     try:
         collector = await engine.add_request(request_id, prompt, params, priority=priority)
-    except asyncio.CancelledError:
-        await engine.abort(request_id)  # it may have been registered already
+    except BaseException:
+        await engine.abort(request_id)  # it may have been registered before it failed or was cancelled
         raise
     processor = engine.output_processor
     if params.n == 1:

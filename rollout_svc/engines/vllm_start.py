@@ -75,11 +75,13 @@ class VllmProcesses:
         llm: ``AsyncLLM``.
         recorder: Its load.
         config: ``VllmConfig``.
+        on_cpu: Whether there is no accelerator.
     """
 
     llm: Llm
     recorder: LoadRecorder
     config: VllmConfig
+    on_cpu: bool
     _thread: ThreadPoolExecutor
     _segments: frozenset[Path]
 
@@ -146,7 +148,8 @@ def _launch(model: str, given: dict[str, Any], fork: bool, thread: ThreadPoolExe
     # The scheduler reports its load once a step; per-token statistics in this process would cost a tenth of it.
     llm.log_stats = llm.output_processor.log_stats = False
     llm.logger_manager = recorder
-    return VllmProcesses(llm, recorder, config, thread, frozenset(SHARED_MEMORY.glob("vllm_dist_*")) - before)
+    segments = frozenset(SHARED_MEMORY.glob("vllm_dist_*")) - before
+    return VllmProcesses(llm, recorder, config, on_cpu, thread, segments)
 
 
 def _already_shut_down(timeout: float | None = None) -> None:

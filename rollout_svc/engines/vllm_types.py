@@ -137,7 +137,7 @@ class Llm(Protocol):
     output_handler: asyncio.Task[None] | None
 
     async def add_request(
-        self, request_id: str, prompt: Mapping[str, Any], params: SamplingParams, *, priority: int
+        self, request_id: str, prompt: Mapping[str, object], params: SamplingParams, *, priority: int
     ) -> Collector:
         """Register a request."""
         ...
