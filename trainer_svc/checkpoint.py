@@ -57,14 +57,14 @@ class Checkpoints:
         self.directory = directory
         self.keep = keep
 
-    def list(self) -> list[CheckpointManifest]:
+    def complete(self) -> list[CheckpointManifest]:
         """Manifests of the complete checkpoints, newest version first."""
-        found = [self._read_manifest(path) for path in self.directory.glob(f"step_*/{MANIFEST}")]
-        return sorted(found, key=_version, reverse=True)
+        found = map(_read_manifest, self.directory.glob(f"step_*/{MANIFEST}"))
+        return sorted(filter(None, found), key=_version, reverse=True)
 
     def find(self, name: str) -> CheckpointManifest | None:
         """The complete checkpoint of this name."""
-        return next((manifest for manifest in self.list() if manifest.checkpoint.name == name), None)
+        return next((manifest for manifest in self.complete() if manifest.checkpoint.name == name), None)
 
     def write(
         self, manifest: CheckpointManifest, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None]
@@ -135,14 +135,6 @@ class Checkpoints:
         dcp.load(tensors, storage_reader=reader, no_dist=True)
         return tensors
 
-    def _read_manifest(self, path: Path) -> CheckpointManifest:
-        try:
-            return json_format.Parse(path.read_text(encoding="utf-8"), CheckpointManifest(), ignore_unknown_fields=True)
-        except json_format.ParseError as error:
-            raise CheckpointDamagedError(
-                f"{path} cannot be read ({error}): move that checkpoint away to use an older one"
-            ) from error
-
     def _put_in_place(self, building: Path, target: Path) -> None:
         """Rename; a retired checkpoint of the same name makes room."""
         retired = self.directory / f".{target.name}.retired"
@@ -154,7 +146,7 @@ class Checkpoints:
         shutil.rmtree(retired, ignore_errors=True)
 
     def _prune(self) -> None:
-        for manifest in self.list()[self.keep :]:
+        for manifest in self.complete()[self.keep :]:
             path = self.directory / manifest.checkpoint.name
             (path / MANIFEST).unlink()  # first, so that a half-removed checkpoint is not taken for a whole one
             shutil.rmtree(path)
@@ -163,6 +155,15 @@ class Checkpoints:
 
 def _version(manifest: CheckpointManifest) -> Version:
     return Version.from_proto(manifest.checkpoint.policy_version)
+
+
+def _read_manifest(path: Path) -> CheckpointManifest | None:
+    """The manifest; None, with a warning, if it is not one: then the directory is no complete checkpoint."""
+    try:
+        return json_format.Parse(path.read_text(encoding="utf-8"), CheckpointManifest(), ignore_unknown_fields=True)
+    except (json_format.ParseError, UnicodeDecodeError) as error:
+        log.warning("not a checkpoint: its manifest cannot be read", path=str(path), error=str(error))
+        return None
 
 
 def _write_manifest(manifest: CheckpointManifest, directory: Path) -> None:

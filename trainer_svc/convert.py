@@ -120,8 +120,9 @@ def _faulty_tokens(trajectory: tokens_pb2.Trajectory, mask: Mask, vocabulary: in
     if not 0 < count <= MAX_TOKENS:
         yield "token_ids", f"has {count} tokens; give 1 to {MAX_TOKENS}"
         return
-    if max(trajectory.token_ids) >= vocabulary:
-        yield "token_ids", f"holds {max(trajectory.token_ids)}, but the model's vocabulary has {vocabulary} tokens"
+    largest = int(np.array(trajectory.token_ids, dtype=np.int64).max())
+    if largest >= vocabulary:
+        yield "token_ids", f"holds {largest}, but the model's vocabulary has {vocabulary} tokens"
     if len(mask) != count:
         yield "mask_runs", f"add up to {sum(trajectory.mask_runs)}, but there are {count} tokens"
     elif mask[0]:
@@ -155,7 +156,7 @@ def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str
     if not np.isfinite(np.array(trajectory.advantages, dtype=np.float32)).all():
         yield "advantages", "hold a value that is not finite"
     for name in ("logprobs", "ref_logprobs"):
-        if max(getattr(trajectory, name), default=0.0) > LOGPROB_ROUNDING:
+        if (np.array(getattr(trajectory, name), dtype=np.float32) > LOGPROB_ROUNDING).any():
             yield name, "hold a value above 0; give natural logarithms of probabilities"
 
 

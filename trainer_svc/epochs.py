@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from types import MappingProxyType
 
+from google.protobuf.message import DecodeError
+
+from sluice.rpc import SluiceError
 from sluice.v1.checkpoint_pb2 import EpochLineage, EpochOrigin
 from sluice.versions import Version
 from trainer_svc.durable import write_durably
@@ -27,11 +30,17 @@ class LineageFile:
         """The lineage as written; empty for a new run.
 
         Raises:
-            google.protobuf.message.DecodeError: if the file is damaged.
+            SluiceError: DATA_LOSS if the file is damaged.
         """
         if not self.path.exists():
             return Lineage()
-        return from_proto(EpochLineage.FromString(self.path.read_bytes()))
+        try:
+            return from_proto(EpochLineage.FromString(self.path.read_bytes()))
+        except DecodeError as error:
+            raise SluiceError.data_loss(
+                "LINEAGE_DAMAGED",
+                f"{self.path} cannot be read: remove it; the checkpoints know the epochs that they build upon",
+            ) from error
 
     def write(self, lineage: Lineage) -> None:
         """Replace the file; on return it is on disk."""

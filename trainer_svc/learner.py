@@ -23,7 +23,7 @@ from trainer_svc.checkpoint import CheckpointDamagedError, Checkpoints
 from trainer_svc.config import TrainerConfig
 from trainer_svc.consumption import Batch, Consumption, consume
 from trainer_svc.engine import TrainEngine
-from trainer_svc.epochs import LineageFile, to_proto
+from trainer_svc.epochs import LineageFile, from_proto, to_proto
 from trainer_svc.random_state import random_state, restore_random_state
 from trainer_svc.staleness import Lineage
 from trainer_svc.step_metrics import StepMetrics
@@ -115,7 +115,7 @@ class Learner:
         """Load the base model, and what earlier epochs of the run left on disk."""
         self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
-        self.lineage = self.lineage_file.read()
+        self.lineage = self._recorded_lineage()
         manifest = self._newest()
         self.newest_checkpoint = manifest.checkpoint if manifest else None
 
@@ -131,7 +131,7 @@ class Learner:
         """
         manifest = self.checkpoints.find(checkpoint) if checkpoint else self._newest()
         if manifest is None and checkpoint:
-            names = ", ".join(each.checkpoint.name for each in self.checkpoints.list()) or "none"
+            names = ", ".join(each.checkpoint.name for each in self.checkpoints.complete()) or "none"
             raise SluiceError.not_found(
                 "NO_CHECKPOINT", f"there is no complete checkpoint {checkpoint!r}; there are: {names}"
             )
@@ -190,6 +190,13 @@ class Learner:
         log.info("checkpoint written", name=name, size_bytes=self.newest_checkpoint.size_bytes)
         return self.newest_checkpoint
 
+    def _recorded_lineage(self) -> Lineage:
+        """What the run's file and its checkpoints know; the checkpoints may have been moved here alone."""
+        lineage = Lineage()
+        for manifest in self.checkpoints.complete():
+            lineage = lineage.merged(from_proto(manifest.lineage))
+        return lineage.merged(self.lineage_file.read())
+
     def _newest(self) -> CheckpointManifest | None:
         """The newest complete checkpoint on the line of the newest epoch: what an operator rolled back stays behind."""
         newest = self.lineage.newest_epoch
@@ -197,7 +204,7 @@ class Learner:
         return next(
             (
                 manifest
-                for manifest in self.checkpoints.list()
+                for manifest in self.checkpoints.complete()
                 if not self.lineage.is_retired(Version.from_proto(manifest.checkpoint.policy_version), end_of_line)
             ),
             None,

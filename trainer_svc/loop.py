@@ -71,7 +71,7 @@ class TrainingLoop:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._publication.run())
                 tasks.create_task(self._train())
-        except* SluiceError as group:
+        except ExceptionGroup as group:
             raise _first(group) from group
 
     async def _train(self) -> None:
@@ -109,7 +109,7 @@ class TrainingLoop:
             raise SluiceError.failed_precondition(
                 "NON_FINITE_STEPS",
                 f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (trainer.max_skipped_steps):"
-                " lower trainer.lr, look at rewards and log-probabilities, then begin a new epoch from a checkpoint",
+                " lower trainer.lr, look at rewards and log-probabilities, go back to a checkpoint",
             )
         if applied.skipped:
             log.warning("step skipped: loss or gradient not finite", in_a_row=self._skipped_in_a_row)
@@ -128,7 +128,7 @@ class TrainingLoop:
         return perf_counter() - start
 
 
-def _first(group: ExceptionGroup[SluiceError]) -> SluiceError:
+def _first(group: ExceptionGroup[Exception]) -> Exception:
     """The first error itself; the others followed from it."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, ExceptionGroup) else error

@@ -107,5 +107,5 @@ def _unpublished(version: Version, error: SluiceError, deadline_s: float) -> Slu
         error.code,
         error.reason,
         f"version {version} could not be published within {deadline_s:g} s: {error.message}"
-        " (is weightsync up at peers.weightsync? then begin a new epoch)",
+        " (is weightsync up at peers.weightsync?)",
     )

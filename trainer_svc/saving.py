@@ -34,6 +34,7 @@ class Saving:
     ) -> None:
         self._learner, self._compute, self._batch_files = learner, compute, batch_files
         self._deadlines = config.deadlines
+        self.active = False
         self.last_error = ""
 
     async def save(self, journal_position: int) -> Checkpoint:
@@ -43,6 +44,7 @@ class Saving:
             SluiceError: RESOURCE_EXHAUSTED if the disk is full, DEADLINE_EXCEEDED if it takes too long.
         """
         deadline_s = self._deadlines.step_s + self._deadlines.save_s  # a step may be in progress
+        self.active = True
         try:
             return await self._compute.run(
                 partial(self._save, journal_position), deadline_s=deadline_s, what="writing a checkpoint"
@@ -53,6 +55,8 @@ class Saving:
                 f"the checkpoint could not be written ({error}); older ones are untouched: free space below {self._learner.checkpoints.directory}",
                 retry_after_s=60.0,
             ) from error
+        finally:
+            self.active = False
 
     async def save_or_log(self) -> None:
         """Write a checkpoint on schedule; a full disk is told but does not end the training."""

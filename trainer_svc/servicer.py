@@ -111,7 +111,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         """List complete checkpoints; a page token is the name of the last one shown."""
         del context
         self._check_run(request.run)
-        found = await asyncio.to_thread(self._trainer.learner.checkpoints.list)
+        found = await asyncio.to_thread(self._trainer.learner.checkpoints.complete)
         names = [manifest.checkpoint.name for manifest in found]
         if request.page_token and request.page_token not in names:
             raise SluiceError.invalid_argument("page_token", "names no checkpoint that is still kept: list anew")

@@ -49,6 +49,10 @@ class Lineage:
             raise ValueError(f"epoch {epoch} cannot begin from version {origin}, which is not older")
         return type(self)(MappingProxyType({**self.origins, epoch: origin}))
 
+    def merged(self, other: Self) -> Self:
+        """Both lineages' epochs; those of `other` where they differ."""
+        return type(self)(MappingProxyType({**self.origins, **other.origins}))
+
     def staleness(self, token: Version, now: Version) -> int:
         """Versions between the one that sampled a token and the one that is trained."""
         fork = self._fork(token, now)

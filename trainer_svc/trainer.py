@@ -72,7 +72,10 @@ class Trainer:
             return trainer_pb2.TRAINER_PHASE_STARTING
         if self._failure is not None:
             return trainer_pb2.TRAINER_PHASE_FAILED
-        return trainer_pb2.TRAINER_PHASE_READY if self._loop is None else self._loop.phase
+        if self._loop is None:
+            return trainer_pb2.TRAINER_PHASE_READY
+        idle = self._loop.phase == trainer_pb2.TRAINER_PHASE_WAITING
+        return trainer_pb2.TRAINER_PHASE_SAVING if idle and self._saving.active else self._loop.phase
 
     @property
     def last_error(self) -> str:
@@ -116,7 +119,10 @@ class Trainer:
             opening = asyncio.create_task(self._open(epoch, checkpoint))
             self._opening = (epoch, opening)
         # A caller who leaves does not stop the opening; asking again for the same epoch waits for it.
-        return await asyncio.shield(opening)
+        restored = await asyncio.shield(opening)
+        if self._failure is not None and epoch == self.learner.version.epoch:
+            raise _failed(self._failure)
+        return restored
 
     def _check_newer(self, epoch: int, present: int) -> None:
         newest = self.learner.lineage.newest_epoch
@@ -137,6 +143,7 @@ class Trainer:
             deadline_s=deadlines.step_s + deadlines.load_s,
             what="restoring the checkpoint",
         )
+        await asyncio.to_thread(self.batch_files.remove_covered, restored.version)
         weights = await self._compute.run(self.learner.weights, deadline_s=deadlines.load_s, what="copying the weights")
         self._publication = Publication(self._publisher, deadlines.push_s)
         try:
@@ -221,4 +228,4 @@ def _succeeded(task: asyncio.Task[Restored]) -> bool:
 
 
 def _failed(cause: SluiceError) -> SluiceError:
-    return SluiceError.failed_precondition("TRAINER_FAILED", f"training stopped: {cause.message}")
+    return SluiceError.failed_precondition("TRAINER_FAILED", f"training stopped: {cause.message}; begin a newer epoch")

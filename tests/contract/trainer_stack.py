@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -183,10 +182,3 @@ def batch(seed: int, *, version: Version, groups: int = 2, members: int = 4) -> 
         for group in range(groups)
         for member in range(members)
     ]
-
-
-async def until(condition: Any, timeout_s: float = 30.0) -> None:
-    """Wait for a condition of another task on the same loop."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)

@@ -1,0 +1,194 @@
+"""What of a batch is trained when it is taken: never a token beyond the bound, and every trajectory has an answer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.v1 import tokens_pb2
+from sluice.versions import BASE, Version
+from trainer_svc.batch import Sequence, VersionSpan
+from trainer_svc.consumption import Batch, Consumption, OnStale, consume
+from trainer_svc.convert import Sample
+from trainer_svc.staleness import Lineage
+
+LINEAGE = Lineage().begin(1, BASE)
+NOW = Version(1, 5)
+PROMPT = 2
+
+
+def sample(
+    name: str,
+    *,
+    group: str = "g",
+    versions: list[tuple[int, int]] | None = None,
+    tokens: int = 4,
+    reward: float | None = 1.0,
+    advantage: float | None = None,
+    logprob: float = -1.0,
+    epoch: int = 1,
+    episode: str = "",
+) -> Sample:
+    mask = torch.zeros(PROMPT + tokens, dtype=torch.bool)
+    mask[PROMPT:] = True
+    spans = tuple(VersionSpan(start, Version(epoch, number)) for start, number in versions or [(0, NOW.number)])
+    sequence = Sequence(
+        input_ids=torch.arange(PROMPT + tokens),
+        loss_mask=mask,
+        behaviour_logprobs=torch.where(mask, logprob, torch.nan),
+        advantages=torch.where(mask, advantage or 0.0, 0.0),
+        group_id=group,
+        episode_id=episode or name,
+        trajectory_id=name,
+    )
+    return Sample(sequence, spans if tokens else (), tokens, reward, advantage is not None, truncated=False)
+
+
+def consumed(
+    *samples: Sample,
+    max_staleness: int = 1,
+    on_stale: OnStale = OnStale.DROP,
+    estimator: str = "grpo",
+    lineage: Lineage = LINEAGE,
+    now: Version = NOW,
+) -> Consumption:
+    batch = Batch("b", now.number + 1, Version(now.epoch, now.number + 1), max_staleness, on_stale, estimator, samples)
+    return consume(batch, now, lineage)
+
+
+def outcomes(consumption: Consumption) -> dict[str, str]:
+    return {
+        result.trajectory_id: result.reason
+        or tokens_pb2.TrajectoryOutcome.Name(result.outcome).removeprefix("TRAJECTORY_OUTCOME_")
+        for result in consumption.results(skipped=False)
+    }
+
+
+def advantages(consumption: Consumption) -> dict[str, float]:
+    """The advantage of each trained sequence; it must be the same for all its trained tokens."""
+    found = {}
+    for sequence in consumption.sequences:
+        values = set(sequence.advantages[sequence.loss_mask].tolist())
+        assert len(values) == 1
+        found[sequence.trajectory_id] = values.pop()
+    return found
+
+
+def test_max_staleness_zero_trains_only_what_these_very_weights_sampled() -> None:
+    result = consumed(sample("now"), sample("older", versions=[(0, 4)]), max_staleness=0)
+    assert outcomes(result) == {"now": "TRAINED", "older": "STALE"}
+
+
+@pytest.mark.parametrize("on_stale", [OnStale.DROP, OnStale.REQUEUE])
+def test_one_token_beyond_the_bound_drops_the_trajectory(on_stale: OnStale) -> None:
+    result = consumed(sample("mixed", versions=[(0, 3), (1, 5)]), sample("fresh", versions=[(0, 4)]), on_stale=on_stale)
+    assert outcomes(result) == {"mixed": "STALE", "fresh": "TRAINED"}
+    assert result.results(skipped=False)[0].max_staleness == 2
+    assert result.metrics["dropped_trajectories/stale"] == 1
+    assert result.metrics["dropped_tokens/stale"] == 4
+
+
+def test_truncate_takes_only_the_stale_tokens_out() -> None:
+    result = consumed(
+        sample("mixed", versions=[(0, 3), (3, 5)]), sample("all", versions=[(0, 1)]), on_stale=OnStale.TRUNCATE
+    )
+    assert outcomes(result) == {"mixed": "TRAINED", "all": "STALE"}
+    assert result.sequences[0].loss_mask.tolist() == [False] * 5 + [True]
+    assert result.results(skipped=False)[0].trained_tokens == 1
+    assert result.metrics["dropped_tokens/stale"] == 3 + 4
+
+
+def test_group_statistics_are_those_of_the_survivors() -> None:
+    members = [sample("a", reward=0.0), sample("b", reward=1.0), sample("stale", reward=5.0, versions=[(0, 0)])]
+    other = [sample("c", group="h", reward=1.0, advantage=7.0), sample("d", group="h", reward=2.0, advantage=-7.0)]
+    values = advantages(consumed(*members, *other, estimator="centered"))
+    assert values == {"a": -0.5, "b": 0.5, "c": 7.0, "d": -7.0}, "a group that lost none keeps what it was given"
+
+
+def test_given_advantages_of_a_group_that_lost_a_member_are_estimated_again() -> None:
+    members = [sample("a", reward=0.0, advantage=-3.0), sample("b", reward=1.0, advantage=-2.0)]
+    values = advantages(
+        consumed(*members, sample("stale", reward=9.0, advantage=5.0, versions=[(0, 0)]), estimator="centered")
+    )
+    assert values == {"a": -0.5, "b": 0.5}
+
+
+def test_without_an_estimator_survivors_keep_what_they_were_given() -> None:
+    values = advantages(consumed(sample("a", advantage=3.0), sample("stale", versions=[(0, 0)]), estimator=""))
+    assert values == {"a": 3.0}
+
+
+def test_a_missing_reward_takes_part_in_no_statistic_and_is_answered() -> None:
+    result = consumed(sample("a", reward=0.0), sample("b", reward=1.0), sample("m", reward=None), estimator="centered")
+    assert advantages(result) == {"a": -0.5, "b": 0.5}
+    assert outcomes(result)["m"] == "MISSING_REWARD"
+    assert result.metrics["missing_rewards"] == 1
+
+
+def test_a_missing_reward_with_given_advantages_is_trained() -> None:
+    assert outcomes(consumed(sample("m", reward=None, advantage=1.0))) == {"m": "TRAINED"}
+
+
+def test_branches_of_an_episode_count_once() -> None:
+    branches = [sample("a1", episode="a", reward=0.0), sample("a2", episode="a", reward=0.0)]
+    values = advantages(consumed(*branches, sample("b", reward=3.0), estimator="centered"))
+    assert values == {"a1": -1.5, "a2": -1.5, "b": 1.5}
+
+
+def test_nothing_to_train_is_told_apart_from_stale() -> None:
+    result = consumed(sample("empty", tokens=0), sample("missing", logprob=float("nan")))
+    assert outcomes(result) == {"empty": "NO_TRAINED_TOKENS", "missing": "NO_TRAINED_TOKENS"}
+    assert result.sequences == ()
+
+
+def test_tokens_of_a_retired_version_are_told_apart() -> None:
+    lineage = LINEAGE.begin(2, Version(1, 3))
+    result = consumed(
+        sample("retired", versions=[(0, 5)]),
+        sample("kept", versions=[(0, 3)]),
+        lineage=lineage,
+        now=Version(2, 4),
+    )
+    assert outcomes(result) == {"retired": "RETIRED_EPOCH", "kept": "TRAINED"}
+    assert result.results(skipped=False)[0].max_staleness == (5 - 3) + (4 - 3)
+
+
+def test_a_skipped_step_trained_nothing() -> None:
+    result = consumed(sample("a"), sample("stale", versions=[(0, 0)]))
+    assert [(each.reason, each.trained_tokens) for each in result.results(skipped=True)] == [
+        ("NON_FINITE_STEP", 0),
+        ("STALE", 0),
+    ]
+
+
+def test_the_age_histogram_counts_the_tokens_that_enter_the_loss() -> None:
+    metrics = consumed(sample("a", versions=[(0, 4), (1, 5)]), sample("b", versions=[(0, 2)])).metrics
+    assert (metrics["staleness_tokens/0"], metrics["staleness_tokens/1"]) == (3, 1)
+    assert metrics["staleness_max"] == 1
+    assert metrics["staleness_mean"] == metrics["staleness_share_ge_1"] == 0.25
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 2)), min_size=1, max_size=8),
+    st.integers(0, 5),
+    st.sampled_from(OnStale),
+)
+def test_no_token_beyond_the_bound_is_ever_trained(
+    rows: list[tuple[list[int], int]], bound: int, on_stale: OnStale
+) -> None:
+    samples = [
+        sample(
+            f"t{index}", group=f"g{group}", versions=list(enumerate(numbers)), tokens=len(numbers), reward=float(index)
+        )
+        for index, (numbers, group) in enumerate(rows)
+    ]
+    result = consumed(*samples, max_staleness=bound, on_stale=on_stale)
+    ages = np.concatenate([fate.ages for fate in result.fates])
+    assert (ages <= bound).all()
+    assert len(ages) == sum(int(sequence.loss_mask.sum()) for sequence in result.sequences)
+    assert len(result.fates) == len(samples), "every trajectory has an answer"
+    for fate in result.fates:
+        assert (fate.sequence is None) == bool(fate.reason)

@@ -1,0 +1,135 @@
+"""Trajectories on the wire become training rows; whatever is wrong is named by index and field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sluice.v1 import tokens_pb2
+from sluice.versions import Version
+from trainer_svc.convert import Expectations, convert
+
+EXPECTED = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=True)
+
+
+def spans(*versions: tuple[int, Version]) -> list[tokens_pb2.VersionSpan]:
+    return [tokens_pb2.VersionSpan(start=start, policy_version=version.to_proto()) for start, version in versions]
+
+
+def trajectory(**changes: Any) -> tokens_pb2.Trajectory:
+    """Two turns: prompt of 2, 3 sampled, observation of 1, 2 sampled."""
+    values: dict[str, Any] = {
+        "trajectory_id": "t",
+        "group_id": "g",
+        "episode_id": "e",
+        "token_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "mask_runs": [2, 3, 1, 2],
+        "logprobs": [-0.1, -0.2, -0.3, -0.4, -0.5],
+        "version_spans": spans((0, Version(1, 4)), (4, Version(1, 5))),
+        "temperature": 0.7,
+        "reward": 0.5,
+    }
+    return tokens_pb2.Trajectory(**{**values, **changes})
+
+
+def faults(*trajectories: tokens_pb2.Trajectory, expected: Expectations = EXPECTED) -> dict[str, str]:
+    return convert(trajectories, expected)[1]
+
+
+def test_each_value_lands_at_its_token() -> None:
+    (sample,), wrong = convert([trajectory(ref_logprobs=[-1, -2, -3, -4, -5])], EXPECTED)
+    sequence = sample.sequence
+    assert not wrong
+    assert sequence.loss_mask.tolist() == [False, False, True, True, True, False, True, True]
+    np.testing.assert_allclose(
+        sequence.behaviour_logprobs.numpy(), [np.nan, np.nan, -0.1, -0.2, -0.3, np.nan, -0.4, -0.5], rtol=1e-6
+    )
+    assert sequence.reference_logprobs is not None
+    assert sequence.reference_logprobs[sequence.loss_mask].tolist() == [-1, -2, -3, -4, -5]
+    assert [(span.start, span.version) for span in sequence.versions] == [(2, Version(1, 4)), (7, Version(1, 5))]
+    assert (sequence.temperature, sample.reward, sample.trained_tokens) == (pytest.approx(0.7), 0.5, 5)
+
+
+@pytest.mark.parametrize(("given", "expected"), [([], [0] * 5), ([2.0], [2.0] * 5), ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])])
+def test_advantages_come_as_none_one_or_one_per_trained_token(given: list[float], expected: list[float]) -> None:
+    (sample,), _ = convert([trajectory(advantages=given)], EXPECTED)
+    assert sample.sequence.advantages[sample.sequence.loss_mask].tolist() == expected
+    assert not sample.sequence.advantages[~sample.sequence.loss_mask].any()
+    assert sample.has_advantages == bool(given)
+
+
+def test_a_missing_reward_is_not_zero() -> None:
+    message = trajectory()
+    message.ClearField("reward")
+    (missing, zero), _ = convert([message, trajectory(trajectory_id="u", episode_id="f", reward=0.0)], EXPECTED)
+    assert (missing.reward, zero.reward) == (None, 0.0)
+
+
+def test_a_missing_logprob_is_kept_as_missing() -> None:
+    (sample,), wrong = convert([trajectory(logprobs=[-0.1, float("nan"), -0.3, -0.4, -0.5])], EXPECTED)
+    assert not wrong
+    assert sample.sequence.behaviour_logprobs.isnan().sum() == 4
+
+
+def test_a_truncated_episode_is_known_by_its_finish_reason() -> None:
+    (sample,), _ = convert([trajectory(finish_reason=tokens_pb2.FINISH_REASON_LENGTH)], EXPECTED)
+    assert sample.truncated
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("trajectory_id", {"trajectory_id": ""}),
+        ("group_id", {"group_id": "x" * 300}),
+        ("adapter", {"adapter": "lora"}),
+        ("token_ids", {"token_ids": []}),
+        ("token_ids", {"token_ids": [1, 2, 3, 4, 5, 6, 7, 100]}),
+        ("mask_runs", {"mask_runs": [2, 3, 1, 3]}),
+        ("mask_runs", {"mask_runs": [2**32 - 1, 2**32 - 1]}),
+        ("mask_runs", {"mask_runs": [0, 5, 3]}),
+        ("logprobs", {"logprobs": [-0.1]}),
+        ("logprobs", {"logprobs": [-0.1, 0.5, -0.3, float("nan"), -0.5]}),
+        ("version_spans", {"version_spans": []}),
+        ("version_spans", {"version_spans": spans((1, Version(1, 4)))}),
+        ("version_spans", {"version_spans": spans((0, Version(1, 4)), (5, Version(1, 5)))}),
+        ("version_spans", {"version_spans": spans((0, Version(1, 4)), (3, Version(1, 5)), (3, Version(1, 5)))}),
+        ("version_spans", {"version_spans": spans((0, Version(1, 6)))}),
+        ("version_spans", {"version_spans": spans((0, Version(2, 1)))}),
+        ("version_spans", {"version_spans": spans((0, Version(0, 1)))}),
+        ("version_spans", {"version_spans": [tokens_pb2.VersionSpan(start=0)]}),
+        ("temperature", {"temperature": 0.0}),
+        ("reward", {"reward": float("nan")}),
+        ("advantages", {"advantages": [1.0, 2.0]}),
+        ("advantages", {"advantages": [float("inf")]}),
+        ("token_rewards", {"token_rewards": [1.0]}),
+        ("turn_runs", {"turn_runs": [3, 3]}),
+        ("ref_logprobs", {"ref_logprobs": [-1.0]}),
+        ("teacher_logprobs", {"teacher_logprobs": [-1.0]}),
+    ],
+)
+def test_a_malformed_trajectory_is_named_by_index_and_field(field: str, changes: dict[str, Any]) -> None:
+    wrong = faults(trajectory(trajectory_id="fine", episode_id="fine"), trajectory(**changes))
+    assert f"trajectories[1].{field}" in wrong
+    assert not any(name.startswith("trajectories[0]") for name in wrong)
+
+
+def test_a_trajectory_without_trained_tokens_is_not_malformed() -> None:
+    (sample,), wrong = convert([trajectory(mask_runs=[8], logprobs=[], version_spans=[])], EXPECTED)
+    assert not wrong
+    assert sample.trained_tokens == 0
+
+
+def test_names_are_unique_and_an_episode_has_one_group_and_reward() -> None:
+    assert "trajectories[1].trajectory_id" in faults(trajectory(), trajectory())
+    branches = (trajectory(), trajectory(trajectory_id="u"))
+    assert not faults(*branches)
+    assert "trajectories[1].episode_id" in faults(trajectory(), trajectory(trajectory_id="u", reward=0.1))
+    assert "trajectories[1].episode_id" in faults(trajectory(), trajectory(trajectory_id="u", group_id="h"))
+
+
+def test_what_the_objective_reads_must_be_there() -> None:
+    strict = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=False, needs_reference=True)
+    assert set(faults(trajectory(), expected=strict)) == {"trajectories[0].advantages", "trajectories[0].ref_logprobs"}
+    assert not faults(trajectory(advantages=[1.0], ref_logprobs=[-1.0] * 5), expected=strict)
