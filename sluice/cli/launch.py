@@ -123,6 +123,8 @@ def child_specs(
         argv += ["--server.host", LOOPBACK, "--server.port", str(port)]
         if name in addresses.http:
             argv += ["--server.http-port", str(addresses.http[name])]
+        if service_of(name) == "rollout":
+            argv += ["--replica", name]
         specs.append(
             ChildSpec(
                 name=name,

@@ -1,0 +1,39 @@
+"""Stages of a longer job, with real programs."""
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sluice.cli.stage import StageError, Stages, run_quietly
+
+
+def test_a_stage_is_one_line_with_its_time_and_its_result() -> None:
+    out = io.StringIO()
+    stages = Stages(Console(file=out, width=120), count=2)
+    with stages.stage("first", "do the first thing") as details:
+        details.append("it went well")
+    assert out.getvalue().startswith("[1/2] do the first thing  ")
+    assert out.getvalue().endswith(" s  it went well\n")
+    assert list(stages.seconds) == ["first"]
+
+
+def test_a_stage_that_fails_claims_nothing() -> None:
+    out = io.StringIO()
+    stages = Stages(Console(file=out), count=1)
+    with pytest.raises(StageError), stages.stage("first", "do the first thing"):
+        raise StageError("no")
+    assert (out.getvalue(), stages.seconds) == ("", {})
+
+
+def test_a_program_answers_with_its_last_line_and_its_log_keeps_all(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "x.log"
+    assert run_quietly(["-c", "print('one'); print('two')"], log, os.environ) == "two"
+    assert log.read_text() == "one\ntwo\n"
+
+
+def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(StageError, match=r"exit code 3; .*x\.log ends with\n  \| the reason"):
+        run_quietly(["-c", "import sys; print('the reason'); sys.exit(3)"], tmp_path / "x.log", os.environ)
