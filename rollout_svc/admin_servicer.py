@@ -1,0 +1,199 @@
+"""RolloutAdminService on the wire: operating one replica."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import structlog
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from rollout_svc.engines.base import EngineError, PauseMode
+from rollout_svc.pauses import PauseHeldError, Pauses
+from rollout_svc.servicer import RolloutServicer
+from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.weights import Weights
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.versions import Version
+
+__all__ = ["RolloutAdminServicer"]
+
+PAUSE_MODES = {
+    rollout_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    rollout_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    rollout_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
+}
+
+LOOK_S = 0.1
+"""Time between two looks for a pause that is over, in seconds."""
+
+log = structlog.get_logger()
+
+
+class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
+    """Operates one replica.
+
+    Args:
+        replica: Its name.
+        engine: The engine under its supervision.
+        weights: Its weight versions.
+        requests: The service that callers use.
+    """
+
+    def __init__(self, replica: str, engine: EngineSupervisor, weights: Weights, requests: RolloutServicer) -> None:
+        self._replica, self._engine, self._weights, self._requests = replica, engine, weights, requests
+        self._pauses = Pauses()
+        self._started = Timestamp()
+        self._started.GetCurrentTime()
+        self.draining = False
+
+    async def expire_pauses_forever(self) -> None:
+        """Resume when a pause's time to live is over."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            owner = self._pauses.owner
+            if self._pauses.expire(time.monotonic()):
+                log.warning("pause ended by its time to live", owner=owner)
+                await self._engine.current.resume()
+
+    async def SetWeightPolicy(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.SetWeightPolicyRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.SetWeightPolicyRequest, rollout_pb2.SetWeightPolicyResponse],
+    ) -> rollout_pb2.SetWeightPolicyResponse:
+        """Say which versions the replica takes."""
+        del context
+        version = Version.from_proto(request.version) if request.HasField("version") else None
+        ttl_s = request.ttl.ToNanoseconds() / 1e9
+        present = await self._weights.set_policy(request.mode, version, request.owner, ttl_s)
+        return rollout_pb2.SetWeightPolicyResponse(policy_version=present.to_proto())
+
+    async def UpdateWeights(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.UpdateWeightsRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.UpdateWeightsRequest, rollout_pb2.UpdateWeightsResponse],
+    ) -> rollout_pb2.UpdateWeightsResponse:
+        """Fetch and apply a version now."""
+        del context
+        version = Version.from_proto(request.version) if request.HasField("version") else None
+        return await self.update(version)
+
+    async def update(self, version: Version | None) -> rollout_pb2.UpdateWeightsResponse:
+        """As the RPC; also what the HTTP port calls."""
+        report = await self._weights.update_to(version)
+        return rollout_pb2.UpdateWeightsResponse(
+            policy_version=report.version.to_proto(), pause=_duration(report.pause_s)
+        )
+
+    async def ReloadWeights(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.ReloadWeightsRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.ReloadWeightsRequest, rollout_pb2.ReloadWeightsResponse],
+    ) -> rollout_pb2.ReloadWeightsResponse:
+        """Return to the base model."""
+        del request, context
+        return await self.reload()
+
+    async def reload(self) -> rollout_pb2.ReloadWeightsResponse:
+        """As the RPC; also what the HTTP port calls."""
+        try:
+            report = await self._engine.serving.reload_base()
+        except EngineError as error:
+            raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
+        return rollout_pb2.ReloadWeightsResponse(policy_version=report.version.to_proto())
+
+    async def Pause(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.PauseRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.PauseRequest, rollout_pb2.PauseResponse],
+    ) -> rollout_pb2.PauseResponse:
+        """Stop sampling until Resume or the end of the time to live."""
+        del context
+        mode = PAUSE_MODES.get(request.mode)
+        if mode is None:
+            raise SluiceError.invalid_argument("mode", "set ABORT, WAIT or KEEP")
+        try:
+            self._pauses.begin(request.owner, request.ttl.ToNanoseconds() / 1e9, time.monotonic())
+        except PauseHeldError as error:
+            raise SluiceError.aborted("PAUSE_HELD", f"{error}: wait, or ask its owner to resume") from error
+        except ValueError as error:
+            raise SluiceError.invalid_argument("owner" if not request.owner else "ttl", str(error)) from error
+        try:
+            await self._engine.serving.pause(mode)
+        except BaseException:
+            self._pauses.end(request.owner, time.monotonic())
+            raise
+        frozen = self._requests.samples if mode is PauseMode.KEEP else 0
+        return rollout_pb2.PauseResponse(frozen_requests=frozen)
+
+    async def Resume(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.ResumeRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.ResumeRequest, rollout_pb2.ResumeResponse],
+    ) -> rollout_pb2.ResumeResponse:
+        """End a pause of the same owner."""
+        del context
+        try:
+            if self._pauses.end(request.owner, time.monotonic()):
+                await self._engine.serving.resume()
+        except PauseHeldError:
+            return rollout_pb2.ResumeResponse(running=False)
+        return rollout_pb2.ResumeResponse(running=True)
+
+    async def AbortRequests(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.AbortRequestsRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.AbortRequestsRequest, rollout_pb2.AbortRequestsResponse],
+    ) -> rollout_pb2.AbortRequestsResponse:
+        """End requests under way."""
+        del context
+        engine = self._engine.serving
+        names = list(request.request_ids) or self._requests.live_requests
+        aborted = [await engine.abort(name) for name in names]
+        return rollout_pb2.AbortRequestsResponse(aborted=sum(aborted))
+
+    async def GetStatus(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.GetStatusRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.GetStatusRequest, rollout_pb2.GetStatusResponse],
+    ) -> rollout_pb2.GetStatusResponse:
+        """Report version, load and health."""
+        del request, context
+        status, weights = self._engine.current.status(), self._weights.status()
+        response = rollout_pb2.GetStatusResponse(
+            replica=self._replica,
+            state=self._state(paused=status.paused, healthy=status.healthy),
+            policy_version=status.version.to_proto(),
+            running=status.running,
+            queued=status.queued,
+            kv_cache_usage=status.kv_cache_usage,
+            generated_tokens=status.generated_tokens,
+            prompt_tokens=status.prompt_tokens,
+            updates_applied=weights.updates_applied,
+            last_pause=_duration(weights.last_pause_s),
+            weight_policy=weights.policy,
+            weight_policy_owner=weights.policy_owner,
+            last_error=weights.last_error,
+            start_time=self._started,
+            max_running=status.max_running,
+            engine_restarts=self._engine.restarts,
+        )
+        if weights.staged is not None:
+            response.staged_version.CopyFrom(weights.staged.to_proto())
+        return response
+
+    def _state(self, *, paused: bool, healthy: bool) -> rollout_pb2.ReplicaState:
+        if self.draining:
+            return rollout_pb2.REPLICA_STATE_DRAINING
+        if self._engine.recovering or not healthy:
+            return rollout_pb2.REPLICA_STATE_RECOVERING
+        return rollout_pb2.REPLICA_STATE_PAUSED if paused else rollout_pb2.REPLICA_STATE_SERVING
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

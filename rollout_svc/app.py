@@ -1,0 +1,128 @@
+"""`sluice rollout`: builds a replica, serves until a signal, stops cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.config import RolloutConfig
+from rollout_svc.engines.base import InferenceEngine
+from rollout_svc.openai_api import HttpServer, create_app
+from rollout_svc.prompts import Prompts, load_tokenizer
+from rollout_svc.servicer import RolloutServicer
+from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.weights import Weights
+from sluice.config import CommonConfig, ConfigError, Service
+from sluice.rpc import RpcServer
+from sluice.v1 import rollout_pb2_grpc
+
+__all__ = ["SERVICE", "build_engine"]
+
+
+def build_engine(model: str, config: RolloutConfig) -> InferenceEngine:
+    """The engine that the settings ask for, not started."""
+    if config.engine == "transformers":
+        from rollout_svc.engines.transformers import TransformersEngine  # noqa: PLC0415 - imports torch
+
+        return TransformersEngine(
+            model,
+            device=config.device,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_running=config.limits.max_running,
+            kv_policy=config.kv_policy,
+        )
+    from rollout_svc.engines.vllm import VllmEngine  # noqa: PLC0415 - only where vLLM is wanted
+
+    chosen = {"max_model_len": config.max_model_len, "max_num_seqs": config.limits.max_running}
+    if config.dtype != "auto":
+        chosen["dtype"] = config.dtype
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return VllmEngine(
+        model,
+        engine_args=given | config.engine_args,
+        kv_policy=config.kv_policy,
+        start_deadline_s=config.deadlines.start_s,
+        phase_deadline_s=config.deadlines.apply_s,
+        drain_deadline_s=config.deadlines.pause_s,
+    )
+
+
+async def serve(common: CommonConfig, config: RolloutConfig) -> None:
+    """Serve one replica.
+
+    The port opens when the engine has started: on a CPU its process is forked, and would hold sockets open.
+
+    Raises:
+        ConfigError: if no model is named.
+    """
+    if not common.model:
+        raise ConfigError("no model is named: set model to a Hugging Face directory or hub id")
+    engine = build_engine(common.model, config)
+    await engine.start()
+    try:
+        prompts = Prompts(await load_tokenizer(common.model))
+        await _serve(common, config, engine, prompts)
+    finally:
+        await engine.stop()
+
+
+async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceEngine, prompts: Prompts) -> None:
+    server = RpcServer(
+        "rollout", config.server, common.security, features=[f"engine.{config.engine}"], run=f"runs/{common.run}"
+    )
+    supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
+    weights = Weights(common, config, supervisor)
+    requests = RolloutServicer(f"runs/{common.run}", supervisor, prompts, config.limits)
+    admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)
+    server.add(
+        rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService", role="agent"
+    )
+    server.add(
+        rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, "sluice.v1.RolloutAdminService", role="admin"
+    )
+    http = _http_server(common, config, requests, admin)
+    await server.start()
+    if http is not None:
+        await http.start()
+    failed = asyncio.Event()
+    duties = [
+        weights.run_forever(),
+        supervisor.watch_forever(weights.restarted),
+        admin.expire_pauses_forever(),
+    ]
+    tasks = [asyncio.create_task(_or_fail(duty, failed)) for duty in duties]
+    try:
+        await server.serve_until_signal(failed)
+        if http is not None:
+            await http.stop()
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await weights.close()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+
+
+def _http_server(
+    common: CommonConfig, config: RolloutConfig, requests: RolloutServicer, admin: RolloutAdminServicer
+) -> HttpServer | None:
+    if config.server.http_port is None:
+        return None
+    app = create_app(requests, admin, common.model, common.security)
+    return HttpServer(app, config.server.host, config.server.http_port, common.security)
+
+
+async def _or_fail(duty: Coroutine[Any, Any, None], failed: asyncio.Event) -> None:
+    """Run a duty of the replica; when it ends, the replica does."""
+    try:
+        await duty
+    finally:
+        failed.set()
+
+
+SERVICE = Service("rollout", RolloutConfig, serve)

@@ -1,0 +1,85 @@
+"""Settings of a rollout replica. Imports neither torch nor vllm, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from sluice.config import Section, ServerConfig
+
+__all__ = ["CONFIG", "LimitsConfig", "RolloutConfig", "RolloutDeadlines"]
+
+
+class LimitsConfig(Section):
+    """How much a replica takes on."""
+
+    max_running: int | None = Field(
+        None, ge=1, description="Most samples generated at a time; none leaves it to the engine (vLLM: max_num_seqs)."
+    )
+    max_queued: int = Field(
+        4096, ge=1, description="Most samples waiting or generated at a time; further requests get RESOURCE_EXHAUSTED."
+    )
+    max_answers: int = Field(
+        4096, ge=1, description="Most answers kept for repeats of their request_id; the oldest go first."
+    )
+    answer_ttl_s: float = Field(300.0, gt=0, description="Seconds that an answer is kept for a repeat.")
+
+
+class RolloutDeadlines(Section):
+    """How long a replica waits before it calls something failed."""
+
+    start_s: float = Field(600.0, gt=0, description="Seconds to load the model.")
+    apply_s: float = Field(120.0, gt=0, description="Seconds for each step of a weight update.")
+    pause_s: float = Field(600.0, gt=0, description="Seconds that a pause with WAIT waits for requests to end.")
+    pull_s: float = Field(600.0, gt=0, description="Seconds to fetch and stage one version.")
+
+
+class RolloutConfig(Section):
+    """The table `[rollout]`."""
+
+    engine: Literal["vllm", "transformers"] = Field(
+        "vllm", description="What samples: vllm, or plain transformers where vLLM is not installed."
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of vLLM's engine as it names them, such as tensor_parallel_size or quantization.",
+    )
+    replica: str = Field(
+        default_factory=socket.gethostname,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
+        description="Name of this replica, unique within the run.",
+    )
+    follow_weights: bool = Field(
+        True, description="Follow the versions of weight sync; false serves the base model and needs no weight sync."
+    )
+    kv_policy: Literal["keep", "recompute"] = Field(
+        "keep",
+        description="Keys and values of requests under way at an update: keep those of the old weights (cheap), or recompute.",
+    )
+    stage_dir: Path = Field(
+        Path("/dev/shm"),  # noqa: S108 - shared memory is where the engine's processes find a staged version
+        description="Directory in memory where versions are staged; needs room for two.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the transformers engine computes; auto takes CUDA where there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Precision of the weights in the engine; auto takes the model's own."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Most tokens of prompt and continuation together; none takes the model's own."
+    )
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="How much the replica takes on.")
+    deadlines: RolloutDeadlines = Field(default_factory=RolloutDeadlines, description="How long it waits.")
+    engine_restarts: int = Field(
+        5, ge=0, description="Times in a row that a dead engine is started again before the replica gives up."
+    )
+    server: ServerConfig = Field(
+        default_factory=lambda: ServerConfig(port=7103, http_port=7113), description="Where the replica listens."
+    )
+
+
+CONFIG = RolloutConfig

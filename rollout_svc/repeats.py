@@ -1,0 +1,91 @@
+"""Idempotent generation: a repeat of a request_id gets the answer of the first."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2
+
+__all__ = ["Repeats"]
+
+Answer = rollout_pb2.GenerateResponse
+
+
+class Repeats:
+    """Answers by request id, while they are made and for a time after.
+
+    Args:
+        ttl_s: How long an answer is kept, in seconds.
+        most: How many are kept; the oldest go first.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, ttl_s: float, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ttl_s, self._most, self._clock = ttl_s, most, clock
+        self._kept: OrderedDict[str, tuple[float, bytes, Answer]] = OrderedDict()
+        self._running: dict[str, tuple[bytes, asyncio.Task[Answer], int]] = {}
+
+    async def once(self, request_id: str, content: bytes, make: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Answer a request: from what is kept, with the one under way, or by making it.
+
+        The making is cancelled when nobody waits for it any longer.
+
+        Args:
+            request_id: The caller's name of the request.
+            content: What identifies the request; a repeat must have the same.
+            make: Samples.
+
+        Raises:
+            SluiceError: ALREADY_EXISTS if the id was used for another request.
+        """
+        self._forget_old()
+        if request_id in self._kept:
+            _, kept_content, answer = self._kept[request_id]
+            _require_same(request_id, content, kept_content)
+            return answer
+        running = self._running.get(request_id)
+        if running is None:
+            task = asyncio.ensure_future(_run(make))
+            waiters = 0
+        else:
+            running_content, task, waiters = running
+            _require_same(request_id, content, running_content)
+        self._running[request_id] = (content, task, waiters + 1)
+        try:
+            answer = await asyncio.shield(task)
+        finally:
+            self._leave(request_id, task)
+        self._kept[request_id] = (self._clock() + self._ttl_s, content, answer)
+        return answer
+
+    def _leave(self, request_id: str, task: asyncio.Task[Answer]) -> None:
+        content, _, waiters = self._running[request_id]
+        if waiters > 1:
+            self._running[request_id] = (content, task, waiters - 1)
+            return
+        del self._running[request_id]
+        if not task.done():
+            task.cancel()
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        while self._kept:
+            oldest = next(iter(self._kept))
+            if self._kept[oldest][0] > now and len(self._kept) < self._most:
+                return
+            del self._kept[oldest]
+
+
+async def _run(make: Callable[[], Awaitable[Answer]]) -> Answer:
+    return await make()
+
+
+def _require_same(request_id: str, content: bytes, before: bytes) -> None:
+    if content != before:
+        raise SluiceError.already_exists(
+            "REQUEST_ID_REUSED", f"request_id {request_id!r} was used for another request: choose a new one"
+        )

@@ -1,0 +1,123 @@
+"""From the wire to the engine: a request is checked field by field before the engine sees it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import grpc
+
+from rollout_svc.engines.base import GenerationRequest, ModelInfo, Sampling
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2, tokens_pb2
+
+__all__ = ["MAX_SAMPLES", "generation_request", "sampling_of", "violations_of"]
+
+MAX_SAMPLES = 256
+"""Most samples of one request."""
+
+MAX_REQUEST_ID = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 64
+
+
+def generation_request(
+    request: rollout_pb2.GenerateRequest, prompt_ids: list[int], info: ModelInfo
+) -> GenerationRequest:
+    """Build the engine's request.
+
+    Args:
+        request: The call.
+        prompt_ids: Its prompt as token ids.
+        info: What the engine serves.
+
+    Raises:
+        SluiceError: INVALID_ARGUMENT with every field at fault.
+    """
+    violations = dict(violations_of(request, prompt_ids, info))
+    if violations:
+        raise SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_REQUEST",
+            "; ".join(f"{name}: {text}" for name, text in violations.items()),
+            violations=violations,
+        )
+    return GenerationRequest(
+        request_id=request.request_id or uuid.uuid4().hex,
+        prompt_ids=prompt_ids,
+        sampling=sampling_of(request.sampling),
+        n=request.n if request.HasField("n") else 1,
+        priority=request.priority,
+        prompt_logprobs=request.return_prompt_logprobs,
+    )
+
+
+def sampling_of(wire: tokens_pb2.SamplingParams) -> Sampling:
+    """Sampling parameters, with the contract's defaults for what is unset."""
+    return Sampling(
+        max_tokens=wire.max_tokens if wire.HasField("max_tokens") else None,
+        temperature=wire.temperature if wire.HasField("temperature") else 1.0,
+        top_p=wire.top_p if wire.HasField("top_p") else 1.0,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        stop=tuple(wire.stop),
+        stop_token_ids=tuple(wire.stop_token_ids),
+        ignore_eos=wire.ignore_eos,
+        seed=wire.seed if wire.HasField("seed") else None,
+        top_logprobs=wire.top_logprobs,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=wire.repetition_penalty if wire.HasField("repetition_penalty") else 1.0,
+        min_tokens=wire.min_tokens,
+        logit_bias=dict(wire.logit_bias),
+    )
+
+
+def violations_of(
+    request: rollout_pb2.GenerateRequest, prompt_ids: list[int], info: ModelInfo
+) -> Iterator[tuple[str, str]]:
+    """Field and fault of everything that is wrong with a request."""
+    if len(request.request_id) > MAX_REQUEST_ID:
+        yield "request_id", f"at most {MAX_REQUEST_ID} characters"
+    if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
+        yield "n", f"between 1 and {MAX_SAMPLES}, not {request.n}"
+    if request.adapter:
+        yield "adapter", "this server has no adapters; leave it empty"
+    yield from _prompt_violations(prompt_ids, info)
+    yield from _sampling_violations(request.sampling, info)
+
+
+def _prompt_violations(prompt_ids: list[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
+    if not prompt_ids:
+        yield "prompt", "has no tokens"
+        return
+    if len(prompt_ids) >= info.max_model_len:
+        yield "prompt", f"{len(prompt_ids)} tokens leave no room in a context of {info.max_model_len}"
+    # An id outside of the vocabulary would kill vLLM's engine for everyone.
+    if max(prompt_ids) >= info.vocabulary_size:
+        yield "token_ids", f"{max(prompt_ids)} is outside of the vocabulary of {info.vocabulary_size}"
+
+
+def _sampling_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> Iterator[tuple[str, str]]:
+    for name, value, least, most in (
+        ("temperature", wire.temperature, 0.0, 100.0),
+        ("min_p", wire.min_p, 0.0, 1.0),
+        ("presence_penalty", wire.presence_penalty, -2.0, 2.0),
+        ("frequency_penalty", wire.frequency_penalty, -2.0, 2.0),
+        ("top_logprobs", wire.top_logprobs, 0, MAX_TOP_LOGPROBS),
+    ):
+        if not least <= value <= most:  # also refuses NaN
+            yield f"sampling.{name}", f"between {least:g} and {most:g}, not {value:g}"
+    if wire.HasField("max_tokens") and wire.max_tokens < 1:
+        yield "sampling.max_tokens", "at least 1; leave it out for as many as the context allows"
+    if wire.HasField("top_p") and not 0 < wire.top_p <= 1:
+        yield "sampling.top_p", f"above 0 and at most 1, not {wire.top_p:g}"
+    if wire.HasField("repetition_penalty") and not 0 < wire.repetition_penalty <= 100:
+        yield "sampling.repetition_penalty", f"above 0 and at most 100, not {wire.repetition_penalty:g}"
+    if len(wire.stop) > MAX_STOPS or any(not text for text in wire.stop):
+        yield "sampling.stop", f"at most {MAX_STOPS} strings, none of them empty"
+    if wire.HasField("max_tokens") and wire.min_tokens > wire.max_tokens:
+        yield "sampling.min_tokens", f"at most max_tokens ({wire.max_tokens})"
+    outside = [each for each in (*wire.stop_token_ids, *wire.logit_bias) if each >= info.vocabulary_size]
+    if outside:
+        yield "sampling", f"token {outside[0]} is outside of the vocabulary of {info.vocabulary_size}"
