@@ -1,0 +1,234 @@
+"""Weights change under vLLM while it samples: under load, half-way failures, tensor parallelism, sharded bases."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import CONTEXT, load, recompute, save_model, staged, versions_of
+
+from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Sample, Sampling, Span
+from rollout_svc.engines.vllm import VllmEngine
+from sluice.versions import BASE, Version
+from weightsync.staged import StagedVersion
+
+PROMPT = [5, 9, 17, 33, 64]
+LONG = Sampling(max_tokens=400, ignore_eos=True)
+SHORT = replace(LONG, max_tokens=24)
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [save_model(root / f"m{seed}", seed) for seed in range(3)]
+
+
+@asynccontextmanager
+async def started(model: Path, *, kv_policy: str = "recompute", **arguments: object) -> AsyncIterator[VllmEngine]:
+    defaults = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20}
+    engine = VllmEngine(str(model), engine_args=defaults | arguments, kv_policy=kv_policy)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def ask(sampling: Sampling = SHORT, n: int = 1) -> GenerationRequest:
+    return GenerationRequest("request", PROMPT, sampling, n=n)
+
+
+async def one(engine: VllmEngine, sampling: Sampling = SHORT) -> Sample:
+    return (await engine.agenerate(ask(sampling))).samples[0]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - status() is meant to be polled
+            await asyncio.sleep(0.001)
+
+
+async def until_tokens(engine: VllmEngine, count: int) -> None:
+    target = engine.status().generated_tokens + count
+    await until(lambda: engine.status().generated_tokens >= target)
+
+
+def assert_tokens_follow_their_versions(sample: Sample, weights: dict[Version, Path], atol: float = 1e-4) -> None:
+    versions = versions_of(sample.spans, len(sample.token_ids))
+    for version in set(versions):
+        mine = torch.tensor([each == version for each in versions])
+        expected = recompute(weights[version], PROMPT, sample.token_ids)
+        torch.testing.assert_close(torch.tensor(sample.logprobs)[mine], expected[mine], atol=atol, rtol=0.0)
+
+
+def shared_segments() -> set[Path]:
+    """What vLLM's tensor-parallel workers would leave behind."""
+    return set(Path("/dev/shm").glob("vllm_dist_*"))
+
+
+def split(model: Path, directory: Path) -> Path:
+    """The same model in several files."""
+    load(model).save_pretrained(directory, max_shard_size="100KB")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    return directory
+
+
+async def test_every_token_belongs_to_the_version_that_its_span_names(models):
+    weights = {BASE: models[0]} | {Version(1, n): models[n % 3] for n in range(1, 7)}
+    async with started(models[0]) as engine:
+        tasks = [asyncio.create_task(engine.agenerate(ask(LONG, n=2))) for _ in range(8)]
+        for n in range(1, 7):
+            await until_tokens(engine, 200)
+            await engine.apply(staged(models[n % 3], Version(1, n)))
+        samples = [sample for task in tasks for sample in (await task).samples]
+    assert any(len(sample.spans) > 3 for sample in samples)
+    for sample in samples:
+        assert (len(sample.token_ids), sample.finish_reason) == (LONG.max_tokens, FinishReason.LENGTH)
+        assert_tokens_follow_their_versions(sample, weights)
+
+
+async def test_streamed_spans_are_the_engine_s_final_ones(models):
+    """The adapter reads vLLM's internals while a request runs; vLLM itself reports spans at the end."""
+    async with started(models[0], kv_policy="keep") as engine:
+        tracked = await engine._submit(ask(LONG, n=2))
+        streamed: dict[int, list[Span]] = {0: [], 1: []}
+        applied = 0
+        while not tracked.ended:
+            await tracked.wait(0.005)
+            for index, sampled, _ in tracked.advance():
+                streamed[index].extend(sampled.spans)
+            if applied < 4 and sum(len(spans) for spans in streamed.values()) > 6 * (applied + 1):
+                applied += 1
+                await engine.apply(staged(models[applied % 3], Version(1, applied)))
+        final = {output.index: output for output in tracked._final.outputs}
+        await engine._release(ask(), tracked)
+    for index, spans in streamed.items():
+        starts = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
+        reported = [Span(span.start, Version.parse(span.version)) for span in final[index].weight_versions]
+        assert starts == reported
+        assert len(reported) == 5
+
+
+async def test_a_failure_half_way_brings_the_old_version_back(models, tmp_path):
+    """The file's header is complete, and its last tensor has another shape than the version says."""
+    whole = staged(models[1], Version(1, 1))
+    tensors = load_file(whole.path)
+    tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(3, 3)
+    save_file(tensors, tmp_path / "wrong.safetensors")
+    async with started(models[0]) as engine:
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 5)
+        with pytest.raises(EngineError, match=r"version 0\.0 serves on"):
+            await engine.apply(replace(whole, path=tmp_path / "wrong.safetensors"))
+        sample = await task
+        assert [span.version for span in sample.spans] == [BASE]
+        assert_tokens_follow_their_versions(sample, {BASE: models[0]})
+        assert engine.status().healthy
+        await engine.apply(whole)
+        assert_tokens_follow_their_versions(await one(engine), {Version(1, 1): models[1]})
+
+
+async def test_a_nan_ends_samples_and_does_not_outlive_its_weights(models, tmp_path):
+    tensors = load_file(staged(models[1], BASE).path)
+    tensors["model.layers.0.mlp.down_proj.weight"][:] = float("nan")
+    save_file(tensors, tmp_path / "nan.safetensors")
+    poisoned = replace(staged(models[1], Version(1, 1)), path=tmp_path / "nan.safetensors")
+    async with started(models[0]) as engine:
+        await engine.apply(poisoned)
+        sample = await one(engine)
+        assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([], [], FinishReason.ERROR)
+        await engine.apply(staged(models[2], Version(1, 2)))
+        for result in await asyncio.gather(*[engine.agenerate(ask(n=4)) for _ in range(4)]):
+            for sample in result.samples:
+                assert_tokens_follow_their_versions(sample, {Version(1, 2): models[2]})
+
+
+async def test_a_sharded_base_is_read_and_reloaded(models, tmp_path):
+    async with started(split(models[0], tmp_path)) as engine:
+        await engine.apply(staged(models[1], Version(1, 1)))
+        await engine.reload_base()
+        assert_tokens_follow_their_versions(await one(engine), {BASE: models[0]})
+
+
+async def test_a_bfloat16_engine_stays_close_to_bfloat16_recomputation(tmp_path, record_property):
+    models = [save_model(tmp_path / str(seed), seed, dtype=torch.bfloat16) for seed in range(2)]
+    async with started(models[0]) as engine:
+        assert engine.info.dtype == "bfloat16"
+        await engine.apply(staged(models[1], Version(1, 1)))
+        sample = await one(engine, replace(LONG, max_tokens=200))
+    difference = torch.tensor(sample.logprobs) - recompute(models[1], PROMPT, sample.token_ids)
+    record_property("bf16_mean_abs_difference", difference.abs().mean().item())
+    print(f"bfloat16 log-probabilities: mean {difference.abs().mean():.2e}, max {difference.abs().max():.2e}")
+    assert difference.abs().mean() < 0.05
+
+
+async def test_float32_versions_are_rounded_into_a_bfloat16_engine(models, tmp_path):
+    base = save_model(tmp_path / "base", 7, dtype=torch.bfloat16)
+    async with started(base) as engine:
+        await engine.apply(staged(models[1], Version(1, 1)))
+        sample = await one(engine, replace(LONG, max_tokens=100))
+    difference = torch.tensor(sample.logprobs) - recompute(models[1], PROMPT, sample.token_ids)
+    assert difference.abs().mean() < 0.05
+
+
+async def test_reports_the_pause_beside_a_plain_copy(models, record_property):
+    def plain_copy(version: StagedVersion) -> float:
+        source = load_file(version.path)
+        target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
+        begun = time.perf_counter()
+        for name, tensor in source.items():
+            target[name].copy_(tensor)
+        return time.perf_counter() - begun
+
+    async with started(models[0], kv_policy="keep") as engine:
+        tasks = [asyncio.create_task(one(engine, LONG)) for _ in range(16)]
+        await until_tokens(engine, 16)
+        report = await engine.apply(staged(models[1], Version(1, 1)))
+        await asyncio.gather(*tasks)
+    copy_s = plain_copy(staged(models[1], Version(1, 1)))
+    print(f"pause {report.pause_s:.4f} s, load {report.apply_s:.4f} s, plain copy {copy_s:.4f} s")
+    record_property("pause_s", report.pause_s)
+    assert report.pause_s >= report.apply_s > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+async def test_tensor_parallel_workers_switch_together(tmp_path, tied):
+    models = [save_model(tmp_path / str(seed), seed, tied=tied) for seed in range(2)]
+    weights = {BASE: models[0], Version(1, 1): models[1]}
+    before = shared_segments()
+    async with started(models[0], tensor_parallel_size=2) as engine:
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 5)
+        await engine.apply(staged(models[1], Version(1, 1)))
+        sample = await task
+        assert len(sample.spans) == 2
+        assert_tokens_follow_their_versions(sample, weights)
+        with pytest.raises(EngineError):
+            await engine.apply(replace(staged(models[1], Version(1, 2)), path=tmp_path / "gone.safetensors"))
+        assert_tokens_follow_their_versions(await one(engine), weights)
+        await engine.reload_base()
+        assert_tokens_follow_their_versions(await one(engine), weights)
+    assert shared_segments() <= before
+
+
+@pytest.mark.slow
+async def test_data_parallel_engines_switch_together(models):
+    weights = {BASE: models[0], Version(1, 1): models[1]}
+    async with started(models[0], data_parallel_size=2) as engine:
+        tasks = [asyncio.create_task(one(engine, LONG)) for _ in range(8)]
+        await until_tokens(engine, 16)
+        await engine.apply(staged(models[1], Version(1, 1)))
+        for task in tasks:
+            assert_tokens_follow_their_versions(await task, weights)
+        for result in await asyncio.gather(*[engine.agenerate(ask()) for _ in range(8)]):
+            assert result.samples[0].spans == [Span(0, Version(1, 1))]
+            assert_tokens_follow_their_versions(result.samples[0], weights)
