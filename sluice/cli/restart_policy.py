@@ -59,7 +59,7 @@ class GiveUp:
     """Leave it dead; the run ends.
 
     Attributes:
-        reason: End of a sentence that begins with how the child died.
+        reason: End of a sentence that begins with how the child died; empty where restarts were never wanted.
     """
 
     reason: str
@@ -85,6 +85,8 @@ class RestartPolicy:
         """
         if exit_.code == EXIT_CONFIG:
             return GiveUp("its settings are wrong")
+        if self.limits.restarts == 0:
+            return GiveUp("")
         if exit_.code > 0 and not exit_.was_ready:
             # It ended by its own decision before it served: the same start would end the same way.
             return GiveUp("it never began to serve")

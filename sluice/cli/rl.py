@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from sluice.cli.launch import child_specs, free_addresses
 from sluice.cli.live_view import RunView
 from sluice.cli.restart_policy import RestartLimits
 from sluice.cli.run_directory import claim, write_settings
-from sluice.cli.supervisor import Ending, Outcome, Supervisor
+from sluice.cli.supervisor import Ending, Outcome, Supervisor, run_until_signal
 from sluice.cli.watch import follow_run
 from sluice.config import ConfigError, RunConfig, dump_toml, load_run, service_names
 
@@ -97,20 +96,7 @@ def _private_settings(config: RunConfig) -> Iterator[Path | None]:
 
 
 async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -> Outcome:
-    """Run the children and the view beside them; a first signal ends the run in order, a second one at once."""
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            view.say("killing all services", style="red")
-            supervisor.kill()
-        else:
-            view.say("stopping all services; once more to kill them", style="yellow")
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
+    """Run the children, and the view beside them."""
     beside = [
         asyncio.create_task(view.keep_drawing()),
         asyncio.create_task(
@@ -118,7 +104,7 @@ async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -
         ),
     ]
     try:
-        return await supervisor.run(stop)
+        return await run_until_signal(supervisor, lambda text: view.say(text, style="yellow"))
     finally:
         for task in beside:
             task.cancel()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.child_process import describe_exit
+from sluice.cli.child_logs import LogLine
+from sluice.cli.child_process import ChildSpec
+from sluice.cli.restart_policy import RestartLimits
+from sluice.cli.supervisor import ChildState, Ending, Supervisor, run_until_signal
 
 __all__ = ["StageError", "Stages", "run_quietly"]
-
-_TAIL_LINES = 25
 
 
 class StageError(Exception):
@@ -66,27 +66,48 @@ class Stages:
 
 
 def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> str:
-    """Run a program with its output in a file.
+    """Run a program with its output in a file; a signal ends it in order, with all that it started.
 
     Args:
         argv: The words after the Python interpreter.
         log: File that its output is appended to.
-        environment: All of its variables.
+        environment: Variables over our own.
 
     Returns:
         The last line that it wrote.
 
     Raises:
         StageError: if it fails; the message holds the last lines of its output.
+        KeyboardInterrupt: if a signal ended it.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        done = subprocess.run(  # noqa: S603 - our own programs
-            [sys.executable, *argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, check=False
-        )
-    with log.open(encoding="utf-8", errors="backslashreplace") as lines:
-        tail = [line.rstrip() for line in deque(lines, maxlen=_TAIL_LINES)]
-    if done.returncode:
-        said = "\n".join(f"  | {line}" for line in tail)
-        raise StageError(f"{' '.join(argv)}\nended with {describe_exit(done.returncode)}; {log} ends with\n{said}")
-    return tail[-1] if tail else ""
+    witness = _LastLine()
+    spec = ChildSpec(log.stem, (sys.executable, *argv), log, _at_once, environment, ends_run=True)
+    supervisor = Supervisor([spec], witness, limits=RestartLimits(restarts=0))
+    outcome = asyncio.run(run_until_signal(supervisor, witness.discard))
+    if outcome.ending is Ending.STOPPED:
+        raise KeyboardInterrupt
+    if outcome.ending is Ending.FAILED:
+        said = "\n".join(f"  | {line}" for line in outcome.tail)
+        raise StageError(f"{' '.join(argv)}\n{outcome.reason}; {log} ends with\n{said}")
+    return witness.text
+
+
+async def _at_once() -> None:
+    """A program that serves nothing need not be waited for."""
+
+
+class _LastLine:
+    """Keeps the last line of a program."""
+
+    text = ""
+
+    def on_line(self, child: str, line: LogLine) -> None:
+        """Keep it."""
+        del child
+        self.text = line.text
+
+    def on_state(self, child: str, state: ChildState, detail: str) -> None:
+        """The stage tells what is to be told."""
+
+    def discard(self, text: str) -> None:
+        """The stage ends on a signal without further words."""

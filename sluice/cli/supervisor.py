@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from sluice.cli.child_logs import ChildLog, LogLine
 from sluice.cli.child_process import Child, ChildSpec, Watchdog, describe_exit
 from sluice.cli.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy
 
-__all__ = ["ChildState", "Ending", "Listener", "Outcome", "Supervisor"]
+__all__ = ["ChildState", "Ending", "Listener", "Outcome", "Supervisor", "run_until_signal"]
 
 
 _KILL_GRACE_S = 2.5
@@ -142,7 +143,8 @@ class Supervisor:
             decision = policy.on_exit(Exit(code, was_ready), self._clock())
             died = f"ended with {describe_exit(code)}"
             if isinstance(decision, GiveUp):
-                return Outcome(Ending.FAILED, spec.name, f"{died}, and {decision.reason}", tuple(log.tail()))
+                reason = f"{died}, and {decision.reason}" if decision.reason else died
+                return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
             detail = f"{died}; start {decision.attempt} of {self._limits.restarts} again in {decision.delay_s:g} s"
             self._listener.on_state(spec.name, ChildState.RESTARTING, detail)
             await asyncio.sleep(decision.delay_s)
@@ -171,3 +173,26 @@ class Supervisor:
             await asyncio.wait({ended}, timeout=_KILL_GRACE_S)
         del self._children[name]
         self._listener.on_state(name, ChildState.ENDED, "")
+
+
+async def run_until_signal(supervisor: Supervisor, say: Callable[[str], None]) -> Outcome:
+    """Run to the end or to SIGINT, SIGTERM or SIGHUP: a first signal ends the children in order, a second one at once.
+
+    Args:
+        supervisor: What to run.
+        say: Told what a signal does.
+    """
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            say("killing what still runs")
+            supervisor.kill()
+        else:
+            say("stopping; once more to kill")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    return await supervisor.run(stop)

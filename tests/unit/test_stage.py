@@ -1,7 +1,6 @@
 """Stages of a longer job, with real programs."""
 
 import io
-import os
 from pathlib import Path
 
 import pytest
@@ -30,10 +29,16 @@ def test_a_stage_that_fails_claims_nothing() -> None:
 
 def test_a_program_answers_with_its_last_line_and_its_log_keeps_all(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "x.log"
-    assert run_quietly(["-c", "print('one'); print('two')"], log, os.environ) == "two"
+    assert run_quietly(["-c", "print('one'); print('two')"], log, {}) == "two"
     assert log.read_text() == "one\ntwo\n"
 
 
 def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"exit code 3; .*x\.log ends with\n  \| the reason"):
-        run_quietly(["-c", "import sys; print('the reason'); sys.exit(3)"], tmp_path / "x.log", os.environ)
+        run_quietly(["-c", "import sys; print('the reason'); sys.exit(3)"], tmp_path / "x.log", {})
+
+
+def test_a_signal_ends_the_program_and_is_an_interruption(tmp_path: Path) -> None:
+    code = "import os, signal, sys; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(["-c", code], tmp_path / "x.log", {})
