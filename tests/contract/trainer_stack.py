@@ -60,8 +60,10 @@ async def weight_service(common: CommonConfig, port: int = 0) -> AsyncIterator[s
 
 
 @asynccontextmanager
-async def trainer_service(common: CommonConfig, config: TrainerConfig) -> AsyncIterator[tuple[Trainer, str]]:
-    """A loaded trainer; gives it and its address."""
+async def trainer_service(
+    common: CommonConfig, config: TrainerConfig, *, load: bool = True
+) -> AsyncIterator[tuple[Trainer, str]]:
+    """A trainer, loaded unless told otherwise; gives it and its address."""
     channel = connect(common.peers.weightsync, common.security)
     trainer = Trainer(common, config, WeightPublisher(channel, common.run))
     server = RpcServer("trainer", ServerConfig(), SecurityConfig(), run=common.run)
@@ -73,7 +75,8 @@ async def trainer_service(common: CommonConfig, config: TrainerConfig) -> AsyncI
     )
     await server.start()
     try:
-        await trainer.load()
+        if load:
+            await trainer.load()
         yield trainer, server.target
     finally:
         await server.stop(0)
@@ -91,6 +94,7 @@ class Stack:
 
     trainer: Trainer
     client: TrainerClient
+    target: str
     digest: str
     output_dir: Path
 
@@ -132,7 +136,7 @@ async def stack(model: Path, output_dir: Path, **options: Any) -> AsyncIterator[
             trainer_service(common, trainer_config(**options)) as (trainer, target),
             TrainerClient(target) as client,
         ):
-            yield Stack(trainer, client, trainer.learner.tokenizer_digest, output_dir)
+            yield Stack(trainer, client, target, trainer.learner.tokenizer_digest, output_dir)
 
 
 def trajectory(
