@@ -1,0 +1,119 @@
+"""Brings staged versions into the engine, one at a time, and back to the one before if that fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from sluice.versions import Version
+from weightsync.staged import ApplyReport, StagedVersion
+
+__all__ = ["Applier", "ApplyError"]
+
+log = structlog.get_logger(__name__)
+
+
+class ApplyError(Exception):
+    """The engine did not take the version."""
+
+
+class Applier:
+    """Owns what the engine serves.
+
+    Once an apply has begun, the engine samples nothing until a whole version is in. So a failure is answered, each step
+    within the deadline: the same version once more, then the version before from its staged file, then `recover`.
+
+    Args:
+        apply: Brings a staged version into the engine.
+        recover: Brings the engine back to some version, and says which; None leaves it as it is.
+        serving: The version that the engine serves at the start.
+        deadline_s: Seconds for each step.
+        failures: What `apply` and `recover` may raise.
+
+    Attributes:
+        serving: The version that the engine serves.
+        last_report: What the last successful apply cost.
+    """
+
+    def __init__(
+        self,
+        apply: Callable[[StagedVersion], Awaitable[ApplyReport]],
+        recover: Callable[[], Awaitable[Version]] | None,
+        serving: Version,
+        deadline_s: float,
+        failures: tuple[type[Exception], ...],
+    ) -> None:
+        self.serving = serving
+        self.last_report: ApplyReport | None = None
+        self._apply = apply
+        self._recover = recover
+        self._deadline_s = deadline_s
+        self._failures = failures
+        self._current: StagedVersion | None = None
+        self._lock = asyncio.Lock()
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        """Apply a version; its predecessor's file is removed when it serves.
+
+        Raises:
+            ApplyError: if it does not serve; `serving` says what does.
+        """
+        async with self._lock:
+            try:
+                report = await self._twice(staged)
+            except ApplyError:
+                await self._fall_back()
+                raise
+            previous, self._current = self._current, staged
+            self.serving = staged.version
+            self.last_report = report
+            if previous is not None and previous.path != staged.path:
+                previous.path.unlink(missing_ok=True)
+            return report
+
+    async def run_exclusive(self, action: Callable[[], Awaitable[Version]]) -> Version:
+        """Run what changes the engine by other means while no version is applied."""
+        async with self._lock:
+            self.serving = await action()
+            if self._current is not None and self._current.version != self.serving:
+                self._current.path.unlink(missing_ok=True)
+                self._current = None
+            return self.serving
+
+    async def _twice(self, staged: StagedVersion) -> ApplyReport:
+        try:
+            return await self._once(staged)
+        except ApplyError as error:
+            log.warning("apply failed, trying once more", version=str(staged.version), error=str(error))
+        return await self._once(staged)
+
+    async def _once(self, staged: StagedVersion) -> ApplyReport:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._apply(staged)
+        except TimeoutError as error:
+            raise ApplyError(f"version {staged.version} was not applied within {self._deadline_s:g} s") from error
+        except self._failures as error:
+            raise ApplyError(f"version {staged.version} was not applied: {error}") from error
+
+    async def _fall_back(self) -> None:
+        if self._current is not None:
+            try:
+                await self._once(self._current)
+            except ApplyError as error:
+                log.warning("the version before does not apply either", error=str(error))
+            else:
+                return
+        if self._recover is None:
+            return
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                self.serving = await self._recover()
+        except TimeoutError:
+            log.exception("the engine did not come back in time", deadline_s=self._deadline_s)
+        except self._failures:
+            log.exception("the engine did not come back")
+        else:
+            self._current = None

@@ -1,0 +1,284 @@
+"""The engine's half: watches, prefetches while tokens are produced, verifies, stages, has the version applied, reports.
+
+Whatever happens on the way, the version that serves goes on serving. One task does all that touches versions, so that
+commands and announcements never meet half-way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import structlog
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import BASE, Version
+from weightsync.apply import Applier, ApplyError
+from weightsync.names import run_resource
+from weightsync.policy import Policy, PolicyMode, WeightPolicy
+from weightsync.pull import PullError, PullLimits, pull_version
+from weightsync.report import Reporter
+from weightsync.stage_area import StageArea
+from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staging import StagingError, StagingFile
+from weightsync.update import ReceiverStatus, UpdateRequest, UpdateTimings
+from weightsync.watch import VersionWatch
+
+__all__ = ["WeightReceiver"]
+
+_LONGEST_PAUSE_S = 30.0
+"""Longest pause before a version that could not be taken is tried again."""
+
+log = structlog.get_logger(__name__)
+
+
+class WeightReceiver:
+    """Keeps one replica on the version that it should serve.
+
+    Args:
+        channel: To the weight service, with the agent role; `update_to` and TARGET need the admin role, which may read manifests.
+        run: The run's name.
+        replica: This replica's name, unique in the run.
+        stage_dir: Directory in shared memory, such as ``/dev/shm``; the receiver makes its own directory in it and removes
+            those of dead replicas.
+        apply: Brings a staged version into the engine: pause, copy, resume. Raises if the engine does not serve it.
+        recover: Brings the engine back to some version after `apply` failed for the new and for the old one, and says which;
+            None leaves the engine as it is.
+        serving: The version that the engine serves at the start.
+        apply_deadline_s: Seconds that one `apply` or `recover` may take.
+        limits: How long pulls wait.
+        failures: What `apply` and `recover` may raise.
+        observe: Called with the timings of each update that was applied.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        run: str,
+        replica: str,
+        stage_dir: Path,
+        apply: Callable[[StagedVersion], Awaitable[ApplyReport]],
+        *,
+        recover: Callable[[], Awaitable[Version]] | None = None,
+        serving: Version = BASE,
+        apply_deadline_s: float = 120.0,
+        limits: PullLimits | None = None,
+        failures: tuple[type[Exception], ...] = (Exception,),
+        observe: Callable[[UpdateTimings], None] | None = None,
+    ) -> None:
+        self._run = run_resource(run)
+        self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+        self._area = StageArea(stage_dir, run, replica)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-stage")
+        self._applier = Applier(apply, recover, serving, apply_deadline_s, failures)
+        self._limits = limits or PullLimits()
+        self._observe = observe
+        self._policy = WeightPolicy()
+        self._wake = asyncio.Event()
+        self._watch = VersionWatch(self._delivery, self._run, replica, self._wake.set)
+        self._reporter = Reporter(self._delivery, self._run, replica, self._applier)
+        self._requests: list[UpdateRequest] = []
+        self._staged: StagedVersion | None = None
+        self._last: UpdateTimings | None = None
+        self._error = ""
+        self._failures = 0
+
+    async def run_forever(self) -> None:
+        """Follow the policy until cancelled. A weight service that cannot be reached is tried again for ever."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch.run_forever())
+            tasks.create_task(self._reporter.run_forever())
+            tasks.create_task(self._sync_forever())
+
+    async def close(self) -> None:
+        """Remove what is staged; call it when the engine reads it no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._area.close)
+
+    def set_policy(
+        self, mode: PolicyMode, version: Version | None = None, *, owner: str = "", ttl_s: float | None = None
+    ) -> Policy:
+        """Say which versions the replica takes; see `WeightPolicy.set` for the meaning and the errors."""
+        policy = self._policy.set(
+            mode, version, owner=owner, ttl_s=ttl_s, serving=self._applier.serving, now=time.monotonic()
+        )
+        self._wake.set()
+        return policy
+
+    async def update_to(self, version: Version | None, deadline_s: float, *, owner: str = "") -> ApplyReport:
+        """Take a version now, and return when it serves. What serves afterwards is again up to the policy.
+
+        Args:
+            version: Which one; None means the newest committed one.
+            deadline_s: Seconds to wait.
+            owner: Who asks; matters while a policy is held.
+
+        Returns:
+            The cost; zero seconds if the version served already.
+
+        Raises:
+            PolicyHeldError: if another owner's policy is in force.
+            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or UNAVAILABLE if the version could not be pulled or applied; the old one
+                serves on.
+        """
+        self._policy.check_owner(owner, time.monotonic())
+        request = UpdateRequest(version)
+        self._requests.append(request)
+        self._wake.set()
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await request.done
+        except TimeoutError as error:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "UPDATE_DEADLINE",
+                f"version {version or 'newest'} was not in service within {deadline_s:g} s; {self._applier.serving} serves"
+                f" on: allow more time, or see the last error: {self._error or 'none'}",
+            ) from error
+        finally:
+            request.done.cancel()
+
+    async def run_exclusive(self, action: Callable[[], Awaitable[Version]]) -> Version:
+        """Change what the engine serves by other means, such as a reload of the base model, while no version is applied.
+
+        Args:
+            action: Does it, and says which version serves afterwards.
+        """
+        version = await self._applier.run_exclusive(action)
+        self._reporter.tell(pb.REPLICA_PHASE_SERVING, version)
+        self._wake.set()
+        return version
+
+    def status(self) -> ReceiverStatus:
+        """Where the replica stands."""
+        policy = self._policy.current(time.monotonic())
+        return ReceiverStatus(
+            serving=self._applier.serving,
+            staged_version=None if self._staged is None else self._staged.version,
+            newest=self._watch.newest_version,
+            connected=self._watch.connected,
+            policy=policy,
+            last_error=self._error,
+            last_report=self._applier.last_report,
+            last_update=self._last,
+        )
+
+    async def _sync_forever(self) -> None:
+        while True:
+            self._wake.clear()
+            request = self._next_request()
+            if request is not None:
+                await self._serve(request)
+                continue
+            wanted = self._policy.wanted(self._applier.serving, self._watch.newest_version, time.monotonic())
+            if wanted is not None and await self._try(wanted):
+                continue
+            await self._sleep(wanted is not None)
+
+    async def _sleep(self, failed: bool) -> None:
+        """Until something changes, the policy runs out, or a failed version is due again."""
+        pause_s = min(_LONGEST_PAUSE_S, 0.25 * 2**self._failures) if failed else _LONGEST_PAUSE_S
+        try:
+            async with asyncio.timeout(min(pause_s, max(0.01, self._policy.expires_in(time.monotonic())))):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    def _next_request(self) -> UpdateRequest | None:
+        self._requests = [request for request in self._requests if not request.done.done()]
+        return self._requests.pop(0) if self._requests else None
+
+    async def _serve(self, request: UpdateRequest) -> None:
+        """Carry one command out; a caller who left gets what it asked for all the same."""
+        try:
+            report = await self._take(request.version)
+        except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
+            self._note_failure(request.version, error)
+            request.fail(_as_sluice_error(error))
+        else:
+            request.succeed(report)
+
+    async def _try(self, version: Version) -> bool:
+        """Take a version that the policy wants; False if that failed, which the next round repeats after a pause."""
+        try:
+            await self._take(version)
+        except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
+            self._note_failure(version, error)
+            return False
+        self._failures = 0
+        return True
+
+    def _note_failure(self, version: Version | None, error: Exception) -> None:
+        self._failures = min(self._failures + 1, 8)
+        self._error = f"version {version or 'newest'}: {error}"
+        log.warning("version not taken", version=str(version), serving=str(self._applier.serving), error=str(error))
+        self._reporter.tell(pb.REPLICA_PHASE_FAILED, version or self._applier.serving, self._error)
+
+    async def _take(self, version: Version | None) -> ApplyReport:
+        """Pull, verify, stage, apply, report."""
+        started = time.perf_counter()
+        manifest = await self._manifest(version)
+        wanted = Version.from_proto(manifest.version)
+        if wanted == self._applier.serving:
+            return ApplyReport(wanted, 0.0, 0.0)
+        if self._staged is None or (self._staged.version, self._staged.digest) != (wanted, manifest.digest):
+            self._forget_staged()
+            self._staged = await self._stage(manifest)
+        staged_at = time.perf_counter()
+        self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, stage_s=staged_at - started)
+        report = await self._applier.apply(self._staged)
+        self._staged = None
+        self._error = ""
+        self._last = UpdateTimings(
+            version=wanted,
+            size_bytes=manifest.size_bytes,
+            stage_s=staged_at - started,
+            pause_s=report.pause_s,
+            apply_s=report.apply_s,
+            total_s=time.perf_counter() - started,
+        )
+        self._reporter.tell(pb.REPLICA_PHASE_SERVING, wanted, stage_s=self._last.stage_s, pause_s=report.pause_s)
+        log.info("version in service", **self._last.for_log())
+        if self._observe is not None:
+            self._observe(self._last)
+        return report
+
+    def _forget_staged(self) -> None:
+        """Make room: a version that could not be applied and was overtaken is of no use."""
+        if self._staged is not None:
+            self._staged.path.unlink(missing_ok=True)
+            self._staged = None
+
+    async def _manifest(self, version: Version | None) -> pb.Manifest:
+        """From the last announcement if it is that version, else asked for."""
+        announced = self._watch.newest
+        if announced is not None and version == self._watch.newest_version:
+            return announced
+        request = pb.GetManifestRequest(run=self._run, version=None if version is None else version.to_proto())
+        response = await self._manifests.GetManifest(request, timeout=30)
+        return response.manifest
+
+    async def _stage(self, manifest: pb.Manifest) -> StagedVersion:
+        loop = asyncio.get_running_loop()
+        path = self._area.file(Version.from_proto(manifest.version))
+        staging = await loop.run_in_executor(self._thread, StagingFile, manifest, path)
+        try:
+            await pull_version(self._delivery, staging, self._thread, self._limits)
+            return await loop.run_in_executor(self._thread, staging.finish)
+        finally:
+            staging.discard()
+
+
+def _as_sluice_error(error: Exception) -> SluiceError:
+    if isinstance(error, SluiceError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        return SluiceError.from_rpc(error)
+    return SluiceError.unavailable("UPDATE_FAILED", f"{error}; the version before serves on")

@@ -1,0 +1,99 @@
+"""Knows the newest version, by a stream that is opened again whenever it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import grpc
+import structlog
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import Version
+
+__all__ = ["VersionWatch"]
+
+_SILENCE_S = 25.0
+"""The contract promises a sign of life every 10 s; two and a half of them missing is a dead stream."""
+
+_STREAM_S = 3600.0
+"""A stream is renewed after this time, so that no call is without a deadline."""
+
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+class VersionWatch:
+    """Watches one run.
+
+    Args:
+        stub: The service.
+        run: ``runs/{run}``.
+        replica: Who watches.
+        changed: Called after each announcement.
+
+    Attributes:
+        newest: Manifest of the newest version that was announced.
+        connected: Whether the stream is alive.
+    """
+
+    def __init__(
+        self,
+        stub: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub,
+        run: str,
+        replica: str,
+        changed: Callable[[], None],
+    ) -> None:
+        self.newest: pb.Manifest | None = None
+        self.connected = False
+        self._stub = stub
+        self._run = run
+        self._replica = replica
+        self._changed = changed
+
+    @property
+    def newest_version(self) -> Version | None:
+        """The newest version that was announced."""
+        return None if self.newest is None else Version.from_proto(self.newest.version)
+
+    async def run_forever(self) -> None:
+        """Watch until cancelled; pauses between attempts grow to five seconds and vary, so that a fleet does not come at once."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                await self._watch_once()
+                reason = "the stream ended"
+            except grpc.aio.AioRpcError as error:
+                reason = str(SluiceError.from_rpc(error))
+            except TimeoutError:
+                reason = f"no sign of life for {_SILENCE_S:g} s"
+            if self.connected:
+                pause_s = _FIRST_PAUSE_S
+                log.info("weight service lost, the version in service stays", reason=reason)
+            self.connected = False
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+
+    async def _watch_once(self) -> None:
+        known = self.newest_version
+        request = pb.WatchVersionsRequest(
+            run=self._run, replica=self._replica, known=None if known is None else known.to_proto()
+        )
+        call = self._stub.WatchVersions(request, timeout=_STREAM_S)
+        try:
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    response = await call.read()
+                if not isinstance(response, pb.WatchVersionsResponse):  # the end of the stream
+                    return
+                self.connected = True
+                if response.HasField("manifest"):
+                    self.newest = response.manifest
+                    self._changed()
+        finally:
+            call.cancel()
