@@ -10,14 +10,14 @@ from sluice.v1 import orchestrator_pb2
 
 __all__ = ["METRIC_NAMES", "RunProgress", "sparkline", "step_line"]
 
-METRIC_NAMES: Mapping[str, tuple[str, ...]] = {
-    "reward": ("reward", "reward_mean", "reward/mean"),
-    "staleness": ("staleness", "staleness_mean", "staleness/mean"),
-    "loss": ("loss", "trainer/loss"),
-    "entropy": ("entropy", "trainer/entropy"),
-    "mismatch_kl": ("mismatch_kl", "trainer/mismatch_kl"),
+METRIC_NAMES: Mapping[str, str] = {
+    "reward": "reward/mean",
+    "staleness": "staleness/mean",
+    "loss": "trainer/loss",
+    "entropy": "trainer/entropy",
+    "mismatch_kl": "trainer/mismatch_kl",
 }
-"""What the views show of a step, and the names under which services and older runs wrote it."""
+"""What the views show of a step, and its name among the step's metrics."""
 
 _HISTORY = 400
 """Rewards that are kept for the sparkline."""
@@ -35,6 +35,8 @@ _STATES = {
     orchestrator_pb2.RUN_STATE_SUCCEEDED: "succeeded",
     orchestrator_pb2.RUN_STATE_FAILED: "failed",
 }
+
+_FINAL = frozenset({"succeeded", "failed"})
 
 _WAITS = {
     "rollout": "trainer waits for rollout",
@@ -112,9 +114,14 @@ class RunProgress:
             self.rewards.append(reward)
         return True
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in _FINAL
+
     def metric(self, name: str) -> float | None:
         """A metric of the last step by our name for it."""
-        return next((self.metrics[key] for key in METRIC_NAMES.get(name, (name,)) if key in self.metrics), None)
+        return self.metrics.get(METRIC_NAMES.get(name, name))
 
     def seconds_per_step(self) -> float | None:
         """Pace over the last steps."""

@@ -49,9 +49,8 @@ def read_steps(run_dir: Path) -> list[Step]:
 
 def series(steps: Sequence[Step], name: str) -> list[tuple[float, float]]:
     """``(step, value)`` of a metric, by our name for it or its own; steps without it are left out."""
-    keys = METRIC_NAMES.get(name, (name,))
-    found = [(step["step"], next((step[key] for key in keys if key in step), None)) for step in steps]
-    return [(number, value) for number, value in found if value is not None]
+    key = METRIC_NAMES.get(name, name)
+    return [(step["step"], step[key]) for step in steps if key in step]
 
 
 def mean(values: Sequence[float]) -> float:

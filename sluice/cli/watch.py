@@ -20,7 +20,7 @@ _AGAIN_S = 0.5
 async def follow_run(
     target: str, security: SecurityConfig, run: str, progress: RunProgress, on_step: Callable[[], None]
 ) -> None:
-    """Keep `progress` up to date until cancelled.
+    """Keep `progress` up to date until the run has ended.
 
     Args:
         target: Address of the orchestrator.
@@ -29,7 +29,7 @@ async def follow_run(
         progress: Written to.
         on_step: Called after each new step.
     """
-    while True:
+    while not progress.ended:
         async with OrchestratorClient(target, security) as orchestrator:
             with contextlib.suppress(SluiceError):
                 progress.describe(await orchestrator.run(run))

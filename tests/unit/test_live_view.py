@@ -23,7 +23,13 @@ def progress() -> RunProgress:
     progress = RunProgress()
     progress.describe(pb.Run(max_steps=60, max_staleness=2, state=pb.RUN_STATE_RUNNING))
     for number in range(1, 11):
-        progress.apply(step(number, 100 + 2 * number, reward=number / 10, staleness=0.5, mismatch_kl=1e-4))
+        progress.apply(
+            step(
+                number,
+                100 + 2 * number,
+                **{"reward/mean": number / 10, "staleness/mean": 0.5, "trainer/mismatch_kl": 1e-4},
+            )
+        )
     progress.apply(
         pb.RunEvent(
             load=pb.LoadReport(
@@ -70,7 +76,7 @@ def test_a_step_is_one_plain_line(progress: RunProgress) -> None:
 
 def test_a_story_told_again_adds_nothing(progress: RunProgress) -> None:
     rewards = list(progress.rewards)
-    assert not progress.apply(step(3, 106, reward=0.3))
+    assert not progress.apply(step(3, 106, **{"reward/mean": 0.3}))
     assert (progress.step, list(progress.rewards)) == (10, rewards)
 
 

@@ -14,17 +14,17 @@ def write(run_dir: Path, *lines: dict) -> None:
 
 
 def test_a_step_that_was_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
-    write(tmp_path, {"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}, {"step": 2, "reward": 0.3})
+    write(tmp_path, {"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.2}, {"step": 2, "reward/mean": 0.3})
     assert report.series(report.read_steps(tmp_path), "reward") == [(1, 0.1), (2, 0.3)]
 
 
 def test_values_that_were_not_finite_are_gaps(tmp_path: Path) -> None:
-    write(tmp_path, {"step": 1, "reward": None}, {"step": 2, "reward": 0.2})
+    write(tmp_path, {"step": 1, "reward/mean": None}, {"step": 2, "reward/mean": 0.2})
     assert report.series(report.read_steps(tmp_path), "reward") == [(2, 0.2)]
 
 
 def test_the_summary_compares_the_ends_of_the_run(tmp_path: Path) -> None:
-    write(tmp_path, *({"step": n, "time": 100.0 + n, "reward": n / 20} for n in range(1, 21)))
+    write(tmp_path, *({"step": n, "time": 100.0 + n, "reward/mean": n / 20} for n in range(1, 21)))
     summary = report.summarise(report.read_steps(tmp_path))
     assert (summary["steps"], summary["train_wall_s"]) == (20, 19.0)
     assert summary["reward_first"] == pytest.approx(0.075)
@@ -32,7 +32,9 @@ def test_the_summary_compares_the_ends_of_the_run(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_and_draws_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, *({"step": n, "time": 100.0 + n, "reward": n / 20, "staleness": 1.0} for n in range(1, 21)))
+    write(
+        tmp_path, *({"step": n, "time": 100.0 + n, "reward/mean": n / 20, "staleness/mean": 1.0} for n in range(1, 21))
+    )
     assert report.run([str(tmp_path)]) == 0
     assert "20 steps in 19.0 s" in capsys.readouterr().out
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
