@@ -164,6 +164,14 @@ class OrchestratorConfig(Section):
         le=1,
         description="Share of a batch by which younger groups may pass an older unfinished one; 0 is strict first in, first out.",
     )
+    max_failed_groups: int = Field(
+        64, ge=1, description="Groups that may fail one after another before the run is given up."
+    )
+    max_lost_epochs: int = Field(
+        5,
+        ge=1,
+        description="Times that the trainer may be lost without one batch in between before the run is given up.",
+    )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring.")
     filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation inside the run.")

@@ -122,11 +122,11 @@ class Journal:
 
         self._record(record)
 
-    def open_epoch(self, epoch: int, restored: int, kept: Iterable[int]) -> None:
-        """The trainer began an epoch at version `restored`; of the later batches only `kept` go on."""
+    def open_epoch(self, epoch: int, origin: Version, kept: Iterable[int]) -> None:
+        """The trainer began an epoch from version `origin`; of the later batches only `kept` go on."""
         batches = list(kept)
-        self._checkpoints = [restored]
-        self._record(lambda index, _: index.open_epoch(epoch, restored, batches))
+        self._checkpoints = [origin.number]
+        self._record(lambda index, _: index.open_epoch(epoch, origin, batches))
 
     def cover(self, number: int) -> None:
         """A checkpoint at version `number` is complete: what the one before it holds is no longer needed."""

@@ -19,7 +19,7 @@ FORMAT = "1"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, restored INTEGER);
+CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, origin TEXT);
 CREATE TABLE IF NOT EXISTS groups (
   number INTEGER PRIMARY KEY, position INTEGER NOT NULL, stage TEXT NOT NULL, versions TEXT NOT NULL DEFAULT '');
 CREATE INDEX IF NOT EXISTS groups_by_stage ON groups (stage);
@@ -56,7 +56,7 @@ class Recovery:
     """What a run left behind.
 
     Attributes:
-        epochs: Epochs that trainers began, with the version number each began at, ascending.
+        epochs: Epochs that trainers began, with the version each began from, ascending.
         drawn: Tasks to draw again.
         ready: Groups that are in no batch.
         batches: Batches that were made and not pruned, with their groups, ascending; applied ones included.
@@ -66,7 +66,7 @@ class Recovery:
         elapsed_s: Seconds that earlier processes of the run lasted.
     """
 
-    epochs: list[tuple[int, int]] = field(default_factory=list)
+    epochs: list[tuple[int, Version]] = field(default_factory=list)
     drawn: list[DrawnTask] = field(default_factory=list)
     ready: list[Group] = field(default_factory=list)
     batches: list[tuple[Batch, list[Group]]] = field(default_factory=list)
@@ -134,10 +134,10 @@ class JournalIndex:
         self.connection.execute("INSERT INTO epochs (epoch) VALUES (?)", (epoch,))
         return epoch
 
-    def open_epoch(self, epoch: int, restored: int, kept: Iterable[int]) -> None:
-        """The trainer began an epoch; of the batches after its version only `kept` go on."""
-        run = self.connection.execute
-        run("UPDATE epochs SET restored = ? WHERE epoch = ?", (restored, epoch))
+    def open_epoch(self, epoch: int, origin: Version, kept: Iterable[int]) -> None:
+        """The trainer began an epoch from version `origin`; of the batches after it only `kept` go on."""
+        run, restored = self.connection.execute, origin.number
+        run("UPDATE epochs SET origin = ? WHERE epoch = ?", (str(origin), epoch))
         run("UPDATE batches SET applied = 0, trained = 0 WHERE sequence_no > ?", (restored,))
         run("DELETE FROM batch_drops WHERE sequence_no > ?", (restored,))
         later = [row[0] for row in run("SELECT sequence_no FROM batches WHERE sequence_no > ?", (restored,))]
@@ -221,7 +221,10 @@ class JournalIndex:
         ]
         batched = {number for numbers in members.values() for number in numbers}
         return Recovery(
-            epochs=list(run("SELECT epoch, restored FROM epochs WHERE restored IS NOT NULL ORDER BY epoch")),
+            epochs=[
+                (epoch, Version.parse(origin))
+                for epoch, origin in run("SELECT epoch, origin FROM epochs WHERE origin IS NOT NULL ORDER BY epoch")
+            ],
             drawn=[
                 DrawnTask(number, position)
                 for number, position in run("SELECT number, position FROM groups WHERE stage = 'drawn' ORDER BY number")

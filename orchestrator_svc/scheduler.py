@@ -204,17 +204,30 @@ class Scheduler:
         self.accounting.apply(sequence_no, trained, dropped)
         return batch
 
-    def open_epoch(self, epoch: int, number: int, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
-        """A trainer began an epoch at version `number`; the batches after it have to be applied (again).
+    def recover(self, epochs: Iterable[tuple[int, Version]], ready: Iterable[Group], accounting: Accounting) -> None:
+        """Take up what an earlier process left; `open_epoch` follows and brings the batches.
+
+        Args:
+            epochs: Earlier epochs with the versions that they began from.
+            ready: Groups that are in no batch.
+            accounting: Counts so far.
+        """
+        for epoch, origin in epochs:
+            self.lineage.open(epoch, origin)
+        self.groups = {group.number: group for group in ready}
+        self.accounting = accounting
+
+    def open_epoch(self, epoch: int, origin: Version, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
+        """A trainer began an epoch; the batches after the version it began from have to be applied (again).
 
         Args:
             epoch: The new epoch.
-            number: The version it begins at.
+            origin: The version it began from.
             lost: All batches that were made after it, with their groups.
         """
-        self.lineage.open(epoch, number)
-        self.epoch, self.applied = epoch, number
-        self.accounting.roll_back(number)
+        self.lineage.open(epoch, origin)
+        self.epoch, self.applied = epoch, origin.number
+        self.accounting.roll_back(origin.number)
         for batch in self.batches.values():
             for each in batch.groups:
                 del self.groups[each]

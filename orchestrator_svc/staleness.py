@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 
 __all__ = ["Lineage", "StalenessBound"]
 
@@ -51,32 +51,36 @@ class StalenessBound:
 
 
 class Lineage:
-    """Which versions the present weights descend from.
+    """From which version each epoch began: versions form a tree, the present weights are the end of one of its paths.
 
-    When a trainer restarts from checkpoint c, the versions above c of older epochs are retired: the weights never
-    contained them. A token of such a version v is as stale as its distance from c, plus what the trainer did since.
+    When a trainer restarts from checkpoint c, the versions above c of older epochs are retired. A token of such a
+    version v is as stale as its distance from c, plus what the trainer did since.
     """
 
     def __init__(self) -> None:
-        self._openings: list[tuple[int, int]] = []
+        self._origins: dict[int, Version] = {}
 
-    def open(self, epoch: int, number: int) -> None:
-        """A trainer began `epoch` at version `number`.
+    def open(self, epoch: int, origin: Version) -> None:
+        """A trainer began `epoch` from weights of version `origin`.
 
         Raises:
-            ValueError: if the epoch is not newer than the last one.
+            ValueError: if the epoch is not newer than all others, or the origin not older.
         """
-        if self._openings and epoch <= self._openings[-1][0]:
-            raise ValueError(f"epoch {epoch} is not newer than {self._openings[-1][0]}")
-        self._openings.append((epoch, number))
+        if epoch <= max(self._origins, default=0) or origin.epoch >= epoch:
+            raise ValueError(f"epoch {epoch} cannot follow {max(self._origins, default=0)} from version {origin}")
+        self._origins[epoch] = origin
 
     def number(self, version: Version) -> int:
-        """The number that a version counts as today; below its own, even below zero, where it was retired."""
-        number = version.number
-        for epoch, restored in self._openings:
-            if epoch > version.epoch and number > restored:
-                number = 2 * restored - number
-        return number
+        """The number that a version counts as today: `now - number` is the staleness of its tokens at version `now`.
+
+        Below its own, even below zero, where it was retired.
+        """
+        newest = max(self._origins, default=0)
+        present = self._path(self._origins[newest]) | {newest: version.number} if newest else {0: version.number}
+        path = self._path(version)
+        # The newest version that both build upon; in the present epoch it is the version itself.
+        fork = next((min(number, present[epoch]) for epoch, number in path.items() if epoch in present), 0)
+        return 2 * fork - version.number
 
     def oldest(self, versions: Iterable[Version]) -> int:
         """The least of the numbers that some versions count as.
@@ -85,3 +89,13 @@ class Lineage:
             ValueError: if there are none.
         """
         return min(self.number(version) for version in versions)
+
+    def _path(self, version: Version) -> dict[int, int]:
+        """For each epoch on the way back to the base model, the number at which the way leaves it; newest first."""
+        path = {}
+        while version.epoch > 0:
+            path[version.epoch] = version.number
+            # An epoch that is not known counts as begun from the base model: never younger than it is.
+            version = self._origins.get(version.epoch, BASE)
+        path[0] = version.number
+        return path

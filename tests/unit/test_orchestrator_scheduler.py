@@ -13,7 +13,7 @@ from orchestrator_svc.accounting import Reason
 from orchestrator_svc.formation import Candidate, choose
 from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage
 from orchestrator_svc.staleness import Lineage, StalenessBound
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 
 GROUP = 4
 
@@ -45,7 +45,7 @@ class SimulatedRun(RuleBasedStateMachine):
             max_steps=self.max_steps,
             max_running=1000,
         )
-        self.replicas = [Version(0, 0)] * replicas
+        self.replicas = [BASE] * replicas
         self.lineage = Lineage()
         self.running: dict[int, Running] = {}
         self.tokens: dict[int, set[Version]] = {}
@@ -53,18 +53,18 @@ class SimulatedRun(RuleBasedStateMachine):
         self.next_group = 1
         self.trained: list[int] = []
         self.history: dict[int, list[int]] = {}
-        self.checkpoint = 0
+        self.checkpoint = BASE
         self.epoch = 0
         self.open_epoch()
 
     def open_epoch(self):
         self.epoch += 1
         self.lineage.open(self.epoch, self.checkpoint)
-        lost = [pair for number, pair in self.made.items() if number > self.checkpoint]
-        for number in [each for each in self.history if each > self.checkpoint]:
+        lost = [pair for number, pair in self.made.items() if number > self.checkpoint.number]
+        for number in [each for each in self.history if each > self.checkpoint.number]:
             del self.history[number]
         self.scheduler.open_epoch(self.epoch, self.checkpoint, lost)
-        self.made = {n: pair for n, pair in self.made.items() if n <= self.checkpoint or n in self.scheduler.batches}
+        self.made = {n: pair for n, pair in self.made.items() if n <= self.checkpoint.number or n in self.scheduler.batches}
 
     @property
     def trainer(self) -> Version:
@@ -73,7 +73,7 @@ class SimulatedRun(RuleBasedStateMachine):
     @rule(data=st.data())
     def replica_follows(self, data):
         index = data.draw(st.integers(0, len(self.replicas) - 1))
-        oldest = self.replicas[index].number if self.replicas[index].epoch == self.epoch else self.checkpoint
+        oldest = self.replicas[index].number if self.replicas[index].epoch == self.epoch else self.checkpoint.number
         self.serve(index, Version(self.epoch, data.draw(st.integers(oldest, max(oldest, self.trainer.number)))))
 
     def serve(self, index, version):
@@ -135,7 +135,7 @@ class SimulatedRun(RuleBasedStateMachine):
 
     @rule()
     def save_checkpoint(self):
-        self.checkpoint = self.scheduler.applied
+        self.checkpoint = self.trainer
 
     @rule()
     def trainer_crashes(self):
@@ -195,7 +195,7 @@ def scheduler(staleness: int, batch: int = 2, *, window: float = 0.3, steps: int
         max_steps=steps,
         max_running=100,
     )
-    made.open_epoch(1, 0, [])
+    made.open_epoch(1, BASE, [])
     return made
 
 
@@ -276,12 +276,15 @@ def test_groups_that_are_due_go_before_older_ones_that_are_not() -> None:
 
 def test_versions_that_the_weights_never_contained_count_as_older() -> None:
     lineage = Lineage()
-    lineage.open(1, 0)
-    lineage.open(2, 4)
+    lineage.open(1, BASE)
+    lineage.open(2, Version(1, 4))
     assert lineage.number(Version(1, 3)) == 3
     assert lineage.number(Version(1, 6)) == 2
     assert lineage.number(Version(2, 6)) == 6
     assert lineage.oldest([Version(1, 4), Version(1, 6)]) == 2
+    lineage.open(3, Version(1, 3))
+    assert lineage.number(Version(1, 6)) == 0, "the distance is counted from where the ways part now"
+    assert lineage.number(Version(2, 5)) == 1
 
 
 def test_a_rolled_back_batch_is_sent_again_and_counted_once() -> None:
@@ -290,7 +293,7 @@ def test_a_rolled_back_batch_is_sent_again_and_counted_once() -> None:
     groups = [each.groups[number] for number in batch.groups]
     each.apply(1, 2, {})
     assert each.accounting.trained == 2
-    each.open_epoch(2, 0, [(batch, groups)])
+    each.open_epoch(2, BASE, [(batch, groups)])
     assert each.accounting.trained == 0
     assert each.batches == {1: batch}
     each.apply(1, 1, {"STALE": 1})
@@ -303,7 +306,7 @@ def test_a_batch_that_a_rollback_made_too_old_is_taken_apart() -> None:
     each.apply(1, 2, {})
     batch = run_batch(each, 3, Version(1, 1))
     groups = [each.groups[number] for number in batch.groups]
-    each.open_epoch(2, 0, [(batch, groups)])
+    each.open_epoch(2, BASE, [(batch, groups)])
     assert not each.batches
     formation = each.form()
     assert formation.batch is None

@@ -1,0 +1,134 @@
+"""What one applied batch says about data and staleness. Pure: records and results in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orchestrator_svc.staleness import Lineage
+from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
+from sluice.versions import Version
+
+__all__ = ["StepSummary", "sampled_tokens", "summarise", "token_ages", "versions_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One applied batch.
+
+    Attributes:
+        trained: Trajectories that took part.
+        dropped: Those that did not, by reason.
+        stale_groups: Groups of which a trajectory was too old.
+        metrics: Scalars by name.
+    """
+
+    trained: int
+    dropped: Mapping[str, int]
+    stale_groups: frozenset[str]
+    metrics: Mapping[str, float]
+
+
+def sampled_tokens(trajectory: tokens_pb2.Trajectory) -> int:
+    """Tokens that the policy sampled."""
+    return sum(trajectory.mask_runs[1::2])
+
+
+def versions_of(trajectory: tokens_pb2.Trajectory) -> list[Version]:
+    """Policy versions that sampled its tokens, in order."""
+    return [Version.from_proto(span.policy_version) for span in trajectory.version_spans]
+
+
+def token_ages(trajectory: tokens_pb2.Trajectory, lineage: Lineage, consumed_at: int) -> Iterator[tuple[int, int]]:
+    """Staleness and number of tokens of each version span.
+
+    Args:
+        trajectory: Its spans count sampled tokens.
+        lineage: Where the epochs began.
+        consumed_at: Number of the version whose weights consumed the tokens.
+    """
+    total = sampled_tokens(trajectory)
+    starts = [span.start for span in trajectory.version_spans]
+    for span, end in zip(trajectory.version_spans, [*starts[1:], total], strict=True):
+        yield consumed_at - lineage.number(Version.from_proto(span.policy_version)), end - span.start
+
+
+def summarise(
+    step: trainer_pb2.StepReport,
+    records: Sequence[orchestrator_pb2.TrajectoryRecord],
+    lineage: Lineage,
+    max_staleness: int,
+) -> StepSummary:
+    """Mark each record with what became of it, and count.
+
+    Args:
+        step: The trainer's report.
+        records: The batch's trajectories; their outcome, reason and step are set.
+        lineage: Where the epochs began.
+        max_staleness: Bound; older tokens of a trained trajectory were cut from the loss and are not counted.
+    """
+    results = {result.trajectory_id: result for result in step.results}
+    ages: Counter[int] = Counter()
+    dropped: Counter[str] = Counter()
+    stale_groups: set[str] = set()
+    for record in records:
+        result = results.get(record.trajectory.trajectory_id)
+        record.step = step.sequence_no
+        record.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
+        record.reason = result.reason if result else "NOT_REPORTED"
+        if record.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
+            dropped[record.reason] += 1
+            if record.reason in {"STALE", "RETIRED_EPOCH"}:
+                stale_groups.add(record.trajectory.group_id)
+            continue
+        for age, tokens in token_ages(record.trajectory, lineage, step.sequence_no - 1):
+            if age <= max_staleness:
+                ages[age] += tokens
+    metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
+    metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
+    metrics |= {f"trainer/{name}": value for name, value in step.metrics.items()}
+    return StepSummary(len(records) - sum(dropped.values()), dict(dropped), frozenset(stale_groups), metrics)
+
+
+def _reward_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:
+    rewards = np.array([each.trajectory.reward for each in records if each.trajectory.HasField("reward")])
+    by_group: dict[str, list[float]] = {}
+    for each in records:
+        if each.trajectory.HasField("reward"):
+            by_group.setdefault(each.trajectory.group_id, []).append(each.trajectory.reward)
+    degenerate = sum(len(set(values)) == 1 for values in by_group.values())
+    if not rewards.size:
+        return {"groups/degenerate": float(degenerate)}
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/max": float(rewards.max()),
+        "groups/degenerate": float(degenerate),
+        "groups/count": float(len(by_group)),
+    }
+
+
+def _length_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:
+    lengths = np.array([sampled_tokens(each.trajectory) for each in records] or [0])
+    truncated = sum(each.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH for each in records)
+    return {
+        "completion/mean_tokens": float(lengths.mean()),
+        "completion/max_tokens": float(lengths.max()),
+        "completion/truncated_share": truncated / max(1, len(records)),
+    }
+
+
+def _age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
+    tokens = sum(ages.values())
+    if not tokens:
+        return {}
+    metrics = {
+        "staleness/mean": math.fsum(age * count for age, count in ages.items()) / tokens,
+        "staleness/max": float(max(ages)),
+        "staleness/share_ge_1": sum(count for age, count in ages.items() if age >= 1) / tokens,
+    }
+    return metrics | {f"staleness/tokens_at_{age}": float(count) for age, count in sorted(ages.items())}
