@@ -53,7 +53,11 @@ class RunView:
         if not self._verbose and line.level < threshold:
             return
         style = "red" if line.level >= LEVELS["error"] else "yellow" if line.level >= LEVELS["warning"] else "dim"
-        for part in line.text.splitlines():
+        parts = line.text.splitlines()
+        if not self._verbose and len(parts) > 1:
+            # A traceback's first and last line say what and why; the rest is in the log, and shown if the child dies.
+            parts = [f"{parts[0]}: {parts[-1]}"]
+        for part in parts:
             self._console.print(f"[{style}]{child:>12} |[/] {escape(part)}", highlight=False, soft_wrap=True)
 
     def on_state(self, child: str, state: ChildState, detail: str) -> None:

@@ -118,3 +118,11 @@ def test_without_a_terminal_services_restarts_and_steps_are_lines(progress: RunP
         "trainer ended with signal SIGKILL; start 1 of 3 again in 0.5 s",
         step_line(progress),
     ]
+
+
+def test_a_traceback_is_cut_to_what_and_why_unless_all_is_wanted() -> None:
+    line = LogLine(40, "service failed\nTraceback:\n  File x\nValueError: no", structured=True)
+    for verbose, expected in ((False, ["service failed: ValueError: no"]), (True, line.text.splitlines())):
+        out = io.StringIO()
+        RunView("r", Console(file=out, width=110), live=False, verbose=verbose).on_line("trainer", line)
+        assert out.getvalue().splitlines() == [f"     trainer | {part}" for part in expected]
