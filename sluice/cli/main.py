@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 BUILT_IN = {
     "rl": ("sluice.cli.rl", "run reinforcement learning: all services as child processes, one live view"),
+    "quickstart": ("sluice.cli.quickstart", "train a small model by RL from nothing, in minutes"),
     "init-model": ("sluice.cli.init_model", "make a small model from scratch with a tokenizer and a chat template"),
     "report": ("sluice.cli.report", "summarise a finished run"),
     "health": ("sluice.cli.health", "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1"),

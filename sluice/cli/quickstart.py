@@ -1,0 +1,211 @@
+"""`sluice quickstart`: the whole of Sluice on one small task, from no model at all to a trained one.
+
+Makes a model, warms it up on demonstrations, evaluates it, trains it by RL over the four services, evaluates it again,
+and leaves everything in ``outputs/quickstart``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from sluice.cli import quickstart_report, rl
+from sluice.cli.command import Command
+from sluice.cli.stage import StageError, Stages, run_quietly
+from sluice.config import ConfigError
+
+__all__ = ["COMMAND", "Quickstart", "run"]
+
+RUN = "quickstart"
+ENVIRONMENT_FILE = "env.py"
+
+_PARTS = (ENVIRONMENT_FILE, "demonstrations.py", "sft.toml", "rl.toml", "eval.toml")
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """What to do where.
+
+    Attributes:
+        example: Directory of the example: environment, demonstrations and settings.
+        directory: Where everything goes.
+        seed: Seed of data, model and sampling; the held-out strings stay the same.
+        rl_flags: Further settings of the RL run.
+        sft_flags: Further settings of the warm-up.
+        eval_flags: Further settings of both evaluations.
+    """
+
+    example: Path
+    directory: Path
+    seed: int
+    rl_flags: tuple[str, ...] = ()
+    sft_flags: tuple[str, ...] = ()
+    eval_flags: tuple[str, ...] = ()
+
+    @property
+    def model(self) -> Path:
+        """The untrained model."""
+        return self.directory / "model"
+
+    @property
+    def warm(self) -> Path:
+        """The model after the warm-up."""
+        return self.directory / "warm"
+
+    @property
+    def demonstrations(self) -> Path:
+        """The demonstrations."""
+        return self.directory / "demonstrations.jsonl"
+
+    def evaluation(self, name: str) -> Path:
+        """Results of an evaluation."""
+        return self.directory / f"eval_{name}.json"
+
+    def trained(self) -> Path:
+        """The newest version of the weights, a Hugging Face directory.
+
+        Raises:
+            StageError: if there is none.
+        """
+        versions = {path: path.name.removeprefix("v").split(".") for path in (self.directory / "weights").glob("v*.*")}
+        if not versions:
+            raise StageError(
+                f"no weights in {self.directory / 'weights'}: see {self.directory / 'logs'}/weightsync.log"
+            )
+        return max(versions, key=lambda path: [int(part) for part in versions[path]])
+
+
+def run(argv: list[str]) -> int:
+    """Do everything and print the report.
+
+    Returns:
+        0 when the model is trained, 1 if a stage failed, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: if the example is not there, or another process is at work in the directory.
+    """
+    options = _parser().parse_args(argv)
+    job = _job(options)
+    console = Console()
+    _make_room(job.directory, console)
+    began = time.monotonic()
+    try:
+        code, stages = _run_stages(job, console)
+        if code:
+            return code
+        quickstart_report.write(job.directory, seed=job.seed, wall_s=time.monotonic() - began, stages=stages.seconds)
+    except StageError as error:
+        console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    quickstart_report.show(console, job.directory, job.trained(), job.example)
+    return 0
+
+
+def _run_stages(job: Quickstart, console: Console) -> tuple[int, Stages]:
+    stages = Stages(console, count=6)
+    with stages.stage("init_model", "make a model from scratch") as details:
+        details.append(_sluice(job, "init-model", str(job.model), "--seed", str(job.seed)))
+    with stages.stage("demonstrations", "write demonstrations, most of them wrong") as details:
+        script = str(job.example / "demonstrations.py")
+        details.append(_python(job, "demonstrations", script, str(job.demonstrations), "--seed", str(job.seed)))
+    with stages.stage("sft", "warm the model up on them (SFT)") as details:
+        where = ("--model", str(job.model), "--data", str(job.demonstrations), "--output", str(job.warm))
+        settings = ("@", str(job.example / "sft.toml"), "--seed", str(job.seed), *where, *job.sft_flags)
+        details.append(_sluice(job, "sft", *settings))
+    with stages.stage("eval_before", "evaluate on held-out strings") as details:
+        details.append(_evaluate(job, "before", job.warm))
+    with stages.stage("rl", "train by RL: rollout, trainer, orchestrator, weightsync", quiet=False):
+        where = ("--run", job.directory.name, "--output-dir", str(job.directory.parent), "--model", str(job.warm))
+        code = rl.run(["@", str(job.example / "rl.toml"), "--seed", str(job.seed), *where, *job.rl_flags])
+    if code:
+        return code, stages
+    with stages.stage("eval_after", "evaluate on the same held-out strings") as details:
+        details.append(_evaluate(job, "after", job.trained()))
+    return 0, stages
+
+
+def _evaluate(job: Quickstart, name: str, model: Path) -> str:
+    output = job.evaluation(name)
+    _sluice(
+        job,
+        "eval",
+        *("@", str(job.example / "eval.toml"), "--model", str(model), "--output", str(output), *job.eval_flags),
+        log=f"eval_{name}",
+    )
+    return quickstart_report.describe_evaluation(output)
+
+
+def _sluice(job: Quickstart, command: str, *arguments: str, log: str = "") -> str:
+    return _python(job, log or command, "-m", "sluice.cli.main", command, *arguments)
+
+
+def _python(job: Quickstart, log: str, *argv: str) -> str:
+    """Run one program; the stages before and after RL have the machine for themselves."""
+    return run_quietly([*argv], job.directory / "logs" / f"{log}.log", {})
+
+
+def _make_room(directory: Path, console: Console) -> None:
+    """Move what an earlier quickstart left aside: nothing is overwritten."""
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    lock = directory / ".lock"
+    if lock.exists():
+        with lock.open() as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"another process runs in {directory}: stop it first") from error
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    directory.rename(aside)
+    console.print(f"moved the earlier {directory} to {aside}", highlight=False, soft_wrap=True)
+
+
+def _job(options: argparse.Namespace) -> Quickstart:
+    missing = [part for part in _PARTS if not (options.example / part).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{options.example} has no {', '.join(missing)}: run `sluice quickstart` in the root of the repository, "
+            "or name the example with --example DIRECTORY"
+        )
+    rl_flags = []
+    if options.lr is not None:
+        rl_flags += ["--trainer.lr", str(options.lr)]
+    if options.steps is not None:
+        rl_flags += ["--orchestrator.max-steps", str(options.steps)]
+    if options.engine is not None:
+        rl_flags += ["--rollout.engine", options.engine]
+    if options.plain:
+        rl_flags += ["--plain"]
+    return Quickstart(
+        example=options.example,
+        directory=options.output_dir / RUN,
+        seed=options.seed,
+        rl_flags=tuple(rl_flags),
+        sft_flags=() if options.sft_steps is None else ("--max-steps", str(options.sft_steps)),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sluice quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="seed of data, model and sampling (default: 0)")
+    add("--lr", type=float, help="learning rate of the RL run (default: the example's; 0 shows what no training does)")
+    add("--steps", type=int, help="RL steps (default: the example's)")
+    add("--sft-steps", type=int, help="warm-up steps (default: the example's)")
+    add("--engine", choices=("vllm", "transformers"), help="what samples (default: the example's)")
+    add("--example", type=Path, default=Path("examples/reverse_text"), help="the example's directory")
+    add("--output-dir", type=Path, default=Path("outputs"), help="where the directory `quickstart` is made")
+    add("--plain", action="store_true", help="one line per step instead of the live view")
+    return parser
+
+
+COMMAND = Command("quickstart", "train a small model by RL from nothing, in minutes", run)

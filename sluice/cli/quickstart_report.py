@@ -1,0 +1,141 @@
+"""What a quickstart came to: ``report.json``, the plot, and the table at the end."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sluice.cli.report import PLOT_FILE, Step, mean, plot_run, read_steps, series
+
+__all__ = ["REPORT_FILE", "describe_evaluation", "show", "write"]
+
+REPORT_FILE = "report.json"
+
+_STALENESS_TOKENS = "staleness/tokens_at_"
+"""Names of the counts of trained tokens by staleness begin so."""
+
+_ROWS = {
+    "reward_mean": "reward, sampled at T = 1",
+    "exact_share": "exact, sampled at T = 1",
+    "greedy_reward_mean": "reward, greedy",
+    "greedy_exact_share": "exact, greedy",
+}
+"""Metrics of `sluice eval` and what the table calls them."""
+
+
+def read_evaluation(path: Path) -> dict[str, float]:
+    """The numbers of an evaluation by name."""
+    numbers: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+    return numbers
+
+
+def describe_evaluation(path: Path) -> str:
+    """An evaluation in a few words."""
+    numbers = read_evaluation(path)
+    return f"reward {numbers['reward_mean']:.3f}, greedy {numbers['greedy_reward_mean']:.3f}"
+
+
+def trajectories(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """All trajectories that the run wrote."""
+    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
+        with path.open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+
+def staleness_of(steps: Sequence[Step]) -> dict[str, float]:
+    """Greatest staleness of a trained token, and the share of the trained tokens at 1 or more."""
+    tokens: dict[int, float] = {}
+    for step in steps:
+        for name, count in step.items():
+            if name.startswith(_STALENESS_TOKENS):
+                age = int(name.removeprefix(_STALENESS_TOKENS))
+                tokens[age] = tokens.get(age, 0.0) + count
+    total = sum(tokens.values())
+    late = sum(count for age, count in tokens.items() if age >= 1)
+    return {
+        "max_staleness_seen": max(tokens, default=0),
+        "staleness_ge_1_share": late / total if total else math.nan,
+    }
+
+
+def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float]) -> dict[str, Any]:
+    """Write the report and the plot.
+
+    Args:
+        run_dir: The quickstart's directory.
+        seed: Its seed.
+        wall_s: Seconds that all of it took.
+        stages: Seconds of each stage.
+
+    Returns:
+        The report. What the orchestrator wrote about its part stays in it.
+    """
+    path = run_dir / REPORT_FILE
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    steps = read_steps(run_dir)
+    before, after = (read_evaluation(run_dir / f"eval_{name}.json") for name in ("before", "after"))
+    rows = list(trajectories(run_dir))
+    report |= {
+        "reward_before": before["reward_mean"],
+        "reward_after": after["reward_mean"],
+        "steps": int(steps[-1]["step"]),
+        "wall_s": round(wall_s, 1),
+        "tokens_generated": sum(row["tokens"] for row in rows),
+        "tokens_trained": int(sum(value for _, value in series(steps, "tokens/trained"))),
+        **staleness_of(steps),
+        "mismatch_kl_mean": mean([value for _, value in series(steps, "mismatch_kl")]),
+        "seed": seed,
+        "trajectories_spanning_versions": sum(len(row["versions"]) > 1 for row in rows),
+        "evaluation_before": before,
+        "evaluation_after": after,
+        "stages_s": {name: round(seconds, 1) for name, seconds in stages.items()},
+    }
+    staging = path.with_name(f".{REPORT_FILE}")
+    staging.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    staging.replace(path)
+    plot_run(steps, run_dir / PLOT_FILE, f"reverse_text, seed {seed}: reward of the training batches")
+    return report
+
+
+def show(console: Console, run_dir: Path, model: Path, example: Path) -> None:
+    """Print the table, where everything lies, and how to go on."""
+    report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
+    before, after = report["evaluation_before"], report["evaluation_after"]
+    table = Table(title=f"{run_dir}: {report['steps']} steps, {report['wall_s']:.0f} s in all, seed {report['seed']}")
+    for heading in ("on held-out strings", "before RL", "after RL"):
+        table.add_column(heading, justify="left" if heading.startswith("on") else "right")
+    for name, label in _ROWS.items():
+        table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
+    console.print()
+    console.print(table)
+    facts = (
+        f"{report['tokens_trained']:,} tokens trained, {report['staleness_ge_1_share']:.0%} of them at staleness 1 or more"
+        f" (at most {report['max_staleness_seen']});"
+        f" {report['trajectories_spanning_versions']} trajectories span two or more policy versions"
+    )
+    places = {
+        "model (Hugging Face)": model,
+        "reward plot": run_dir / PLOT_FILE,
+        "trajectories": run_dir / "trajectories",
+        "TensorBoard logs": run_dir / "tensorboard",
+        "report": run_dir / REPORT_FILE,
+        "logs": run_dir / "logs",
+    }
+    lines = [facts, "", *(f"{label:<21} {place}" for label, place in places.items()), "", "To go on:"]
+    lines += [f"  {command}" for command in _next_commands(run_dir, model, example)]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _next_commands(run_dir: Path, model: Path, example: Path) -> list[str]:
+    return [
+        f".venv/bin/tensorboard --logdir {run_dir / 'tensorboard'}",
+        f".venv/bin/sluice report {run_dir}",
+        f".venv/bin/sluice eval @ {example / 'eval.toml'} --model {model}",
+        f".venv/bin/sluice rl @ {example / 'rl.toml'} --model {model} --run my-run",
+    ]

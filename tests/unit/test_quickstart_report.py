@@ -1,0 +1,81 @@
+"""What the quickstart says at its end, from files as the services write them."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sluice.cli import quickstart, quickstart_report
+from sluice.config import ConfigError
+
+EVALUATION = {"reward_mean": 0.5, "exact_share": 0.3, "greedy_reward_mean": 0.45, "greedy_exact_share": 0.35}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for name, gain in (("before", 0.0), ("after", 0.4)):
+        metrics = {key: value + gain for key, value in EVALUATION.items()}
+        (tmp_path / f"eval_{name}.json").write_text(json.dumps({"metrics": metrics}))
+    lines = [
+        {
+            "step": step,
+            "time": 100.0 + step,
+            "reward/mean": 0.5 + step / 20,
+            "tokens/trained": 800.0,
+            "trainer/mismatch_kl": 1e-6,
+            "staleness/mean": 0.75,
+            "staleness/tokens_at_0": 200.0,
+            "staleness/tokens_at_1": 600.0,
+        }
+        for step in range(1, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "trajectories").mkdir()
+    rows = [{"tokens": 9, "versions": [[0, "1.0"]]}, {"tokens": 7, "versions": [[0, "1.0"], [3, "1.1"]]}]
+    (tmp_path / "trajectories" / "step_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "report.json").write_text('{"orchestrator_says": 1}')
+    return tmp_path
+
+
+def test_the_report_has_the_promised_keys_and_keeps_the_orchestrators(run_dir: Path) -> None:
+    report = quickstart_report.write(run_dir, seed=3, wall_s=12.34, stages={"rl": 10.0})
+    assert report == json.loads((run_dir / "report.json").read_text())
+    expected = {
+        "orchestrator_says": 1,
+        "reward_before": 0.5,
+        "reward_after": 0.9,
+        "steps": 8,
+        "wall_s": 12.3,
+        "tokens_generated": 16,
+        "tokens_trained": 6400,
+        "max_staleness_seen": 1,
+        "staleness_ge_1_share": 0.75,
+        "mismatch_kl_mean": pytest.approx(1e-6),
+        "seed": 3,
+        "trajectories_spanning_versions": 1,
+    }
+    assert {key: report[key] for key in expected} == expected
+    assert (run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_shows_before_and_after_and_where_everything_lies(run_dir: Path) -> None:
+    quickstart_report.write(run_dir, seed=3, wall_s=12.3, stages={})
+    out = io.StringIO()
+    quickstart_report.show(Console(file=out, width=200), run_dir, run_dir / "weights" / "v1.8", Path("examples/x"))
+    text = out.getvalue()
+    for expected in ("0.500", "0.900", "0.450", "tensorboard", "trajectories", "reward.png", "v1.8", "sluice eval"):
+        assert expected in text
+
+
+def test_the_trained_model_is_the_newest_version_by_number(tmp_path: Path) -> None:
+    for name in ("v1.9", "v1.10", "v2.3", ".incoming"):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+    job = quickstart.Quickstart(example=Path(), directory=tmp_path, seed=0)
+    assert job.trained() == tmp_path / "weights" / "v2.3"
+
+
+def test_without_the_example_the_error_says_where_to_run_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="root of the repository"):
+        quickstart.run(["--example", str(tmp_path)])
