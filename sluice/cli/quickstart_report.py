@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from sluice.cli.report import PLOT_FILE, Step, mean, plot_run, read_steps, series
+from sluice.cli.report import PLOT_FILE, plot_run, read_steps
 
 __all__ = ["REPORT_FILE", "describe_evaluation", "show", "write"]
 
 REPORT_FILE = "report.json"
-
-_STALENESS_TOKENS = "staleness/tokens_at_"
-"""Names of the counts of trained tokens by staleness begin so."""
 
 _ROWS = {
     "reward_mean": "reward, sampled at T = 1",
@@ -41,29 +37,6 @@ def describe_evaluation(path: Path) -> str:
     return f"reward {numbers['reward_mean']:.3f}, greedy {numbers['greedy_reward_mean']:.3f}"
 
 
-def trajectories(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """All trajectories that the run wrote."""
-    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
-        with path.open(encoding="utf-8") as lines:
-            yield from map(json.loads, lines)
-
-
-def staleness_of(steps: Sequence[Step]) -> dict[str, float]:
-    """Greatest staleness of a trained token, and the share of the trained tokens at 1 or more."""
-    tokens: dict[int, float] = {}
-    for step in steps:
-        for name, count in step.items():
-            if name.startswith(_STALENESS_TOKENS):
-                age = int(name.removeprefix(_STALENESS_TOKENS))
-                tokens[age] = tokens.get(age, 0.0) + count
-    total = sum(tokens.values())
-    late = sum(count for age, count in tokens.items() if age >= 1)
-    return {
-        "max_staleness_seen": max(tokens, default=0),
-        "staleness_ge_1_share": late / total if total else math.nan,
-    }
-
-
 def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float]) -> dict[str, Any]:
     """Write the report and the plot.
 
@@ -74,24 +47,17 @@ def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float
         stages: Seconds of each stage.
 
     Returns:
-        The report. What the orchestrator wrote about its part stays in it.
+        The report: the orchestrator's, completed by what only the quickstart knows. `wall_s` covers all stages.
     """
     path = run_dir / REPORT_FILE
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    steps = read_steps(run_dir)
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     before, after = (read_evaluation(run_dir / f"eval_{name}.json") for name in ("before", "after"))
-    rows = list(trajectories(run_dir))
     report |= {
         "reward_before": before["reward_mean"],
         "reward_after": after["reward_mean"],
-        "steps": int(steps[-1]["step"]),
         "wall_s": round(wall_s, 1),
-        "tokens_generated": sum(row["tokens"] for row in rows),
-        "tokens_trained": int(sum(value for _, value in series(steps, "tokens/trained"))),
-        **staleness_of(steps),
-        "mismatch_kl_mean": mean([value for _, value in series(steps, "mismatch_kl")]),
+        "rl_wall_s": report["wall_s"],
         "seed": seed,
-        "trajectories_spanning_versions": sum(len(row["versions"]) > 1 for row in rows),
         "evaluation_before": before,
         "evaluation_after": after,
         "stages_s": {name: round(seconds, 1) for name, seconds in stages.items()},
@@ -99,7 +65,7 @@ def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float
     staging = path.with_name(f".{REPORT_FILE}")
     staging.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     staging.replace(path)
-    plot_run(steps, run_dir / PLOT_FILE, f"reverse_text, seed {seed}: reward of the training batches")
+    plot_run(read_steps(run_dir), run_dir / PLOT_FILE, f"reverse_text, seed {seed}: reward of the training batches")
     return report
 
 
@@ -115,9 +81,9 @@ def show(console: Console, run_dir: Path, model: Path, example: Path) -> None:
     console.print()
     console.print(table)
     facts = (
-        f"{report['tokens_trained']:,} tokens trained, {report['staleness_ge_1_share']:.0%} of them at staleness 1 or more"
+        f"{report['tokens_trained']:,} tokens trained, {report['staleness_share_ge_1']:.0%} of them at staleness 1 or more"
         f" (at most {report['max_staleness_seen']});"
-        f" {report['trajectories_spanning_versions']} trajectories span two or more policy versions"
+        f" {report['requests_spanning_versions']} requests span two or more policy versions"
     )
     places = {
         "model (Hugging Face)": model,

@@ -40,7 +40,11 @@ def read_steps(run_dir: Path) -> list[Step]:
         raise ConfigError(f"no metrics in {run_dir}: cannot read {path} ({error.strerror})") from error
     steps: dict[int, Step] = {}
     for line in lines:
-        record = {key: value for key, value in json.loads(line).items() if value is not None}
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the torn last line of a process that was killed
+        record = {key: value for key, value in fields.items() if value is not None}
         steps.setdefault(record["step"], {}).update(record)
     if not steps:
         raise ConfigError(f"{path} is empty: the run has not finished a step")
