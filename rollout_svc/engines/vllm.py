@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncGenerator, Mapping
-from pathlib import Path
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, Literal
 
 import structlog
@@ -24,11 +22,12 @@ from rollout_svc.engines.base import (
     ModelInfo,
     PauseMode,
 )
-from rollout_svc.engines.base_model import BaseModel, read_base_model
+from rollout_svc.engines.base_model import read_base_model
+from rollout_svc.engines.vllm_describe import describe, model_directory
 from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm_start import VllmProcesses, launch
-from rollout_svc.engines.vllm_types import Llm, ModelConfig, VllmConfig
-from rollout_svc.engines.vllm_weights import HalfLoadedError, WeightFiles, load, phase
+from rollout_svc.engines.vllm_types import Llm
+from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, phase
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -69,16 +68,13 @@ class VllmEngine:
     ) -> None:
         self._model = model
         self._engine_args = dict(engine_args or {})
-        self._clear_cache = kv_policy == "recompute"
         self._start_deadline_s = start_deadline_s
         self._phase_deadline_s = phase_deadline_s
         self._drain_deadline_s = drain_deadline_s
         self._start_method = start_method
         self._processes: VllmProcesses | None = None
-        self._base: BaseModel | None = None
+        self._weights = Weights(clear_cache=kv_policy == "recompute", deadline_s=phase_deadline_s)
         self._seeds = True
-        self._version = BASE
-        self._staged: StagedVersion | None = None
         self._commands = asyncio.Lock()
         self._admit = asyncio.Event()
         self._admit.set()
@@ -112,12 +108,10 @@ class VllmEngine:
         async with self._commands:
             await self._shut_down()
             await self._start(fork=self._start_method == "fork")
-            staged = self._staged
+            staged, self._weights.staged = self._weights.staged, None
             if staged is not None and staged.path.is_file():
-                await self._switch(self._files(staged))
-            else:
-                self._staged = None
-            return self._version
+                await self._switch(staged)
+            return self._weights.version
 
     async def stop(self) -> None:
         """End every request and free everything. Idempotent."""
@@ -128,10 +122,11 @@ class VllmEngine:
         self._processes = await launch(self._model, self._engine_args, fork=fork, deadline_s=self._start_deadline_s)
         model_config = self._processes.config.model_config
         directory = await asyncio.to_thread(model_directory, self._model, model_config.revision)
-        self._base = await asyncio.to_thread(read_base_model, directory)
+        self._weights.base = await asyncio.to_thread(read_base_model, directory)
+        self._weights.version = BASE
         self.info = describe(self._model, self._processes.config)
         self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
-        self._broken, self._paused, self._version = "", None, BASE
+        self._broken, self._paused = "", None
         self._admit.set()
         async with phase("labelling the base weights", self._phase_deadline_s):
             await self._processes.llm.update_weight_version(str(BASE))
@@ -229,9 +224,9 @@ class VllmEngine:
     async def _submit(self, request: GenerationRequest) -> TrackedRequest:
         await self._admit.wait()  # while an update is under way: the request belongs to the version that comes
         llm = self._llm
-        check_request(request, self.info, seeds=self._seeds)
+        results.check_request(request, self.info, seeds=self._seeds)
         # The salt keys prefix-cache entries by version: none is read after an update.
-        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": str(self._version)}
+        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": str(self._weights.version)}
         unique_id = f"{request.request_id}.{next(self._numbers)}"
         try:
             with results.refusals():
@@ -262,7 +257,7 @@ class VllmEngine:
         """Clean the KV cache after a NaN, which would live on in its blocks; requests under way are computed again."""
         async with self._commands:
             llm = self._llm
-            log.error("sampled from NaN; cleaning the KV cache", version=str(self._version))
+            log.error("sampled from NaN; cleaning the KV cache", version=str(self._weights.version))
             async with phase("cleaning the KV cache", self._phase_deadline_s):
                 await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
                 await llm.collective_rpc("sluice_zero_kv")
@@ -305,13 +300,7 @@ class VllmEngine:
             EngineError: if the version could not be applied. The old version serves on, unless `status` says that the
                 engine is not healthy: then it needs `restart`. Nothing is sampled from half a version.
         """
-        async with self._commands:
-            if self._staged == staged and self._version == staged.version:
-                return ApplyReport(staged.version, 0.0, 0.0)
-            self._base_model.check(staged)
-            report = await self._switch(self._files(staged))
-            self._staged = staged
-            return report
+        return await undisturbed(self._apply(staged))
 
     async def reload_base(self) -> ApplyReport:
         """Return to the base model on disk, as version (0, 0).
@@ -319,70 +308,33 @@ class VllmEngine:
         Raises:
             EngineError: as `apply` does.
         """
-        async with self._commands:
-            report = await self._switch(self._base_files)
-            self._staged = None
-            return report
+        return await undisturbed(self._apply(None))
 
-    async def _switch(self, files: WeightFiles) -> ApplyReport:
+    async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
+        async with self._commands:
+            if staged is not None and self._weights.staged == staged:
+                return ApplyReport(staged.version, 0.0, 0.0)
+            return await self._switch(staged)
+
+    async def _switch(self, staged: StagedVersion | None) -> ApplyReport:
         llm = self._llm
+        files = self._weights.files(staged)
         self._admit.clear()
-        begun = time.perf_counter()
         try:
-            async with phase("pausing", self._phase_deadline_s):
-                await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
-            try:
-                copy_s = await self._load_or_go_back(llm, files)
-            finally:
-                if not self._broken and self._paused is None:
-                    async with phase("resuming", self._phase_deadline_s):
-                        await llm.resume_generation()
+            report = await self._weights.switch(llm, files, resume=self._paused is None)
         except HalfLoadedError as error:
             self._break(str(error))
             raise
         finally:
             self._admit.set()
-        return ApplyReport(files.version, time.perf_counter() - begun, copy_s)
-
-    async def _load_or_go_back(self, llm: Llm, files: WeightFiles) -> float:
-        """Load a version; on failure once more, then what served before. Leaves the engine whole or broken."""
-        try:
-            copy_s = await load(llm, files, self._phase_deadline_s)
-        except HalfLoadedError as first:
-            log.warning("update failed, trying again", version=str(files.version), error=str(first))
-            try:
-                copy_s = await load(llm, files, self._phase_deadline_s)
-            except EngineError as second:
-                await self._go_back(llm)
-                raise EngineError(f"{second}; version {self._version} serves on") from second
-        self._version = files.version
-        return copy_s
-
-    async def _go_back(self, llm: Llm) -> None:
-        before = self._files(self._staged) if self._staged is not None else self._base_files
-        try:
-            await load(llm, before, self._phase_deadline_s)
-        except EngineError as error:
-            self._break(f"neither the new nor the old version could be loaded: {error}")
-            raise
+        self._weights.staged = staged
+        return report
 
     def _break(self, why: str) -> None:
+        """Sample no more, and let every waiting caller know at once."""
         self._broken = why
         if self._processes is not None:
             self._fail_requests(self._processes, f"{why}; call restart()")
-
-    @property
-    def _base_model(self) -> BaseModel:
-        if self._base is None:
-            raise EngineError("the engine is not running; call start()")
-        return self._base
-
-    @property
-    def _base_files(self) -> WeightFiles:
-        return WeightFiles(BASE, self._base_model.paths, list(self._base_model.shapes))
-
-    def _files(self, staged: StagedVersion) -> WeightFiles:
-        return WeightFiles(staged.version, (staged.path,), list(self._base_model.shapes))
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -393,7 +345,7 @@ class VllmEngine:
         unfinished = processes.llm.get_num_unfinished_requests() if processes is not None and healthy else 0
         running = min(processes.recorder.running, unfinished) if processes is not None else 0
         return EngineStatus(
-            version=self._version,
+            version=self._weights.version,
             running=running,
             queued=unfinished - running,
             kv_cache_usage=processes.recorder.kv_cache_usage if processes is not None and unfinished else 0.0,
@@ -405,13 +357,20 @@ class VllmEngine:
         )
 
 
-def model_directory(model: str, revision: str | None) -> Path:
-    """Where the model's files lie; those of a hub id were fetched by vLLM."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
+async def undisturbed(work: Coroutine[Any, Any, ApplyReport]) -> ApplyReport:
+    """Let an update end even if its caller is cancelled: half of one must not stay."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_log_failure)
+        raise
 
-    return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+
+def _log_failure(task: asyncio.Task[ApplyReport]) -> None:
+    """Take the outcome of an update that nobody waits for any more."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("an update failed after its caller left", error=str(error))
 
 
 def lost(request: GenerationRequest, error: Exception) -> EngineError:
@@ -419,47 +378,3 @@ def lost(request: GenerationRequest, error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
     return EngineError(f"request {request.request_id} was lost with the engine: {type(error).__name__}: {error}")
-
-
-def check_request(request: GenerationRequest, info: ModelInfo, *, seeds: bool) -> None:
-    """Refuse what would end vLLM's engine for everybody.
-
-    Raises:
-        ValueError: naming it.
-    """
-    ids = request.prompt_ids
-    if ids and not 0 <= min(ids) <= max(ids) < info.vocabulary_size:
-        wrong = next(id_ for id_ in ids if not 0 <= id_ < info.vocabulary_size)
-        raise ValueError(f"token id {wrong} is outside the vocabulary of {info.vocabulary_size}")
-    if request.sampling.seed is not None and not seeds:
-        raise ValueError("a seed needs enable_chunked_prefill = false on CPU, or vLLM's engine dies of a cut prompt")
-
-
-def describe(model: str, config: VllmConfig) -> ModelInfo:
-    """What the engine serves, from vLLM's ``VllmConfig``."""
-    model_config = config.model_config
-    return ModelInfo(
-        model=model,
-        architecture=model_config.architectures[0],
-        vocabulary_size=model_config.get_vocab_size(),
-        max_model_len=model_config.max_model_len,
-        dtype=str(model_config.dtype).removeprefix("torch."),
-        eos_token_ids=end_tokens(model_config),
-        engine="vllm",
-    )
-
-
-def end_tokens(model_config: ModelConfig) -> tuple[int, ...]:
-    """All end tokens that the configuration and the generation configuration name."""
-    from vllm.transformers_utils.config import try_get_generation_config  # noqa: PLC0415 - loaded by start()
-
-    generation = try_get_generation_config(
-        model_config.hf_config_path or model_config.model,
-        trust_remote_code=model_config.trust_remote_code,
-        revision=model_config.revision,
-    )
-    ids: set[int] = set()
-    for source in (model_config.hf_text_config, generation):
-        named = getattr(source, "eos_token_id", None)
-        ids.update([named] if isinstance(named, int) else named or ())
-    return tuple(sorted(ids))

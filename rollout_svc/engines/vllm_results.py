@@ -11,7 +11,7 @@ from rollout_svc.engines.vllm_spans import Ended, Sampled
 from rollout_svc.engines.vllm_types import CompletionOutput, FlatLogprobs, SamplingParams
 from sluice.versions import Version
 
-__all__ = ["chunk", "cut_at_nan", "prompt_logprobs", "refusals", "sample", "sampling_params"]
+__all__ = ["check_request", "chunk", "cut_at_nan", "prompt_logprobs", "refusals", "sample", "sampling_params"]
 
 SEED_RANGE = 2**62
 """Seeds are taken modulo this: vLLM adds the sample's index and stores 64 bits; larger values would kill its engine."""
@@ -66,6 +66,20 @@ def sampling_params(request: GenerationRequest, info: ModelInfo, *, has_tokenize
         skip_clone=True,
     )
     return parameters
+
+
+def check_request(request: GenerationRequest, info: ModelInfo, *, seeds: bool) -> None:
+    """Refuse what would end vLLM's engine for everybody.
+
+    Raises:
+        ValueError: naming it.
+    """
+    ids = request.prompt_ids
+    if ids and not 0 <= min(ids) <= max(ids) < info.vocabulary_size:
+        wrong = next(id_ for id_ in ids if not 0 <= id_ < info.vocabulary_size)
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {info.vocabulary_size}")
+    if request.sampling.seed is not None and not seeds:
+        raise ValueError("a seed needs enable_chunked_prefill = false on CPU, or vLLM's engine dies of a cut prompt")
 
 
 @contextmanager

@@ -232,3 +232,17 @@ async def test_data_parallel_engines_switch_together(models):
         for result in await asyncio.gather(*[engine.agenerate(ask()) for _ in range(8)]):
             assert result.samples[0].spans == [Span(0, Version(1, 1))]
             assert_tokens_follow_their_versions(result.samples[0], weights)
+
+
+async def test_an_update_ends_though_its_caller_is_cancelled(models):
+    async with started(models[0]) as engine:
+        task = asyncio.create_task(one(engine, LONG))
+        await until_tokens(engine, 5)
+        caller = asyncio.create_task(engine.apply(staged(models[1], Version(1, 1))))
+        await asyncio.sleep(0)  # the caller has begun
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        sample = await asyncio.wait_for(task, DEADLINE_S)
+        assert [span.version for span in sample.spans] == [BASE, Version(1, 1)]
+        assert engine.status().version == Version(1, 1)
