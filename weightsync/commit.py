@@ -66,9 +66,8 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
     try:
         run.ledger.check_push(version)
         stored = await runs.in_thread(_verify_and_write, run.store, announced, shards)
-        for name in shards:
-            del run.uploads[version, name]
         run.publish(stored)
+        await runs.drop_uploads(run, version)
     except RefusedError as error:
         raise refused(error) from error
     except ManifestError as error:

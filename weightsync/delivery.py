@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator
 from io import FileIO
 from pathlib import Path
 
-import google_crc32c
 import grpc
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.push import MAX_CHUNK_BYTES
+from weightsync.chunks import MAX_CHUNK_BYTES, make_chunk
 from weightsync.runs import Run, Runs
 
 __all__ = ["WeightDeliveryServicer"]
@@ -174,4 +173,4 @@ def _read(file: FileIO, begin: int, end: int) -> pb.PullWeightsResponse:
         raise SluiceError.data_loss(
             "SHARD_SHORT", f"the stored file ends at byte {begin + len(data)}: push a new version"
         )
-    return pb.PullWeightsResponse(chunk=pb.Chunk(offset=begin, data=data, crc32c=google_crc32c.value(data)))
+    return pb.PullWeightsResponse(chunk=make_chunk(begin, data))

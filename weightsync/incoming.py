@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import google_crc32c
 import xxhash
 
+from sluice.v1 import weightsync_pb2 as pb
+from weightsync.chunks import check_chunk
 from weightsync.scan import Scan, ScannedTensor
 
-__all__ = ["ChunkError", "IncomingShard"]
-
-
-class ChunkError(Exception):
-    """A chunk's bytes are not those that were sent."""
+__all__ = ["IncomingShard"]
 
 
 class IncomingShard:
@@ -54,18 +51,15 @@ class IncomingShard:
         """Where the first tensor begins in the file; known once the header is in."""
         return self._scan.data_begin
 
-    def write(self, data: bytes, crc32c: int) -> None:
-        """Take the next chunk.
+    def write(self, chunk: pb.Chunk) -> None:
+        """Take the next chunk; the caller sees to the order.
 
         Raises:
             ChunkError: if its crc32c differs.
             LayoutError: if the bytes make no safetensors file of the announced size.
             OSError: if the disk does not take them.
         """
-        if google_crc32c.value(data) != crc32c:
-            raise ChunkError(
-                f"crc32c of the chunk at byte {self.stored} differs: it was damaged on its way, send it again"
-            )
+        data = check_chunk(chunk)
         position = self.stored
         self._scan.feed(data)
         rest = memoryview(data)

@@ -33,6 +33,9 @@ def collect_model_files(model: str, target: Path) -> list[Path]:
     """
     shutil.rmtree(target, ignore_errors=True)
     source = _locate(model)
+    if source is None and not model:
+        log.info("versions will hold weights alone, because no base model is set")
+        return []
     if source is None:
         log.warning(
             "versions will hold weights alone",
@@ -48,9 +51,12 @@ def collect_model_files(model: str, target: Path) -> list[Path]:
 
 
 def link_into(copies: list[Path], directory: Path) -> None:
-    """Give a version's directory its own names for the collected files: no bytes are copied."""
+    """Give a version's directory its own names for the collected files; bytes are copied only where links are unknown."""
     for copy in copies:
-        os.link(copy, directory / copy.name)
+        try:
+            os.link(copy, directory / copy.name)
+        except OSError:  # some network file systems; if the disk is full, the copy says so
+            _sync(Path(shutil.copyfile(copy, directory / copy.name)))
 
 
 def _belongs(path: Path) -> bool:

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
-import google_crc32c
 import grpc
 import structlog
 import torch
@@ -16,9 +15,9 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
+from weightsync.chunks import MAX_CHUNK_BYTES, make_chunk
 from weightsync.manifest import DenseTensor, version_digest
 from weightsync.names import run_resource
-from weightsync.push import MAX_CHUNK_BYTES
 from weightsync.shard_source import ShardDigests, ShardSource
 
 __all__ = ["PushReport", "WeightPublisher"]
@@ -246,5 +245,4 @@ def _prepare(source: ShardSource, span: tuple[int, int] | None) -> asyncio.Futur
 
 
 def _chunk(source: ShardSource, begin: int, end: int) -> pb.PushWeightsRequest:
-    data = source.read(begin, end)
-    return pb.PushWeightsRequest(chunk=pb.Chunk(offset=begin, data=data, crc32c=google_crc32c.value(data)))
+    return pb.PushWeightsRequest(chunk=make_chunk(begin, source.read(begin, end)))

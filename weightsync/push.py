@@ -10,18 +10,14 @@ import grpc
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.incoming import ChunkError
+from weightsync.chunks import MAX_CHUNK_BYTES, ChunkError
 from weightsync.layout import LayoutError
 from weightsync.ledger import RefusedError
 from weightsync.names import BadNameError, check_shard
 from weightsync.runs import Run, Runs, disk_error, refused
-from weightsync.store import StoreLockedError
 from weightsync.upload import OffsetError, SupersededError, Upload
 
-__all__ = ["MAX_CHUNK_BYTES", "receive_shard"]
-
-MAX_CHUNK_BYTES = 1 << 20
-"""Largest chunk of the contract: where gRPC streams are fastest."""
+__all__ = ["receive_shard"]
 
 
 async def receive_shard(runs: Runs, requests: AsyncIterator[pb.PushWeightsRequest]) -> pb.PushWeightsResponse:
@@ -85,18 +81,7 @@ async def _find_upload(runs: Runs, run: Run, version: Version, header: pb.PushHe
         return known
     if header.resume_offset:
         raise _offset_error(0)
-    if known is not None:
-        del run.uploads[key]
-        await runs.in_thread(known.discard)
-    await runs.make_room(run, header.shard.size_bytes)
-    try:
-        shard = await runs.in_thread(run.store.open_shard, version, header.shard.name, header.shard.size_bytes)
-    except StoreLockedError as error:
-        raise SluiceError.failed_precondition("DIRECTORY_IN_USE", str(error)) from error
-    except OSError as error:
-        raise disk_error(error) from error
-    run.uploads[key] = Upload(shard, header.shard, runs.clock())
-    return run.uploads[key]
+    return await runs.begin_upload(run, version, header.shard)
 
 
 def _goes_on(upload: Upload, header: pb.PushHeader) -> bool:

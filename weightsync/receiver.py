@@ -21,7 +21,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.apply import Applier, ApplyError
 from weightsync.names import run_resource
-from weightsync.policy import Policy, PolicyMode, WeightPolicy
+from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.pull import PullError, PullLimits, pull_version
 from weightsync.report import Reporter
 from weightsync.stage_area import StageArea
@@ -30,7 +30,19 @@ from weightsync.staging import StagingError, StagingFile
 from weightsync.update import ReceiverStatus, UpdateRequest, UpdateTimings
 from weightsync.watch import VersionWatch
 
-__all__ = ["WeightReceiver"]
+# All that a rollout service needs: it imports nothing else of this package.
+__all__ = [
+    "ApplyReport",
+    "Policy",
+    "PolicyError",
+    "PolicyHeldError",
+    "PolicyMode",
+    "PullLimits",
+    "ReceiverStatus",
+    "StagedVersion",
+    "UpdateTimings",
+    "WeightReceiver",
+]
 
 _LONGEST_PAUSE_S = 30.0
 """Longest pause before a version that could not be taken is tried again."""

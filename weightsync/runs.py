@@ -14,6 +14,7 @@ import grpc
 import structlog
 
 from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
 from weightsync.ledger import Ledger, RefusedError
@@ -184,23 +185,43 @@ class Runs:
         log.info("run opened", run=name, directory=str(run.store.root), versions=len(run.versions))
         return run
 
-    async def make_room(self, run: Run, need: int) -> None:
+    async def begin_upload(self, run: Run, version: Version, announced: pb.Shard) -> Upload:
+        """Begin a shard anew; what came in of it before is dropped, and streams that still write to it fail.
+
+        Raises:
+            SluiceError: RESOURCE_EXHAUSTED (disk), FAILED_PRECONDITION (directory in use).
+        """
+        key = (version, announced.name)
+        async with self._room:  # two uploads must not be promised the same bytes
+            before = run.uploads.pop(key, None)
+            if before is not None:
+                await self.in_thread(before.discard)
+            await self._make_room(run, announced.size_bytes)
+            try:
+                shard = await self.in_thread(run.store.open_shard, version, announced.name, announced.size_bytes)
+            except StoreLockedError as error:
+                raise SluiceError.failed_precondition("DIRECTORY_IN_USE", str(error)) from error
+            except OSError as error:
+                raise disk_error(error) from error
+            run.uploads[key] = Upload(shard, announced, self.clock())
+            return run.uploads[key]
+
+    async def _make_room(self, run: Run, need: int) -> None:
         """See that a shard of `need` bytes fits, giving up versions that nobody needs if it must be.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
         """
-        async with self._room:
-            while (lacking := self._lacking(run, need)) > 0:
-                evictable = run.ledger.evictable(self.clock())
-                if not evictable:
-                    raise SluiceError.resource_exhausted(
-                        "DISK_FULL",
-                        f"a shard of {need} bytes needs {lacking} bytes more than there are (weightsync.max_bytes,"
-                        " min_free_bytes), and every version is in use: make room, or keep fewer",
-                        _RETRY_AFTER_S,
-                    )
-                await self.delete(run, evictable[0])
+        while (lacking := self._lacking(run, need)) > 0:
+            evictable = run.ledger.evictable(self.clock())
+            if not evictable:
+                raise SluiceError.resource_exhausted(
+                    "DISK_FULL",
+                    f"a shard of {need} bytes needs {lacking} bytes more than there are (weightsync.max_bytes,"
+                    " min_free_bytes), and every version is in use: make room",
+                    _RETRY_AFTER_S,
+                )
+            await self.delete(run, evictable[0])
 
     def _lacking(self, run: Run, need: int) -> int:
         promised = sum(upload.shard.size - upload.shard.stored for each in self for upload in each.uploads.values())

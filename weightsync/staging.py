@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import google_crc32c
-
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.chunks import ChunkError, check_chunk
 from weightsync.layout import Entry, LayoutError, render_header
 from weightsync.manifest import DenseTensor, ManifestError, check_manifest, entry_name, version_digest
 from weightsync.scan import Scan
@@ -62,14 +61,12 @@ class StagingFile:
             OSError: if shared memory is full.
         """
         scan = self._scans[shard]
-        data = chunk.data
         if chunk.offset != scan.position:
             raise StagingError(f"shard {shard}: a chunk at byte {chunk.offset} came instead of {scan.position}")
-        if google_crc32c.value(data) != chunk.crc32c:
-            raise StagingError(f"shard {shard}: crc32c of the chunk at byte {chunk.offset} differs")
         try:
+            data = check_chunk(chunk)
             scan.feed(data)
-        except LayoutError as error:
+        except (ChunkError, LayoutError) as error:
             raise StagingError(f"shard {shard}: {error}") from error
         if scan.entries is None:
             return

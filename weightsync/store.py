@@ -11,6 +11,7 @@ it is removed. So a crash at any point leaves whole versions and rubbish that th
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -78,6 +79,7 @@ class RunStore:
         self._incoming = root / ".incoming"
         self._trash = root / ".trash"
         self._lock: int | None = None
+        self._numbers = itertools.count()
 
     def recover(self) -> list[StoredVersion]:
         """Sweep away what a crash left behind, and read the versions that are whole.
@@ -111,7 +113,9 @@ class RunStore:
         """
         self.root.mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        return IncomingShard(self._incoming / version_directory(version) / name, size)
+        # A number of its own: a stream that was superseded may still be writing to the file before.
+        unique = f"{name}.{next(self._numbers)}"
+        return IncomingShard(self._incoming / version_directory(version) / unique, size)
 
     def commit(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard]) -> StoredVersion:
         """Build the version's directory and rename it into sight.
@@ -139,7 +143,6 @@ class RunStore:
         final = self.root / version_directory(version)
         building.rename(final)
         _sync_directory(self.root)
-        self.drop_incoming(version)
         return StoredVersion(version, final, stored, manifest)
 
     def _place_weights(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard], building: Path) -> pb.Manifest:

@@ -61,7 +61,7 @@ class Upload:
                 raise OffsetError(
                     f"the chunk begins at byte {chunk.offset}, expected {self.shard.stored}: send chunks in order"
                 )
-            self.shard.write(chunk.data, chunk.crc32c)
+            self.shard.write(chunk)
 
     def finish(self, ticket: object) -> None:
         """Bring the whole file to the disk.
