@@ -10,7 +10,7 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rollout_svc.engines.base import EngineError, PauseMode
+from rollout_svc.engines.base import PauseMode
 from rollout_svc.pauses import PauseHeldError, Pauses
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -19,13 +19,16 @@ from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import Version
 
-__all__ = ["RolloutAdminServicer"]
+__all__ = ["UNIMPLEMENTED", "RolloutAdminServicer"]
 
 PAUSE_MODES = {
     rollout_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
     rollout_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     rollout_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
+
+UNIMPLEMENTED = ("sluice.v1.RolloutAdminService/LoadAdapter", "sluice.v1.RolloutAdminService/UnloadAdapter")
+"""RPCs that answer UNIMPLEMENTED."""
 
 LOOK_S = 0.1
 """Time between two looks for a pause that is over, in seconds."""
@@ -99,10 +102,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
 
     async def reload(self) -> rollout_pb2.ReloadWeightsResponse:
         """As the RPC; also what the HTTP port calls."""
-        try:
-            report = await self._engine.serving.reload_base()
-        except EngineError as error:
-            raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
+        report = await self._weights.reload_base()
         return rollout_pb2.ReloadWeightsResponse(policy_version=report.version.to_proto())
 
     async def Pause(  # noqa: N802 - gRPC's name
@@ -142,6 +142,22 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         except PauseHeldError:
             return rollout_pb2.ResumeResponse(running=False)
         return rollout_pb2.ResumeResponse(running=True)
+
+    async def LoadAdapter(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.LoadAdapterRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.LoadAdapterRequest, rollout_pb2.LoadAdapterResponse],
+    ) -> rollout_pb2.LoadAdapterResponse:
+        """Not served yet; GetServerInfo says so."""
+        raise SluiceError.unimplemented(UNIMPLEMENTED[0])
+
+    async def UnloadAdapter(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.UnloadAdapterRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.UnloadAdapterRequest, rollout_pb2.UnloadAdapterResponse],
+    ) -> rollout_pb2.UnloadAdapterResponse:
+        """Not served yet; GetServerInfo says so."""
+        raise SluiceError.unimplemented(UNIMPLEMENTED[1])
 
     async def AbortRequests(  # noqa: N802 - gRPC's name
         self,
@@ -185,7 +201,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             response.staged_version.CopyFrom(weights.staged.to_proto())
         return response
 
-    def _state(self, *, paused: bool, healthy: bool) -> rollout_pb2.ReplicaState:
+    def _state(self, *, paused: bool, healthy: bool) -> rollout_pb2.ReplicaState.ValueType:
         if self.draining:
             return rollout_pb2.REPLICA_STATE_DRAINING
         if self._engine.recovering or not healthy:

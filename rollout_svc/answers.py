@@ -61,7 +61,9 @@ def chunk_message(chunk: GenerationChunk, text: str) -> rollout_pb2.GenerateStre
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
         version_spans=spans_message(chunk.spans),
-        finish_reason=FINISH_REASONS[chunk.finish_reason] if chunk.finish_reason else 0,
+        finish_reason=FINISH_REASONS[chunk.finish_reason]
+        if chunk.finish_reason
+        else tokens_pb2.FINISH_REASON_UNSPECIFIED,
         stop_string=chunk.stop_string,
         text=text,
         top_logprobs=top_message(chunk.top_logprobs),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.admin_servicer import UNIMPLEMENTED, RolloutAdminServicer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
-from rollout_svc.openai_api import HttpServer, create_app
 from rollout_svc.prompts import Prompts, load_tokenizer
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -17,6 +16,9 @@ from rollout_svc.weights import Weights
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.rpc import RpcServer
 from sluice.v1 import rollout_pb2_grpc
+
+if TYPE_CHECKING:
+    from rollout_svc.openai_api import HttpServer
 
 __all__ = ["SERVICE", "build_engine"]
 
@@ -36,9 +38,11 @@ def build_engine(model: str, config: RolloutConfig) -> InferenceEngine:
         )
     from rollout_svc.engines.vllm import VllmEngine  # noqa: PLC0415 - only where vLLM is wanted
 
-    chosen = {"max_model_len": config.max_model_len, "max_num_seqs": config.limits.max_running}
-    if config.dtype != "auto":
-        chosen["dtype"] = config.dtype
+    chosen = {
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.limits.max_running,
+        "dtype": None if config.dtype == "auto" else config.dtype,
+    }
     given = {name: value for name, value in chosen.items() if value is not None}
     return VllmEngine(
         model,
@@ -71,7 +75,12 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
 
 async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceEngine, prompts: Prompts) -> None:
     server = RpcServer(
-        "rollout", config.server, common.security, features=[f"engine.{config.engine}"], run=f"runs/{common.run}"
+        "rollout",
+        config.server,
+        common.security,
+        features=[f"engine.{config.engine}"],
+        unimplemented=UNIMPLEMENTED,
+        run=f"runs/{common.run}",
     )
     supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
     weights = Weights(common, config, supervisor)
@@ -90,7 +99,7 @@ async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceE
     failed = asyncio.Event()
     duties = [
         weights.run_forever(),
-        supervisor.watch_forever(weights.restarted),
+        supervisor.watch_forever(weights.restart_engine),
         admin.expire_pauses_forever(),
     ]
     tasks = [asyncio.create_task(_or_fail(duty, failed)) for duty in duties]
@@ -113,6 +122,8 @@ def _http_server(
 ) -> HttpServer | None:
     if config.server.http_port is None:
         return None
+    from rollout_svc.openai_api import HttpServer, create_app  # noqa: PLC0415 - only where HTTP is served
+
     app = create_app(requests, admin, common.model, common.security)
     return HttpServer(app, config.server.host, config.server.http_port, common.security)
 

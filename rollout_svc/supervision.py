@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
 import structlog
@@ -63,11 +63,11 @@ class EngineSupervisor:
             raise SluiceError.unavailable("ENGINE_RECOVERING", "the engine is being started again; retry", BACKOFF_S)
         return self.current
 
-    async def watch_forever(self, on_restarted: Callable[[Version], object]) -> None:
+    async def watch_forever(self, restart: Callable[[Callable[[], Awaitable[Version]]], Awaitable[Version]]) -> None:
         """Look at the engine and start it again when it died.
 
         Args:
-            on_restarted: Called with the version that a new engine serves.
+            restart: Runs the restart that it is given while no version is applied.
 
         Raises:
             EngineError: if it died more often in a row than allowed.
@@ -85,7 +85,7 @@ class EngineSupervisor:
             self._on_change(False)
             log.error("engine died, starting it again", attempt=failures)
             try:
-                version = await self.current.restart()
+                version = await restart(self.current.restart)
             except EngineError as error:
                 log.error("engine did not start", error=str(error))  # noqa: TRY400 - the message says it all
                 await asyncio.sleep(BACKOFF_S * failures)
@@ -93,4 +93,4 @@ class EngineSupervisor:
             self.restarts += 1
             self._recovering = False
             self._on_change(True)
-            on_restarted(version)
+            log.info("engine serves again", version=str(version))

@@ -2,18 +2,170 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
-import structlog
 
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import EngineError
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig
-from sluice.rpc import SluiceError
+from sluice.rpc import SluiceError, connect
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
+from weightsync.receiver import PolicyError, PolicyHeldError, PolicyMode, PullLimits, UpdateTimings, WeightReceiver
 from weightsync.staged import ApplyReport, StagedVersion
 
-log = structlog.get_logger()
+__all__ = ["Weights", "WeightsStatus"]
+
+MODES = {
+    rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW: PolicyMode.FOLLOW,
+    rollout_pb2.WEIGHT_POLICY_MODE_HOLD: PolicyMode.HOLD,
+    rollout_pb2.WEIGHT_POLICY_MODE_TARGET: PolicyMode.TARGET,
+}
+WIRE_MODES = {mode: wire for wire, mode in MODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsStatus:
+    """Where the replica stands on the weight path; pauses in seconds."""
+
+    staged: Version | None = None
+    updates_applied: int = 0
+    last_pause_s: float = 0.0
+    policy: rollout_pb2.WeightPolicyMode.ValueType = rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
+    policy_owner: str = ""
+    last_error: str = ""
+
+
+class Weights:
+    """Keeps the engine on the version that it should serve.
+
+    Args:
+        common: Settings of the run.
+        config: Settings of the replica.
+        engine: The engine under its supervision.
+    """
+
+    def __init__(self, common: CommonConfig, config: RolloutConfig, engine: EngineSupervisor) -> None:
+        self._config, self._engine = config, engine
+        self._updates = 0
+        self._channel: grpc.aio.Channel | None = None
+        self._receiver: WeightReceiver | None = None
+        if config.follow_weights:
+            self._channel = connect(common.peers.weightsync, common.security)
+            self._receiver = WeightReceiver(
+                self._channel,
+                common.run,
+                config.replica,
+                config.stage_dir,
+                self._apply,
+                apply_deadline_s=3 * config.deadlines.apply_s,
+                limits=PullLimits(deadline_s=config.deadlines.pull_s),
+                failures=(EngineError, SluiceError),
+                observe=self._observe,
+            )
+
+    async def run_forever(self) -> None:
+        """Follow weight sync until cancelled; where there is none, only wait for that."""
+        if self._receiver is None:
+            await asyncio.Event().wait()
+        else:
+            await self._receiver.run_forever()
+
+    async def close(self) -> None:
+        """Let go of weight sync and of what is staged."""
+        if self._receiver is not None:
+            await self._receiver.close()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def set_policy(
+        self, wire_mode: rollout_pb2.WeightPolicyMode.ValueType, version: Version | None, owner: str, ttl_s: float
+    ) -> Version:
+        """Say which versions the replica takes.
+
+        Returns:
+            The version that serves now.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT, or FAILED_PRECONDITION while another owner holds the policy.
+        """
+        mode = MODES.get(wire_mode)
+        if mode is None:
+            raise SluiceError.invalid_argument("mode", "set FOLLOW, HOLD or TARGET")
+        try:
+            self._following.set_policy(mode, version, owner=owner, ttl_s=ttl_s or None)
+        except PolicyHeldError as error:
+            raise SluiceError.failed_precondition("POLICY_HELD", str(error)) from error
+        except PolicyError as error:
+            raise SluiceError.invalid_argument("version", str(error)) from error
+        return self._engine.current.status().version
+
+    async def update_to(self, version: Version | None) -> ApplyReport:
+        """Fetch and apply a version now; None means the newest.
+
+        Raises:
+            SluiceError: as `WeightReceiver.update_to`; FAILED_PRECONDITION while another owner holds the policy.
+        """
+        deadlines = self._config.deadlines
+        try:
+            return await self._following.update_to(version, deadlines.pull_s + deadlines.apply_s)
+        except PolicyHeldError as error:
+            raise SluiceError.failed_precondition("POLICY_HELD", str(error)) from error
+
+    async def reload_base(self) -> ApplyReport:
+        """Return to the base model on disk as version (0, 0).
+
+        Raises:
+            SluiceError: UNAVAILABLE if the engine could not.
+        """
+        reports: list[ApplyReport] = []
+
+        async def reload() -> Version:
+            reports.append(await self._engine.serving.reload_base())
+            return reports[0].version
+
+        try:
+            await self._exclusively(reload)
+        except EngineError as error:
+            raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
+        return reports[0]
+
+    async def restart_engine(self, restart: Callable[[], Awaitable[Version]]) -> Version:
+        """Run a restart of the engine while no version is applied."""
+        return await self._exclusively(restart)
+
+    def status(self) -> WeightsStatus:
+        """Where the replica stands."""
+        if self._receiver is None:
+            return WeightsStatus()
+        status = self._receiver.status()
+        return WeightsStatus(
+            staged=status.staged_version,
+            updates_applied=self._updates,
+            last_pause_s=status.last_report.pause_s if status.last_report else 0.0,
+            policy=WIRE_MODES[status.policy.mode],
+            policy_owner=status.policy.owner,
+            last_error=status.last_error,
+        )
+
+    @property
+    def _following(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise SluiceError.failed_precondition(
+                "WEIGHTS_FIXED", "this replica serves its base model alone: start it with follow_weights = true"
+            )
+        return self._receiver
+
+    async def _exclusively(self, action: Callable[[], Awaitable[Version]]) -> Version:
+        return await (self._receiver.run_exclusive(action) if self._receiver is not None else action())
+
+    async def _apply(self, staged: StagedVersion) -> ApplyReport:
+        return await self._engine.serving.apply(staged)
+
+    def _observe(self, timings: UpdateTimings) -> None:
+        del timings
+        self._updates += 1

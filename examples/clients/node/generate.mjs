@@ -8,7 +8,7 @@ import { loadSync } from "@grpc/proto-loader";
 const [target = "127.0.0.1:7103", prompt = "Reverse: abcdef"] = process.argv.slice(2);
 const protos = fileURLToPath(new URL("../../../proto", import.meta.url));
 const { sluice } = grpc.loadPackageDefinition(
-  loadSync("sluice/v1/rollout.proto", { includeDirs: [protos], longs: Number, enums: String, defaults: true }),
+  loadSync("sluice/v1/rollout.proto", { keepCase: true, includeDirs: [protos], longs: Number, enums: String, defaults: true }),
 );
 
 // With SLUICE_TOKEN_FILE set, calls carry the bearer token of the role `agent`.

@@ -1,0 +1,84 @@
+"""The example in containers: four services and what prepares them, each in an image of its own."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from testcontainers.compose import DockerCompose
+
+from sluice.client import OrchestratorClient
+from sluice.config import SecurityConfig
+
+ROOT = Path(__file__).parents[2]
+SERVICES = {"weightsync", "trainer", "rollout", "orchestrator"}
+FIRST_REWARD_S = 600
+
+
+def engine_runs() -> bool:
+    if shutil.which("docker") is None:
+        return False
+    found = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)
+    return (
+        found.returncode == 0
+        and subprocess.run(["docker", "info"], capture_output=True, check=False, timeout=30).returncode == 0
+    )
+
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(not engine_runs(), reason="no Docker engine with compose v2 answers here"),
+]
+
+
+@pytest.fixture(scope="module")
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def compose(port: int) -> Iterator[DockerCompose]:
+    os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
+    os.environ["ORCHESTRATOR_PORT"] = str(port)
+    os.environ["COMPOSE_PROJECT_NAME"] = "sluice-test"
+    stack = DockerCompose(ROOT, compose_file_name="deploy/compose.yaml", build=True, wait=True, keep_volumes=False)
+    with stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def admin(compose: DockerCompose, tmp_path_factory: pytest.TempPathFactory) -> SecurityConfig:
+    """The shared token, as an operator reads it."""
+    token, _, _ = compose.exec_in_container(["cat", "/run/sluice/secrets/admin.token"], "orchestrator")
+    file = tmp_path_factory.mktemp("secrets") / "admin.token"
+    file.write_text(token)
+    return SecurityConfig(token_file=file, admin_token_file=file)
+
+
+def test_every_service_is_healthy(compose: DockerCompose) -> None:
+    health = {each.Service: each.Health for each in compose.get_containers()}
+    assert {name: health.get(name) for name in SERVICES} == dict.fromkeys(SERVICES, "healthy")
+
+
+async def test_rewards_arrive(port: int, admin: SecurityConfig) -> None:
+    async with OrchestratorClient(f"127.0.0.1:{port}", admin) as client:
+        async for response in client.watch("reverse_text", timeout_s=FIRST_REWARD_S):
+            event = response.event
+            if event.WhichOneof("kind") == "group_scored":
+                assert len(event.group_scored.rewards) == 8
+                assert all(0 <= reward <= 1 for reward in event.group_scored.rewards)
+                return
+    pytest.fail("the run ended without a scored group")
+
+
+def test_processes_run_without_privileges(compose: DockerCompose) -> None:
+    for name in SERVICES:
+        user, _, _ = compose.exec_in_container(["id", "-u"], name)
+        assert user.strip() == "10001"
