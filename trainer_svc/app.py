@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+
+import structlog
 
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.rpc import RpcServer, connect
@@ -15,6 +18,9 @@ from weightsync.publisher import WeightPublisher
 __all__ = ["SERVICE"]
 
 SERVICE_NAME = "sluice.v1.TrainerService"
+
+
+log = structlog.get_logger(__name__)
 
 
 async def serve(common: CommonConfig, config: TrainerConfig) -> None:
@@ -46,8 +52,12 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     try:
         await server.serve_until_signal(failed)
     finally:
-        await trainer.stop(config.server.drain_s)
+        ended = await trainer.stop(config.server.drain_s)
         await channel.close()
+    if not ended:
+        log.warning("the compute thread did not end in time, leaving it behind", grace_s=config.server.drain_s)
+        # Python aborts the process if it shuts down beside a thread inside of a kernel; nothing is left to put away.
+        os._exit(0)
     if loading.done():
         loading.result()
     else:

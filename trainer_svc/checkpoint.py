@@ -62,6 +62,11 @@ class Checkpoints:
         found = map(_read_manifest, self.directory.glob(f"step_*/{MANIFEST}"))
         return sorted(filter(None, found), key=_version, reverse=True)
 
+    def sweep(self) -> None:
+        """Remove what interrupted writes left behind."""
+        for path in self.directory.glob(".step_*"):
+            shutil.rmtree(path)
+
     def find(self, name: str) -> CheckpointManifest | None:
         """The complete checkpoint of this name."""
         return next((manifest for manifest in self.complete() if manifest.checkpoint.name == name), None)

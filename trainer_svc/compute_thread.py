@@ -50,7 +50,8 @@ class ComputeThread:
         finally:
             if not awaited.done():
                 future.cancel()
-        if not awaited.done() or awaited.cancelled():
+                awaited.cancel()  # nobody is left to hear what a running job comes to
+        if awaited.cancelled():
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 "COMPUTE_DEADLINE",

@@ -21,8 +21,14 @@ from trainer_svc.trainer import Trainer
 
 __all__ = ["Intake"]
 
-MAX_TRAJECTORIES = 65_536
-"""Most trajectories of a batch; the report about them must fit one message."""
+MAX_TRAJECTORIES = 16_384
+"""Most trajectories of a batch."""
+
+MAX_REPORT_BYTES = 3 << 20
+"""Most bytes that the answers about a batch may take: they travel in one message, beside the metrics."""
+
+RESULT_BYTES = 48
+"""Bytes of one answer beside the trajectory's id, generously."""
 
 MAX_BATCH_BYTES = 1 << 30
 """Most bytes of a batch; with the queue they bound what submissions may occupy."""
@@ -111,8 +117,7 @@ class Intake:
             needs_reference=self._trainer.config.objective.kl_coef > 0,
         )
         samples, violations = convert(arrived.trajectories, expected)
-        if not violations:
-            violations = _estimator_faults(header, samples)
+        violations = violations or _oversize(arrived) or _estimator_faults(header, samples)
         if violations:
             first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
             raise SluiceError(
@@ -203,6 +208,15 @@ async def _receive(header: BatchHeader, requests: AsyncIterator[SubmitBatchReque
             f"{len(arrived.trajectories)} of {header.trajectory_count} trajectories arrived: send the batch again",
         )
     return arrived
+
+
+def _oversize(arrived: Arrived) -> dict[str, str]:
+    size = sum(RESULT_BYTES + len(each.trajectory_id.encode()) for each in arrived.trajectories)
+    if size <= MAX_REPORT_BYTES:
+        return {}
+    return {
+        "trajectories": f"have ids so long that the report needs {size} bytes; {MAX_REPORT_BYTES} fit: shorten them"
+    }
 
 
 def _estimator_faults(header: BatchHeader, samples: list[Sample]) -> dict[str, str]:

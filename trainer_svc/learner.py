@@ -5,6 +5,7 @@ All methods run in the compute thread, one after another, so that version and we
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -70,6 +71,10 @@ class Applied:
         return self.metrics is not None and self.metrics.skipped
 
 
+class StepAbandonedError(Exception):
+    """The epoch of the step in progress is over."""
+
+
 class Learner:
     """One policy in training.
 
@@ -89,6 +94,7 @@ class Learner:
         self.newest_checkpoint: Checkpoint | None = None
         self.tokenizer_digest = ""
         self._engine: TrainEngine | None = None
+        self._abandoned = threading.Event()
 
     @property
     def engine(self) -> TrainEngine:
@@ -113,8 +119,9 @@ class Learner:
 
     def load(self) -> None:
         """Load the base model, and what earlier epochs of the run left on disk."""
-        self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
+        self._load_base()
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
+        self.checkpoints.sweep()
         self.lineage = self._recorded_lineage()
         manifest = self._newest()
         self.newest_checkpoint = manifest.checkpoint if manifest else None
@@ -129,6 +136,7 @@ class Learner:
         Raises:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
         """
+        self._abandoned.clear()
         manifest = self.checkpoints.find(checkpoint) if checkpoint else self._newest()
         if manifest is None and checkpoint:
             names = ", ".join(each.checkpoint.name for each in self.checkpoints.complete()) or "none"
@@ -155,6 +163,13 @@ class Learner:
         self.version = batch.target
         self.last_batch_id = batch.batch_id
         return Applied(consumption, metrics, self.weights(), perf_counter() - start)
+
+    def abandon(self) -> None:
+        """End the step in progress at its next forward pass, without applying its batch, and any step before `restore`.
+
+        The only method that another thread may call.
+        """
+        self._abandoned.set()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights under their Hugging Face names, as CPU copies in the published precision."""
@@ -213,7 +228,15 @@ class Learner:
     def _restore_base(self) -> None:
         if self.version != BASE or self.engine.optimizer_steps:
             self._engine = None  # gives its memory back before the next one takes as much
-            self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
+            self._load_base()
+
+    def _load_base(self) -> None:
+        self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
+        self._engine.policy.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
+
+    def _end_if_abandoned(self, *_: object) -> None:
+        if self._abandoned.is_set():
+            raise StepAbandonedError
 
     def _restore_checkpoint(self, manifest: CheckpointManifest) -> None:
         if manifest.tokenizer_digest != self.tokenizer_digest:

@@ -185,6 +185,7 @@ class Trainer:
         else:
             reason = f"{type(error).__name__}: {error}"
             self._failure = SluiceError(grpc.StatusCode.INTERNAL, "STEP_FAILED", f"a training step failed: {reason}")
+        self.learner.abandon()
         log.error("training failed", error=str(self._failure), exc_info=error)
         if self.queue is not None:
             self.queue.admission.close()
@@ -193,6 +194,7 @@ class Trainer:
 
     async def _close(self) -> None:
         """End the present epoch: what it queued is sent again in the next one."""
+        self.learner.abandon()
         training, self._training, self._loop = self._training, None, None
         if training is not None:
             training.cancel()
@@ -213,14 +215,17 @@ class Trainer:
             raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
         return await self._saving.save(journal_position)
 
-    async def stop(self, grace_s: float) -> None:
-        """End the epoch; a step in progress gets `grace_s` seconds to end, then it is abandoned."""
+    async def stop(self, grace_s: float) -> bool:
+        """End the epoch; what the compute thread does gets `grace_s` seconds to end, a step is abandoned.
+
+        Returns:
+            Whether the thread ended. If not, the interpreter must not be finalised beside it.
+        """
         if self._opening is not None and not self._opening[1].done():
             self._opening[1].cancel()
             await asyncio.wait({self._opening[1]})
         await self._close()
-        if not await self._compute.stop(grace_s):
-            log.warning("a step in progress was abandoned", grace_s=grace_s)
+        return await self._compute.stop(grace_s)
 
 
 def _succeeded(task: asyncio.Task[Restored]) -> bool:

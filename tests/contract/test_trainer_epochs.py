@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -112,6 +113,32 @@ async def test_a_live_trainer_rolls_back_when_a_new_epoch_begins(model: Path, tm
         assert ended.value.reason == "EPOCH_CHANGED"
         for name, tensor in running.trainer.learner.weights().items():
             assert torch.equal(tensor, fresh[name]), name
+
+
+async def test_a_step_in_progress_is_abandoned_when_a_new_epoch_begins(model: Path, tmp_path: Path) -> None:
+    async with stack(model, tmp_path, token_budget=16) as running:
+        await running.client.begin_epoch(RUN, 1)
+        fresh = running.trainer.learner.weights()
+        passes: list[str] = []
+        entered, release = threading.Event(), threading.Event()
+
+        def hold(*_: object) -> None:
+            passes.append("forward")
+            entered.set()
+            release.wait(30)
+
+        with running.trainer.learner.engine.policy.model.base_model.register_forward_pre_hook(hold):
+            await running.submit(1)
+            assert await asyncio.to_thread(entered.wait, 30)
+            opening = asyncio.create_task(running.client.begin_epoch(RUN, 2))
+            with pytest.raises(SluiceError, match="another epoch begins"):
+                await running.report(1)
+            release.set()
+            assert (await opening).next_sequence_no == 1
+        assert passes == ["forward"], "the batch has several micro-batches, but no second one was forwarded"
+        for name, tensor in running.trainer.learner.weights().items():
+            assert torch.equal(tensor, fresh[name]), name
+        await trained(running, 1, epoch=2)
 
 
 async def test_checkpoints_are_written_on_schedule_and_listed_newest_first(model: Path, tmp_path: Path) -> None:

@@ -99,6 +99,28 @@ async def ready(client: TrainerClient, process: asyncio.subprocess.Process) -> t
             await asyncio.sleep(0.1)
 
 
+async def reached(client: TrainerClient, phase: trainer_pb2.TrainerPhase.ValueType) -> None:
+    async with asyncio.timeout(START_S):
+        while True:
+            if (await client.state(RUN)).phase == phase:
+                return
+            await asyncio.sleep(0.01)
+
+
+def header(number: int, epoch: int, digest: str, count: int) -> trainer_pb2.BatchHeader:
+    return trainer_pb2.BatchHeader(
+        run=f"runs/{RUN}",
+        batch_id=f"b{number}",
+        sequence_no=number,
+        target_version=Version(epoch, number).to_proto(),
+        max_staleness=100,
+        on_stale=trainer_pb2.STALE_POLICY_DROP,
+        trajectory_count=count,
+        tokenizer_digest=digest,
+        advantage_estimator="grpo",
+    )
+
+
 async def train(client: TrainerClient, number: int, epoch: int, digest: str) -> trainer_pb2.StepReport:
     """Submit the batch of this number, the same in every epoch, and wait for its report."""
     rows = []
@@ -118,18 +140,7 @@ async def train(client: TrainerClient, number: int, epoch: int, digest: str) -> 
                 reward=float(member % 2),
             )
         )
-    header = trainer_pb2.BatchHeader(
-        run=f"runs/{RUN}",
-        batch_id=f"b{number}",
-        sequence_no=number,
-        target_version=Version(epoch, number).to_proto(),
-        max_staleness=100,
-        on_stale=trainer_pb2.STALE_POLICY_DROP,
-        trajectory_count=len(rows),
-        tokenizer_digest=digest,
-        advantage_estimator="grpo",
-    )
-    await client.submit_batch(header, rows)
+    await client.submit_batch(header(number, epoch, digest, len(rows)), rows)
     async with aclosing(client.watch_steps(RUN, number, timeout_s=60)) as watch:
         async for response in watch:
             return response.step
@@ -163,6 +174,35 @@ async def test_a_killed_trainer_resumes_exactly_and_a_stopped_one_ends_cleanly(t
             trainer.send_signal(signal.SIGTERM)
             async with asyncio.timeout(10):
                 assert await trainer.wait() == 0
+
+
+async def test_a_signal_in_the_middle_of_a_long_step_ends_the_process_cleanly(tmp_path: Path) -> None:
+    programs = Programs(tmp_path)
+    programs.file.write_text(programs.file.read_text().replace("[trainer]", "[trainer]\n token_budget = 512"))
+    async with programs.program("weightsync"), programs.client() as client, programs.program("trainer") as trainer:
+        digest = (await ready(client, trainer)).tokenizer_digest
+        await client.begin_epoch(RUN, 1)
+        span = tokens_pb2.VersionSpan(start=0, policy_version=Version(0, 0).to_proto())
+        rows = [
+            tokens_pb2.Trajectory(
+                trajectory_id=str(index),
+                group_id=str(index),
+                episode_id=str(index),
+                token_ids=[9] * 500,
+                mask_runs=[4, 496],
+                logprobs=[-4.0] * 496,
+                version_spans=[span],
+                temperature=1.0,
+                advantages=[1.0],
+            )
+            for index in range(4000)
+        ]
+        await client.submit_batch(header(1, 1, digest, len(rows)), rows)
+        await reached(client, trainer_pb2.TRAINER_PHASE_TRAINING)
+        trainer.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await trainer.wait() == 0
+    assert "Traceback" not in (tmp_path / "trainer.log").read_text()
 
 
 async def test_a_model_that_cannot_be_loaded_ends_the_process_with_the_reason(tmp_path: Path) -> None:

@@ -150,10 +150,12 @@ def test_a_directory_without_a_readable_manifest_is_not_a_checkpoint(model: Path
     policy.save(0)
     checkpoints = tmp_path / "test" / "checkpoints"
     (checkpoints / "step_9").mkdir()
+    (checkpoints / ".step_7.partial").mkdir()
     (checkpoints / "step_8").mkdir()
     (checkpoints / "step_8" / "manifest.json").write_text("{ half")
     assert names(policy) == ["step_1"]
     assert learner(model, tmp_path).restore(2, "").version == Version(2, 1)
+    assert not (checkpoints / ".step_7.partial").exists(), "what an interrupted write left is swept"
 
 
 def test_the_newest_are_kept_and_an_interrupted_write_leaves_them_alone(model: Path, tmp_path: Path) -> None:
