@@ -14,6 +14,7 @@ from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
 from trainer_svc.compute_thread import ComputeThread
 from trainer_svc.config import TrainerConfig
+from trainer_svc.consumption import Batch
 from trainer_svc.learner import Applied, Learner
 from trainer_svc.publication import Publication
 from trainer_svc.queue import BatchQueue
@@ -80,17 +81,19 @@ class TrainingLoop:
             waiting = perf_counter()
             self.phase = trainer_pb2.TRAINER_PHASE_WAITING
             batch = await self._queue.next()
-            waits = Waits(batch_s=perf_counter() - waiting, push_s=push_wait_s)
-            self.phase = trainer_pb2.TRAINER_PHASE_TRAINING
-            applied = await self._compute.run(
-                partial(self._learner.apply, batch), deadline_s=self._config.deadlines.step_s, what="a training step"
-            )
-            version = self._queue.finish()
-            self._publication.offer(version, applied.weights)
-            self._report(step_report(batch, version, applied, waits, self._publication.last_push))
-            self._check_finite(applied)
-            await self._save_if_due(version)
+            await self._step(batch, Waits(batch_s=perf_counter() - waiting, push_s=push_wait_s))
             push_wait_s = await self._let_publish()
+
+    async def _step(self, batch: Batch, waits: Waits) -> None:
+        self.phase = trainer_pb2.TRAINER_PHASE_TRAINING
+        applied = await self._compute.run(
+            partial(self._learner.apply, batch), deadline_s=self._config.deadlines.step_s, what="a training step"
+        )
+        version = self._queue.finish()
+        self._publication.offer(version, applied.weights)  # first of all: replicas may be waiting for it
+        self._report(step_report(batch, version, applied, waits, self._publication.last_push))
+        self._check_finite(applied)
+        await self._save_if_due(version)
 
     def _report(self, report: StepReport) -> None:
         self._steps.append(report)

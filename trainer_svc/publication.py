@@ -75,10 +75,14 @@ class Publication:
         while True:
             await self._offered.wait()
             self._offered.clear()
-            if self._waiting is not None:
-                offered, self._waiting = self._waiting, None
-                self._free.set()
-                await self.publish(*offered)
+            await self._publish_offered()
+
+    async def _publish_offered(self) -> None:
+        """Apart from `run`, so that nothing holds a copy of the weights while it waits for the next ones."""
+        if self._waiting is not None:
+            offered, self._waiting = self._waiting, None
+            self._free.set()
+            await self.publish(*offered)
 
     async def publish(self, version: Version, weights: Mapping[str, torch.Tensor]) -> None:
         """Push one version, again and again until the deadline.

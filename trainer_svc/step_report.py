@@ -1,4 +1,19 @@
-"""What is told about one applied batch: objectives.md's list, and where the time went."""
+"""What is told about one applied batch.
+
+Metrics of a step by name; those of the optimizer step are the fields of `StepMetrics`, with ``/`` before a table's key:
+
+    trajectories, truncated_trajectories, missing_rewards    of the batch as it came
+    multi_version_trajectories                               those whose tokens several versions sampled
+    reward_mean, reward_std                                  over episodes with a reward
+    groups, degenerate_groups                                when the trainer estimated advantages
+    staleness_mean, staleness_max, staleness_share_ge_1      over the tokens that entered the loss, in versions
+    staleness_tokens/<age>                                   how many of them had this age; the last one: or more
+    dropped_trajectories/<reason>, dropped_tokens/<reason>   not trained, by cause
+    wait_batch_seconds, wait_push_seconds                    for this batch; for an earlier version to leave
+    idle_share                                               both waits' share of waits and step
+    tokens_per_second                                        tokens of the trained rows, prompts included, per second of step
+    push_seconds, push_bytes                                 the last push that ended
+"""
 
 from __future__ import annotations
 
