@@ -93,6 +93,9 @@ class ReplicasConfig(Section):
     )
     poll_deadline_s: float = Field(5.0, gt=0, description="Seconds a status request may take before it is a failure.")
     resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
+    lease_s: float = Field(
+        30.0, gt=0, description="Seconds that a replica which announced itself is known without a heartbeat."
+    )
     evict_after: int = Field(
         2, ge=1, description="Failures in a row after which a replica gets no work until it answers again."
     )

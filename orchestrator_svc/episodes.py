@@ -10,11 +10,11 @@ from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.rewards.scorer import Scorer
 from orchestrator_svc.step_summary import sampled_tokens
-from orchestrator_svc.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow
+from orchestrator_svc.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
-__all__ = ["EpisodeRunner", "ScoredGroup"]
+__all__ = ["EpisodeRunner", "ScoredGroup", "score_records"]
 
 
 @dataclass
@@ -64,23 +64,30 @@ class EpisodeRunner:
             task=task,
             group_id=group_id,
             episodes=self._config.group_size,
-            sampling=self._config.sampling,
+            sampling=Sampling(
+                temperature=self._config.sampling.temperature,
+                max_tokens=self._config.sampling.max_tokens,
+                stop=tuple(self._config.sampling.stop),
+                seeded=self._config.sampling.seeded,
+            ),
             version=version,
             request_prefix=request_prefix,
             seed=self._seed,
         )
         records = await self._workflow.arun_episode(self._engine, data)
-        await self._score(task, records)
+        await score_records(self._scorer, task, records)
         return sift(records, self._config.filter)
 
-    async def _score(self, task: Task, records: list[orchestrator_pb2.TrajectoryRecord]) -> None:
-        unscored = [each for each in records if not each.trajectory.HasField("reward")]
-        if self._scorer is None or not unscored:
-            return
-        answers = [each.conversation.messages[-1].content for each in unscored]
-        for record, reward in zip(unscored, await self._scorer.score(task, answers), strict=True):
-            if reward is not None:
-                record.trajectory.reward = reward
+
+async def score_records(scorer: Scorer | None, task: Task, records: list[orchestrator_pb2.TrajectoryRecord]) -> None:
+    """Set the reward of the records that have none; where scoring fails it stays missing."""
+    unscored = [each for each in records if not each.trajectory.HasField("reward")]
+    if scorer is None or not unscored:
+        return
+    answers = [each.conversation.messages[-1].content for each in unscored]
+    for record, reward in zip(unscored, await scorer.score(task, answers), strict=True):
+        if reward is not None:
+            record.trajectory.reward = reward
 
 
 def sift(records: list[orchestrator_pb2.TrajectoryRecord], rules: FilterConfig) -> ScoredGroup:

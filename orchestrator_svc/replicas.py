@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
@@ -43,6 +44,7 @@ class ReplicaPool:
         self._changed = asyncio.Event()
         self._hurry = asyncio.Event()
         self._wanted: Version | None = None
+        self._leases: dict[str, tuple[str, float]] = {}
 
     @property
     def replicas(self) -> list[Replica]:
@@ -63,14 +65,16 @@ class ReplicaPool:
                 await replica.close()
 
     async def _follow_names(self) -> None:
-        targets = await resolve_targets(self._addresses)
+        now = time.monotonic()
+        self._leases = {name: lease for name, lease in self._leases.items() if lease[1] > now}
+        targets = await resolve_targets([*self._addresses, *(target for target, _ in self._leases.values())])
         for target in targets:
             if target not in self._replicas:
                 replica = Replica(target, self._security, self._config.evict_after)
                 self._replicas[target] = replica
                 self._pollers[target] = asyncio.create_task(self._poll(replica), name=f"poll {target}")
         for target in [each for each in self._replicas if each not in targets]:
-            # Gone from the name service: forget it once it no longer answers either.
+            # Gone from the name service, or its lease is over: forget it once it no longer answers either.
             if self._replicas[target].why_not():
                 await self._forget(target)
 
@@ -105,6 +109,19 @@ class ReplicaPool:
         log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=reason)
         self._on_change(replica)
         self._changed.set()
+
+    def register(self, name: str, target: str) -> float:
+        """A replica announced itself; returns the seconds within which it has to send a heartbeat."""
+        self._leases[name] = (target, time.monotonic() + self._config.lease_s)
+        return self._config.lease_s
+
+    def heartbeat(self, name: str) -> float:
+        """Renew a lease; returns its seconds.
+
+        Raises:
+            KeyError: if the lease is unknown or over.
+        """
+        return self.register(name, self._leases[name][0])
 
     def wait_for(self, wanted: Version | None) -> None:
         """Say that dispatch waits for a version (polls become frequent), or no longer does."""

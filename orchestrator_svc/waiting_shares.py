@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["HeldShare", "bottleneck"]
+__all__ = ["HeldTime", "ShareSince", "bottleneck"]
 
 _NOTABLE = 0.1
 """Share of the time below which waiting is not worth a name."""
 
 
-class HeldShare:
-    """Measures for how much of the time something held.
+class HeldTime:
+    """Adds up the seconds for which something held.
 
     Args:
         now: Monotonic seconds.
@@ -17,29 +17,37 @@ class HeldShare:
 
     def __init__(self, now: float) -> None:
         self._holds = False
-        self._since = self._began = self._all_began = now
-        self._held = self._all_held = 0.0
+        self._since = now
+        self._held = 0.0
 
     def set(self, holds: bool, now: float) -> None:
         """From now on it holds, or no longer."""
-        if self._holds:
-            self._held += now - self._since
+        self._held = self.seconds(now)
         self._holds, self._since = holds, now
 
-    def report(self, now: float) -> float:
-        """Share since the last report, 0 to 1; begins the next period."""
-        self.set(self._holds, now)
-        elapsed = now - self._began
-        share = self._held / elapsed if elapsed > 0 else 0.0
-        self._all_held += self._held
-        self._began, self._held = now, 0.0
-        return min(1.0, share)
+    def seconds(self, now: float) -> float:
+        """Seconds for which it held so far."""
+        return self._held + (now - self._since if self._holds else 0.0)
 
-    def overall(self, now: float) -> float:
-        """Share since the start."""
-        held = self._all_held + self._held + (now - self._since if self._holds else 0.0)
-        elapsed = now - self._all_began
-        return min(1.0, held / elapsed) if elapsed > 0 else 0.0
+
+class ShareSince:
+    """The share of the time since one looked last.
+
+    Args:
+        held: What is measured.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, held: HeldTime, now: float) -> None:
+        self._held = held
+        self._last, self._last_held = now, held.seconds(now)
+
+    def take(self, now: float) -> float:
+        """Share since the last call, 0 to 1."""
+        held = self._held.seconds(now)
+        elapsed, gained = now - self._last, held - self._last_held
+        self._last, self._last_held = now, held
+        return min(1.0, gained / elapsed) if elapsed > 0 else 0.0
 
 
 def bottleneck(trainer_idle: float, dispatch_blocked: float) -> str:

@@ -7,12 +7,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from orchestrator_svc.config import SamplingConfig
 from orchestrator_svc.envs.base import Message, Task
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version
 
-__all__ = ["EpisodeData", "EpisodeEngine", "RolloutWorkflow", "chat_messages", "conversation", "sampling_params"]
+__all__ = [
+    "EpisodeData",
+    "EpisodeEngine",
+    "RolloutWorkflow",
+    "Sampling",
+    "chat_messages",
+    "conversation",
+    "sampling_params",
+]
 
 
 class EpisodeEngine(Protocol):
@@ -25,6 +32,23 @@ class EpisodeEngine(Protocol):
     async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
         """Token ids of text or messages, or of messages that continue given ids."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an episode is sampled.
+
+    Attributes:
+        temperature: Softmax temperature; 0 is greedy, for evaluation only.
+        max_tokens: Most tokens per turn.
+        stop: Strings that end a turn.
+        seeded: Whether requests carry a seed.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    seeded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +68,7 @@ class EpisodeData:
     task: Task
     group_id: str
     episodes: int
-    sampling: SamplingConfig
+    sampling: Sampling
     version: Version
     request_prefix: str
     seed: int

@@ -1,0 +1,183 @@
+"""`sluice orchestrator`: builds the run, serves its control, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import structlog
+
+from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
+from orchestrator_svc.envs.loading import load_environment
+from orchestrator_svc.episodes import EpisodeRunner
+from orchestrator_svc.generation import PolicyEngine
+from orchestrator_svc.journal import Journal, JournalError
+from orchestrator_svc.pinned_evaluation import PinnedEvaluation
+from orchestrator_svc.recorder import Recorder
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.rewards.scorer import Scorer
+from orchestrator_svc.run import Run
+from orchestrator_svc.run_parts import RunParts
+from orchestrator_svc.run_status import RunStatus
+from orchestrator_svc.scheduler import OnStale, Scheduler
+from orchestrator_svc.servicer import OrchestratorServicer
+from orchestrator_svc.signals import Signal
+from orchestrator_svc.staleness import StalenessBound
+from orchestrator_svc.task_stream import TaskStream
+from orchestrator_svc.trainer_link import TrainerLink
+from orchestrator_svc.workflows.choose import choose_workflow
+from sluice.client import TrainerClient
+from sluice.config import CommonConfig, ConfigError, Service
+from sluice.rpc import RpcServer
+from sluice.v1 import orchestrator_pb2_grpc
+
+__all__ = ["SERVICE"]
+
+SERVICE_NAME = "sluice.v1.OrchestratorService"
+EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
+
+log = structlog.get_logger(__name__)
+
+
+async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
+    """Run the run; returns when it has ended and its watchers know, or after a signal.
+
+    Raises:
+        ConfigError: if settings, environment or an existing run do not fit.
+        SluiceError: what ended the run early.
+    """
+    environment = load_environment(config.environment, config.environment_args)
+    async with _parts(common, config, environment) as (parts, evaluation):
+        run = Run(parts, evaluation)
+        server = _server(common, config, run, parts)
+        await server.start()
+        ended = asyncio.Event()
+        running = asyncio.create_task(_to_the_end(run, parts, ended), name="run")
+        pool = asyncio.create_task(parts.pool.run(), name="replicas")
+        try:
+            await server.serve_until_signal(ended)
+        finally:
+            for task in (running, pool):
+                task.cancel()
+            await asyncio.wait({running, pool})
+        if not running.cancelled():
+            running.result()
+
+
+async def _to_the_end(run: Run, parts: RunParts, ended: asyncio.Event) -> None:
+    """Run, and let the watchers read the last event before the server goes."""
+    try:
+        await run.run()
+    finally:
+        parts.status.events.end()
+        await parts.status.events.all_read(parts.config.deadlines.watchers_s)
+        ended.set()
+
+
+def _server(common: CommonConfig, config: OrchestratorConfig, run: Run, parts: RunParts) -> RpcServer:
+    server = RpcServer(
+        "orchestrator", config.server, common.security, features=[f"workflow.{config.workflow}"], run=common.run
+    )
+    add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
+    server.add(add, OrchestratorServicer(run, parts), SERVICE_NAME, role="admin")
+    # External agents come later: the contract is there, each of its methods answers UNIMPLEMENTED.
+    add_episodes = orchestrator_pb2_grpc.add_EpisodeServiceServicer_to_server
+    episodes = orchestrator_pb2_grpc.EpisodeServiceServicer()  # type: ignore[abstract]
+    server.add(add_episodes, episodes, EPISODE_SERVICE_NAME, role="agent")
+    return server
+
+
+@contextlib.asynccontextmanager
+async def _parts(
+    common: CommonConfig, config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment
+) -> AsyncIterator[tuple[RunParts, PinnedEvaluation | None]]:
+    """Build everything that the run needs; closed in reverse order."""
+    workflow = choose_workflow(config, environment)
+    scheduler = _scheduler(common, config)
+    status = RunStatus(common.run, scheduler, config.max_steps)
+    changed = Signal()
+
+    def on_replica(replica: Replica) -> None:
+        status.replica_changed(replica)
+        changed.notify()
+
+    pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
+    status.watch_pool(pool)
+    engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
+    async with contextlib.AsyncExitStack() as stack:
+        journal = _journal(common, config)
+        stack.push_async_callback(journal.close)
+        scorer = None
+        if isinstance(environment, SingleTurnEnvironment):
+            scorer = await stack.enter_async_context(Scorer(config.environment, config.environment_args, config.reward))
+        trainer = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
+        recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
+        stack.push_async_callback(recorder.close)
+        tasks = await asyncio.to_thread(environment.tasks, config.split, common.seed)
+        evaluation = None
+        if config.evaluation.every_steps:
+            evaluation = PinnedEvaluation(
+                pool=pool,
+                engine=engine,
+                workflow=workflow,
+                scorer=scorer,
+                tasks=await asyncio.to_thread(environment.tasks, config.evaluation.split, common.seed),
+                config=config,
+            )
+        yield (
+            RunParts(
+                common=common,
+                config=config,
+                scheduler=scheduler,
+                journal=journal,
+                status=status,
+                pool=pool,
+                engine=engine,
+                episodes=EpisodeRunner(workflow, engine, scorer, config, common.seed),
+                tasks=TaskStream(tasks, common.seed),
+                trainer=TrainerLink(trainer, common.run, config.deadlines),
+                recorder=recorder,
+                changed=changed,
+            ),
+            evaluation,
+        )
+
+
+def _scheduler(common: CommonConfig, config: OrchestratorConfig) -> Scheduler:
+    return Scheduler(
+        StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent),
+        window_fraction=config.window_fraction,
+        on_stale=OnStale(config.on_stale),
+        max_steps=config.max_steps,
+        max_running=config.max_running,
+    )
+
+
+def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:
+    """Open the run's journal.
+
+    Raises:
+        ConfigError: if there is one and it does not belong to this run, or the run is not to be resumed.
+    """
+    try:
+        journal = Journal(
+            common.run_dir,
+            {"run": common.run, "seed": str(common.seed), "environment": config.environment, "split": config.split},
+            fsync_interval_s=config.journal.fsync_interval_ms / 1000,
+            segment_bytes=config.journal.segment_mb << 20,
+            queue_records=config.journal.queue_records,
+        )
+    except JournalError as error:
+        raise ConfigError(str(error)) from error
+    if journal.resumes and config.existing_run == "refuse":
+        raise ConfigError(
+            f'run {common.run!r} exists in {common.run_dir} (orchestrator.existing_run = "refuse"):'
+            ' choose another name with --run NAME, or set it to "resume"'
+        )
+    return journal
+
+
+SERVICE = Service("orchestrator", OrchestratorConfig, serve)

@@ -1,0 +1,248 @@
+"""Batches to the trainer and its reports back: one epoch after the other, each from where the trainer's weights stand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from orchestrator_svc.accounting import Reason
+from orchestrator_svc.batch_message import batch_header, give_advantages
+from orchestrator_svc.journal import JournalError
+from orchestrator_svc.run_parts import RunParts, group_name
+from orchestrator_svc.scheduler import Batch, Group, OnStale
+from orchestrator_svc.step_summary import StepSummary, summarise
+from orchestrator_svc.trainer_link import EpochLostError
+from orchestrator_svc.waiting_shares import ShareSince
+from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2, trainer_pb2
+from sluice.versions import Version
+
+__all__ = ["Training"]
+
+log = structlog.get_logger(__name__)
+
+_OUTSTANDING = 2
+"""Batches at the trainer: one that is trained and one that waits. More would only grow older there."""
+
+
+class Training:
+    """Feeds one trainer until the last batch is applied.
+
+    Args:
+        parts: The run.
+        requeue: Draws the task at a position again.
+        on_step: Called after each applied batch.
+    """
+
+    def __init__(self, parts: RunParts, requeue: Callable[[int], None], on_step: Callable[[Version], None]) -> None:
+        self._parts, self._requeue, self._on_step = parts, requeue, on_step
+        self._at_trainer: set[int] = set()
+        self._digest = ""
+        self._last_step = now = time.monotonic()
+        self._counted = (0, 0, 0)
+        self._idle = ShareSince(parts.status.trainer_idle, now)
+        self._blocked = ShareSince(parts.status.dispatch_blocked, now)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last batch is applied."""
+        return self._parts.scheduler.applied >= self._parts.scheduler.max_steps
+
+    async def run(self) -> None:
+        """Open epochs and train until done.
+
+        Raises:
+            SluiceError: if the trainer is lost again and again, or refuses.
+        """
+        lost = 0
+        while True:
+            epoch = await self._open_epoch()
+            before = self._parts.scheduler.applied
+            try:
+                await self._train(epoch)
+            except* EpochLostError as group:
+                reason = str(group.exceptions[0])
+            else:
+                return
+            lost = lost + 1 if self._parts.scheduler.applied == before else 1
+            if lost > self._parts.config.max_lost_epochs:
+                raise SluiceError.unavailable("TRAINER_LOST", f"the trainer was lost {lost} times in a row: {reason}")
+            log.warning("the trainer lost its epoch; opening another", epoch=epoch, reason=reason)
+
+    async def _open_epoch(self) -> int:
+        """Agree with the trainer on an epoch and on what its weights lack."""
+        parts = self._parts
+        self._at_trainer.clear()
+        epoch = await parts.journal.allot_epoch()
+        answer = await parts.trainer.begin_epoch(epoch)
+        origin = Version.from_proto(answer.restored_version)
+        if answer.next_sequence_no != origin.number + 1:
+            raise SluiceError.failed_precondition(
+                "WRONG_SEQUENCE_NO",
+                f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}: one batch makes one version",
+            )
+        lost = (await parts.journal.recover()).after(origin.number)
+        readable = [(batch, [each for each in groups if await self._readable(each)]) for batch, groups in lost]
+        parts.scheduler.open_epoch(epoch, origin, readable)
+        parts.journal.open_epoch(epoch, origin, parts.scheduler.batches)
+        await parts.journal.durable()
+        log.info(
+            "epoch begins",
+            epoch=epoch,
+            version=str(origin),
+            batches_to_send=len(parts.scheduler.batches),
+            lost=len(lost),
+        )
+        parts.changed.notify()
+        return epoch
+
+    async def _readable(self, group: Group) -> bool:
+        """Whether the journal still has a group's trajectories; if not, they are counted as damaged."""
+        try:
+            await self._parts.journal.read_group(group.number)
+        except JournalError as error:
+            log.error("group is lost", group=group.number, error=str(error))  # noqa: TRY400 - it goes on without it
+            self._parts.scheduler.accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
+            self._parts.journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
+            return False
+        return True
+
+    async def _train(self, epoch: int) -> None:
+        """Submit and follow side by side until done."""
+        async with asyncio.TaskGroup() as tasks:
+            work = [tasks.create_task(self._submit(epoch)), tasks.create_task(self._follow(epoch))]
+            while not self.done:
+                await self._parts.changed.wait()
+            for each in work:
+                each.cancel()
+
+    # Out: batches.
+
+    async def _submit(self, epoch: int) -> None:
+        parts = self._parts
+        for batch in sorted(parts.scheduler.batches.values(), key=lambda each: each.sequence_no):
+            await self._send(batch, epoch)
+        while True:
+            batch = await self._next_batch()
+            parts.journal.make_batch(batch)
+            await self._send(batch, epoch)
+
+    async def _next_batch(self) -> Batch:
+        """Make the next batch as soon as the trainer has room for it and its groups are complete."""
+        parts = self._parts
+        while True:
+            if len(self._at_trainer) < _OUTSTANDING:
+                formation = parts.scheduler.form()
+                for group in formation.stale:
+                    self._drop_stale(group)
+                if formation.batch is not None:
+                    return formation.batch
+            await parts.changed.wait()
+
+    def _drop_stale(self, group: Group) -> None:
+        """A group came too late for every batch to come."""
+        parts = self._parts
+        log.warning(
+            "group is too old to be trained", group=group.number, versions=[str(each) for each in group.versions]
+        )
+        parts.journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
+        parts.forget_records(group.number)
+        if parts.config.on_stale == OnStale.REQUEUE.value:
+            self._requeue(group.position)
+        parts.changed.notify()
+
+    async def _send(self, batch: Batch, epoch: int) -> None:
+        parts = self._parts
+        while len(self._at_trainer) >= _OUTSTANDING:
+            await parts.changed.wait()
+        records = await self._records(batch)
+        give_advantages(parts.config.advantage, records)
+        header = batch_header(
+            batch,
+            run=parts.common.run,
+            epoch=epoch,
+            trajectories=len(records),
+            max_staleness=parts.common.max_staleness,
+            tokenizer_digest=await self._tokenizer_digest(),
+            config=parts.config,
+        )
+        # What the trainer is given must be there to be given again.
+        await parts.journal.durable()
+        await parts.trainer.submit(header, [record.trajectory for record in records])
+        # The report may have come before the answer.
+        if batch.sequence_no > parts.scheduler.applied:
+            self._at_trainer.add(batch.sequence_no)
+        self._note_idle()
+
+    async def _records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
+        return [record for group in batch.groups for record in await self._parts.records(group)]
+
+    async def _tokenizer_digest(self) -> str:
+        while not self._digest:
+            self._digest = self._parts.pool.tokenizer_digest()
+            if not self._digest:
+                await self._parts.changed.wait(1.0)
+        return self._digest
+
+    def _note_idle(self) -> None:
+        self._parts.status.trainer_idle.set(not self._at_trainer, time.monotonic())
+
+    # Back: reports.
+
+    async def _follow(self, epoch: int) -> None:
+        async for step in self._parts.trainer.steps(epoch, self._parts.scheduler.applied + 1):
+            await self._take_in(step)
+            if self.done:
+                return
+
+    async def _take_in(self, step: trainer_pb2.StepReport) -> None:
+        """A batch was applied: count, record, tell."""
+        parts, scheduler = self._parts, self._parts.scheduler
+        batch = scheduler.batches.get(step.sequence_no)
+        if batch is None:
+            raise EpochLostError(f"the trainer applied batch {step.sequence_no}, which this run has not made")
+        records = await self._records(batch)
+        summary = summarise(step, records, scheduler.lineage, parts.common.max_staleness)
+        positions = {group_name(number): scheduler.groups[number].position for number in batch.groups}
+        scheduler.apply(step.sequence_no, summary.trained, summary.dropped)
+        parts.journal.apply_batch(step.sequence_no, summary.trained, summary.dropped, parts.elapsed_s)
+        for number in batch.groups:
+            parts.forget_records(number)
+        if parts.config.on_stale == OnStale.REQUEUE.value:
+            for name in sorted(summary.stale_groups):
+                self._requeue(positions[name])
+        self._at_trainer.discard(step.sequence_no)
+        self._note_idle()
+        parts.recent.add(records)
+        await self._tell(Version.from_proto(step.policy_version), summary, records)
+        parts.changed.notify()
+
+    async def _tell(
+        self, version: Version, summary: StepSummary, records: list[orchestrator_pb2.TrajectoryRecord]
+    ) -> None:
+        parts = self._parts
+        metrics = {**summary.metrics, **self._since_last_step()}
+        parts.status.step_finished(version, metrics)
+        await parts.recorder.step(version.number, metrics, records, parts.scheduler.lineage)
+        shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}
+        log.info("step", version=str(version), trained=summary.trained, dropped=dict(summary.dropped), **shown)
+        self._on_step(version)
+
+    def _since_last_step(self) -> dict[str, float]:
+        """Rates and counts of the time since the last applied batch."""
+        now, counts = time.monotonic(), self._parts.engine.counts
+        before, self._counted = self._counted, (counts.tokens, counts.requests, counts.spanning)
+        tokens, requests, spanning = (new - old for new, old in zip(self._counted, before, strict=True))
+        elapsed, self._last_step = now - self._last_step, now
+        return {
+            "time/step_s": elapsed,
+            "tokens/generated": float(tokens),
+            "tokens/generated_per_s": tokens / elapsed if elapsed > 0 else 0.0,
+            "requests/count": float(requests),
+            "requests/spanning": float(spanning),
+            "load/trainer_idle": self._idle.take(now),
+            "load/dispatch_blocked": self._blocked.take(now),
+        }
