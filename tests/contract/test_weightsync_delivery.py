@@ -1,0 +1,227 @@
+"""WatchVersions, PullWeights, ReportVersion, retention, and what a restart of the service leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+from small_models import VOCABULARY, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, manifest_of, running_stack, weights
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.shard_source import ShardSource
+
+
+@pytest_asyncio.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with running_stack(tmp_path, heartbeat_s=0.1) as running:
+        yield running
+
+
+async def push(stack: Stack, *numbers: int, epoch: int = 1) -> None:
+    for number in numbers:
+        await stack.publisher.push(Version(epoch, number), weights(number), deadline_s=30)
+
+
+async def announced(stack: Stack, known: Version | None = None) -> AsyncIterator[Version | None]:
+    """What a watcher hears; None is a sign of life."""
+    request = pb.WatchVersionsRequest(run=RESOURCE, replica="r", known=None if known is None else known.to_proto())
+    async for response in stack.delivery.WatchVersions(request, timeout=30):
+        yield Version.from_proto(response.manifest.version) if response.HasField("manifest") else None
+
+
+async def test_a_watcher_gets_the_newest_at_once_and_then_each_newer_one(stack: Stack) -> None:
+    await push(stack, 1, 2)
+    heard = announced(stack)
+    assert await anext(heard) == Version(1, 2)
+    await push(stack, 3)
+    assert [version async for version in _first(heard, 1)] == [Version(1, 3)]
+    await push(stack, 0, epoch=2)
+    assert [version async for version in _first(heard, 1)] == [Version(2, 0)]
+
+
+async def _first(heard: AsyncIterator[Version | None], count: int) -> AsyncIterator[Version]:
+    """The next announcements, signs of life left out."""
+    while count:
+        version = await anext(heard)
+        if version is not None:
+            count -= 1
+            yield version
+
+
+async def test_a_watcher_hears_nothing_that_it_knows_but_signs_of_life(stack: Stack) -> None:
+    await push(stack, 1)
+    heard = announced(stack, known=Version(1, 1))
+    assert [await anext(heard) for _ in range(3)] == [None, None, None]
+
+
+async def test_a_watcher_may_come_before_the_first_version(stack: Stack) -> None:
+    heard = announced(stack)
+    assert await anext(heard) is None
+    await push(stack, 1)
+    assert [version async for version in _first(heard, 1)] == [Version(1, 1)]
+
+
+async def test_a_pull_gives_the_file_from_any_offset(stack: Stack) -> None:
+    await push(stack, 1)
+    source = ShardSource("model", weights(1))
+    whole = source.read(0, source.size)
+    assert await stack.pull(Version(1, 1)) == whole
+    assert await stack.pull(Version(1, 1), offset=777) == whole[777:]
+    assert await stack.pull(Version(1, 1), offset=777, length=100) == whole[777:877]
+    assert await stack.pull(Version(1, 1), offset=source.size) == b""
+
+
+@pytest.mark.parametrize(
+    ("number", "shard", "offset", "code"),
+    [
+        (9, "model", 0, grpc.StatusCode.NOT_FOUND),
+        (1, "other", 0, grpc.StatusCode.NOT_FOUND),
+        (1, "../v1.1/model", 0, grpc.StatusCode.NOT_FOUND),
+        (1, "model", 1 << 40, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_what_is_not_there_cannot_be_pulled(
+    stack: Stack, number: int, shard: str, offset: int, code: grpc.StatusCode
+) -> None:
+    await push(stack, 1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.pull(Version(1, number), shard, offset)
+    assert caught.value.code() is code
+
+
+async def report(stack: Stack, replica: str, version: Version) -> pb.ReportVersionResponse:
+    request = pb.ReportVersionRequest(
+        run=RESOURCE, replica=replica, version=version.to_proto(), phase=pb.REPLICA_PHASE_SERVING
+    )
+    return await stack.delivery.ReportVersion(request, timeout=30)
+
+
+async def test_the_last_versions_are_kept_and_those_that_replicas_serve(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, keep=2) as stack:
+        await push(stack, 1)
+        response = await report(stack, "slow", Version(1, 1))
+        assert response.lease.ToTimedelta().total_seconds() == 60
+        await push(stack, 2, 3, 4)
+        assert await stack.visible() == [Version(1, 4), Version(1, 3), Version(1, 1)]
+        assert {path.name for path in stack.directory.glob("v*")} == {"v1.1", "v1.3", "v1.4"}
+        await report(stack, "slow", Version(1, 4))
+        await push(stack, 5)
+        assert await stack.visible() == [Version(1, 5), Version(1, 4)]
+
+
+async def test_replicas_are_listed_while_their_lease_lasts(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, lease_s=0.2) as stack:
+        await push(stack, 1)
+        await report(stack, "a", Version(1, 1))
+        listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+        assert [(each.replica, Version.from_proto(each.version)) for each in listed.replicas] == [("a", Version(1, 1))]
+        async with asyncio.timeout(20):
+            while listed.replicas:
+                listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+
+
+async def test_only_what_nobody_needs_can_be_deleted(stack: Stack) -> None:
+    await push(stack, 1, 2)
+    await report(stack, "a", Version(1, 1))
+    for number in (1, 2):
+        request = pb.DeleteVersionRequest(run=RESOURCE, version=Version(1, number).to_proto())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.sync.DeleteVersion(request, timeout=30)
+        assert error_of(caught.value).reason == "IN_USE"
+    await report(stack, "a", Version(1, 2))
+    for _ in range(2):
+        request = pb.DeleteVersionRequest(run=RESOURCE, version=Version(1, 1).to_proto())
+        await stack.sync.DeleteVersion(request, timeout=30)
+    assert await stack.visible() == [Version(1, 2)]
+
+
+async def test_versions_are_listed_in_pages(stack: Stack) -> None:
+    await push(stack, 1, 2, 3)
+    seen, token = [], ""
+    while True:
+        page = await stack.sync.ListVersions(
+            pb.ListVersionsRequest(run=RESOURCE, page_size=2, page_token=token), timeout=30
+        )
+        seen += [each.version.number for each in page.versions]
+        token = page.next_page_token
+        if not token:
+            break
+    assert seen == [3, 2, 1]
+
+
+async def test_runs_are_kept_apart(stack: Stack) -> None:
+    await push(stack, 1)
+    other = await stack.sync.ListVersions(pb.ListVersionsRequest(run="runs/other"), timeout=30)
+    assert not other.versions
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.sync.GetManifest(pb.GetManifestRequest(run="runs/other"), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_full_disk_refuses_the_push_and_the_old_version_stays(tmp_path: Path) -> None:
+    size = ShardSource("model", weights()).size
+    async with running_stack(tmp_path, max_bytes=int(2.5 * size)) as stack:
+        await push(stack, 1, 2)
+        await push(stack, 3)  # in place of 1, which nobody needs
+        assert await stack.visible() == [Version(1, 3), Version(1, 2)]
+        await report(stack, "a", Version(1, 2))
+        with pytest.raises(SluiceError) as caught:
+            await push(stack, 4)
+        assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert caught.value.retry_after_s
+        source = ShardSource("model", weights(3))
+        assert await stack.pull(Version(1, 3)) == source.read(0, source.size)
+
+
+async def test_a_restart_finds_what_was_committed_and_sweeps_the_rest_away(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        await push(stack, 1, 2)
+        await stack.push_shard(ShardSource("model", weights(3)), Version(1, 3), until=2000)
+        digest = (await stack.sync.GetManifest(pb.GetManifestRequest(run=RESOURCE), timeout=30)).manifest.digest
+    (stack.directory / "v1.1" / "manifest.json").unlink()
+    async with running_stack(tmp_path) as stack:
+        assert await stack.visible() == [Version(1, 2)]
+        assert not (stack.directory / ".incoming").exists()
+        assert not (stack.directory / "v1.1").exists()
+        found = await stack.sync.GetManifest(pb.GetManifestRequest(run=RESOURCE), timeout=30)
+        assert found.manifest.digest == digest
+        await push(stack, 3)
+
+
+async def test_two_services_never_share_a_directory(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as first:
+        await push(first, 1)
+        async with running_stack(tmp_path) as second:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await second.visible()
+            assert error_of(caught.value).reason == "DIRECTORY_IN_USE"
+
+
+async def test_a_version_is_a_directory_that_transformers_loads(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", 1)
+    trained = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "trained", 2)).state_dict()
+    async with running_stack(tmp_path / "out", model=str(model)) as stack:
+        await stack.publisher.push(Version(1, 1), trained, deadline_s=30)
+        names = sorted(trained)
+        shards = [
+            ShardSource("rank0", {name: trained[name] for name in names[::2]}),
+            ShardSource("rank1", {name: trained[name] for name in names[1::2]}),
+        ]
+        for shard in shards:
+            await stack.push_shard(shard, Version(1, 2), chunk_bytes=1 << 16)
+        await stack.commit(manifest_of(Version(1, 2), *shards))
+        for number in (1, 2):
+            directory = stack.directory / f"v1.{number}"
+            loaded = AutoModelForCausalLM.from_pretrained(directory)
+            assert equal_bits(loaded.state_dict(), trained)
+            assert len(AutoTokenizer.from_pretrained(directory)) == VOCABULARY
+            assert loaded(torch.tensor([[5, 6]])).logits.shape == (1, 2, VOCABULARY)

@@ -1,0 +1,306 @@
+"""The receiver against a real service: follow, hold, target, breaks on the way, a service that comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+from weightsync_stack import RUN, Stack, equal_bits, eventually, running_stack, weights
+
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import BASE, Version
+from weightsync.chunks import make_chunk
+from weightsync.receiver import ApplyReport, PolicyHeldError, PolicyMode, PullLimits, StagedVersion, WeightReceiver
+
+LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
+
+
+class Engine:
+    """Holds tensors; counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.version = BASE
+        self.applied: list[Version] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.refuse = False
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        await self.gate.wait()
+        if self.refuse:
+            raise RuntimeError("the engine refuses")
+        self.tensors = load_file(staged.path)
+        assert {name: tuple(each.shape) for name, each in self.tensors.items()} == {
+            name: each.shape for name, each in staged.tensors.items()
+        }
+        self.version = staged.version
+        self.applied.append(staged.version)
+        return ApplyReport(staged.version, 0.002, 0.001)
+
+
+@asynccontextmanager
+async def receiving(target: str, stage_dir: Path, engine: Engine) -> AsyncIterator[WeightReceiver]:
+    async with connect(target, SecurityConfig()) as channel:
+        receiver = WeightReceiver(channel, RUN, "replica-0", stage_dir, engine.apply, limits=LIMITS)
+        task = asyncio.create_task(receiver.run_forever())
+        try:
+            yield receiver
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await receiver.close()
+
+
+@pytest_asyncio.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with running_stack(tmp_path / "out", keep=5) as running:
+        yield running
+
+
+@pytest.fixture
+def stage_dir(tmp_path: Path) -> Path:
+    return tmp_path / "shm"
+
+
+def staged_files(stage_dir: Path) -> list[str]:
+    return sorted(path.name for path in stage_dir.glob("*/*") if path.name != ".lock")
+
+
+async def push(stack: Stack, number: int) -> None:
+    await stack.publisher.push(Version(1, number), weights(number), deadline_s=30)
+
+
+async def test_each_version_arrives_bit_for_bit_and_is_reported(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        for number in (1, 2, 3):
+            await push(stack, number)
+            await eventually(lambda expected=Version(1, number): receiver.status().serving == expected)
+            assert equal_bits(engine.tensors, weights(number))
+        run = await stack.runs.open(f"runs/{RUN}")
+        await eventually(lambda: run.ledger.replicas(0.0)["replica-0"].serving == Version(1, 3))
+        status = receiver.status()
+        assert status.last_update is not None
+        assert status.last_update.version == Version(1, 3)
+        assert (status.last_error, status.connected) == ("", True)
+        assert staged_files(stage_dir) == ["v1.3.safetensors"]
+    assert list(stage_dir.iterdir()) == []
+
+
+async def test_versions_that_were_overtaken_are_skipped(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    engine.gate.clear()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        await push(stack, 1)
+        await eventually(lambda: receiver.status().staged_version == Version(1, 1))
+        for number in (2, 3, 4):
+            await push(stack, number)
+        await eventually(lambda: receiver.status().newest == Version(1, 4))
+        engine.gate.set()
+        await eventually(lambda: engine.version == Version(1, 4))
+    assert engine.applied == [Version(1, 1), Version(1, 4)]
+
+
+async def test_hold_keeps_a_version_and_follow_takes_the_newest(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        await push(stack, 1)
+        await eventually(lambda: engine.version == Version(1, 1))
+        receiver.set_policy(PolicyMode.HOLD, owner="eval", ttl_s=60)
+        await push(stack, 2)
+        await eventually(lambda: receiver.status().newest == Version(1, 2))
+        with pytest.raises(PolicyHeldError):
+            await receiver.update_to(None, 5)
+        assert engine.applied == [Version(1, 1)]
+        receiver.set_policy(PolicyMode.FOLLOW, owner="eval")
+        await eventually(lambda: engine.version == Version(1, 2))
+
+
+async def test_a_hold_ends_by_itself(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        receiver.set_policy(PolicyMode.HOLD, owner="eval", ttl_s=0.2)
+        await push(stack, 1)
+        await eventually(lambda: engine.version == Version(1, 1))
+
+
+async def test_a_target_goes_back_and_stays(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        for number in (1, 2):
+            await push(stack, number)
+        await eventually(lambda: engine.version == Version(1, 2))
+        receiver.set_policy(PolicyMode.TARGET, Version(1, 1), owner="eval", ttl_s=60)
+        await eventually(lambda: engine.version == Version(1, 1))
+        assert equal_bits(engine.tensors, weights(1))
+        assert staged_files(stage_dir) == ["v1.1.safetensors"]
+
+
+async def test_a_commanded_update_answers_when_it_serves(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        await push(stack, 1)
+        report = await receiver.update_to(None, 20)
+        assert report.version == engine.version == Version(1, 1)
+        again = await receiver.update_to(Version(1, 1), 20)
+        assert again.pause_s == 0
+        with pytest.raises(SluiceError) as caught:
+            await receiver.update_to(Version(9, 9), 20)
+        assert caught.value.code is grpc.StatusCode.NOT_FOUND
+        assert engine.version == Version(1, 1)
+
+
+async def test_a_commanded_update_fails_at_its_deadline_and_the_old_version_serves(
+    stack: Stack, stage_dir: Path
+) -> None:
+    engine = Engine()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        engine.gate.clear()
+        await push(stack, 1)
+        with pytest.raises(SluiceError) as caught:
+            await receiver.update_to(Version(1, 1), 0.1)
+        assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert receiver.status().serving == BASE
+
+
+async def test_an_engine_that_refuses_is_reported_and_the_next_version_taken(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    engine.refuse = True
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        await push(stack, 1)
+        await eventually(lambda: "refuses" in receiver.status().last_error)
+        run = await stack.runs.open(f"runs/{RUN}")
+        await eventually(lambda: "refuses" in run.ledger.replicas(0.0)["replica-0"].error)
+        assert receiver.status().serving == BASE
+        engine.refuse = False
+        await push(stack, 2)
+        await eventually(lambda: engine.version == Version(1, 2))
+        assert receiver.status().last_error == ""
+        assert staged_files(stage_dir) == ["v1.2.safetensors"]
+
+
+async def test_other_changes_of_the_engine_are_followed_by_the_newest(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+
+    async def reload_base() -> Version:
+        engine.version = BASE
+        return BASE
+
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        await push(stack, 1)
+        await eventually(lambda: engine.version == Version(1, 1))
+        receiver.set_policy(PolicyMode.HOLD, owner="operator", ttl_s=60)
+        assert await receiver.run_exclusive(reload_base) == BASE
+        receiver.set_policy(PolicyMode.FOLLOW, owner="operator")
+        await eventually(lambda: engine.version == Version(1, 1))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_a_service_that_is_lost_is_found_again(tmp_path: Path, stage_dir: Path) -> None:
+    engine, port = Engine(), free_port()
+    async with receiving(f"127.0.0.1:{port}", stage_dir, engine) as receiver:
+        async with running_stack(tmp_path, port=port) as stack:
+            await push(stack, 1)
+            await eventually(lambda: engine.version == Version(1, 1))
+        await eventually(lambda: not receiver.status().connected)
+        assert receiver.status().serving == Version(1, 1)
+        async with running_stack(tmp_path, port=port) as stack:
+            await push(stack, 2)
+            await eventually(lambda: engine.version == Version(1, 2))
+            assert equal_bits(engine.tensors, weights(2))
+
+
+class Unreliable(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
+    """Stands in front of a service and spoils its pulls."""
+
+    def __init__(self, stack: Stack, spoil: Callable[[int, pb.PullWeightsResponse], Awaitable[bool]]) -> None:
+        self.stack = stack
+        self.spoil = spoil
+        self.offsets: list[int] = []
+
+    async def WatchVersions(self, request, context):  # noqa: N802
+        async for response in self.stack.delivery.WatchVersions(request, timeout=30):
+            yield response
+
+    async def ReportVersion(self, request, context):  # noqa: N802
+        return await self.stack.delivery.ReportVersion(request, timeout=30)
+
+    async def PullWeights(self, request, context):  # noqa: N802
+        self.offsets.append(request.offset)
+        stream = len(self.offsets)
+        data = await self.stack.pull(Version.from_proto(request.version), request.shard, request.offset)
+        for begin in range(0, len(data), 1000):
+            response = pb.PullWeightsResponse(chunk=make_chunk(request.offset + begin, data[begin : begin + 1000]))
+            if await self.spoil(stream, response):
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "spoiled")
+            yield response
+
+
+@asynccontextmanager
+async def in_front(unreliable: Unreliable) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server(unreliable, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(0)
+
+
+async def test_a_broken_pull_goes_on_from_the_last_good_chunk(stack: Stack, stage_dir: Path) -> None:
+    async def break_at_2000(stream: int, response: pb.PullWeightsResponse) -> bool:
+        return stream == 1 and response.chunk.offset >= 2000
+
+    engine, unreliable = Engine(), Unreliable(stack, break_at_2000)
+    await push(stack, 1)
+    async with in_front(unreliable) as target, receiving(target, stage_dir, engine):
+        await eventually(lambda: engine.version == Version(1, 1))
+    assert unreliable.offsets == [0, 2000]
+    assert equal_bits(engine.tensors, weights(1))
+
+
+async def test_a_damaged_chunk_is_never_applied_and_the_version_is_pulled_anew(stack: Stack, stage_dir: Path) -> None:
+    async def flip(stream: int, response: pb.PullWeightsResponse) -> bool:
+        if stream == 1 and response.chunk.offset == 3000:
+            response.chunk.data = bytes([response.chunk.data[0] ^ 1]) + response.chunk.data[1:]
+        return False
+
+    engine, unreliable = Engine(), Unreliable(stack, flip)
+    await push(stack, 1)
+    async with in_front(unreliable) as target, receiving(target, stage_dir, engine):
+        await eventually(lambda: engine.version == Version(1, 1))
+    assert unreliable.offsets == [0, 0]
+    assert equal_bits(engine.tensors, weights(1))
+
+
+async def test_bytes_changed_under_a_right_checksum_are_never_applied(stack: Stack, stage_dir: Path) -> None:
+    async def swap(stream: int, response: pb.PullWeightsResponse) -> bool:
+        if stream == 1 and response.chunk.offset == 3000:
+            changed = bytes([response.chunk.data[0] ^ 1]) + response.chunk.data[1:]
+            response.chunk.CopyFrom(make_chunk(3000, changed))
+        return False
+
+    engine, unreliable = Engine(), Unreliable(stack, swap)
+    await push(stack, 1)
+    async with in_front(unreliable) as target, receiving(target, stage_dir, engine):
+        await eventually(lambda: engine.version == Version(1, 1))
+    assert unreliable.offsets == [0, 0]
+    assert equal_bits(engine.tensors, weights(1))

@@ -1,0 +1,178 @@
+"""A weight service in this process, with what its tests push into it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import torch
+
+from sluice.config import CommonConfig, SecurityConfig, ServerConfig
+from sluice.rpc import RpcServer, SluiceError, connect
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import Version
+from weightsync.app import build_runs
+from weightsync.chunks import make_chunk
+from weightsync.config import WeightSyncConfig
+from weightsync.delivery import WeightDeliveryServicer
+from weightsync.manifest import DenseTensor, version_digest
+from weightsync.publisher import WeightPublisher
+from weightsync.runs import Runs
+from weightsync.service import WeightSyncServicer
+from weightsync.shard_source import ShardSource
+
+RUN = "test-run"
+RESOURCE = f"runs/{RUN}"
+
+
+@dataclass
+class Stack:
+    """A running service and ways to it."""
+
+    target: str
+    directory: Path
+    runs: Runs
+    channel: grpc.aio.Channel
+    sync: weightsync_pb2_grpc.WeightSyncServiceAsyncStub
+    delivery: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub
+    publisher: WeightPublisher
+
+    async def push_shard(
+        self,
+        source: ShardSource,
+        version: Version,
+        *,
+        offset: int = 0,
+        until: int | None = None,
+        digest: str = "",
+        damage: Callable[[pb.Chunk], None] | None = None,
+        chunk_bytes: int = 1000,
+    ) -> pb.PushWeightsResponse:
+        """Push by hand, possibly a part, possibly damaged."""
+
+        async def requests() -> AsyncIterator[pb.PushWeightsRequest]:
+            shard = source.describe()
+            shard.digest = digest
+            header = pb.PushHeader(run=RESOURCE, version=version.to_proto(), shard=shard, resume_offset=offset)
+            yield pb.PushWeightsRequest(header=header)
+            for begin, end in source.spans(offset, chunk_bytes):
+                if until is not None and end > until:
+                    return
+                chunk = make_chunk(begin, source.read(begin, end))
+                if damage is not None:
+                    damage(chunk)
+                yield pb.PushWeightsRequest(chunk=chunk)
+
+        return await self.sync.PushWeights(requests(), timeout=30)
+
+    async def commit(self, manifest: pb.Manifest) -> pb.CommitVersionResponse:
+        return await self.sync.CommitVersion(pb.CommitVersionRequest(manifest=manifest), timeout=30)
+
+    async def visible(self) -> list[Version]:
+        response = await self.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+        return [Version.from_proto(manifest.version) for manifest in response.versions]
+
+    async def pull(self, version: Version, shard: str = "model", offset: int = 0, length: int = 0) -> bytes:
+        request = pb.PullWeightsRequest(
+            run=RESOURCE, version=version.to_proto(), shard=shard, offset=offset, length=length
+        )
+        received = b""
+        async for response in self.delivery.PullWeights(request, timeout=30):
+            assert response.chunk.offset == offset + len(received)
+            received += response.chunk.data
+        return received
+
+
+@asynccontextmanager
+async def running_stack(
+    output_dir: Path, *, port: int = 0, model: str = "", **settings: object
+) -> AsyncIterator[Stack]:
+    """Serve on loopback until the block ends."""
+    common = CommonConfig(output_dir=output_dir, run=RUN, model=model)
+    config = WeightSyncConfig.model_validate({"server": ServerConfig(port=port), "min_free_bytes": 0, **settings})
+    runs = build_runs(common, config)
+    ingest, delivery = WeightSyncServicer(runs), WeightDeliveryServicer(runs)
+    server = RpcServer("weightsync", config.server, SecurityConfig())
+    server.add(
+        weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, ingest, "sluice.v1.WeightSyncService", "admin"
+    )
+    server.add(
+        weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server,
+        delivery,
+        "sluice.v1.WeightDeliveryService",
+        "agent",
+    )
+    target = f"127.0.0.1:{await server.start()}"
+    channel = connect(target, SecurityConfig())
+    try:
+        yield Stack(
+            target,
+            output_dir / RUN / "weights",
+            runs,
+            channel,
+            weightsync_pb2_grpc.WeightSyncServiceStub(channel),
+            weightsync_pb2_grpc.WeightDeliveryServiceStub(channel),
+            WeightPublisher(channel, RUN, chunk_bytes=1000),
+        )
+    finally:
+        await channel.close()
+        await server.stop(0)
+        await ingest.close()
+        await runs.close()
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors of several types and shapes, a scalar and an empty one among them."""
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "model.embed.weight": torch.randn(64, 16, generator=random),
+        "model.norm.weight": torch.randn(16, generator=random).bfloat16(),
+        "model.half": torch.randn(7, 3, generator=random).half(),
+        "model.transposed": torch.randn(5, 9, generator=random).t(),
+        "model.scalar": torch.tensor(0.5 + seed),
+        "model.empty": torch.zeros(0, 4),
+        "model.steps": torch.tensor([seed, 2**40]),
+    }
+
+
+def manifest_of(version: Version, *sources: ShardSource) -> pb.Manifest:
+    """The manifest of a version whose shards hold whole tensors."""
+    shards = [source.describe(source.digests()) for source in sources]
+    tensors = [
+        DenseTensor(each.name, each.dtype, tuple(each.global_shape), each.digest)
+        for shard in shards
+        for each in shard.tensors
+    ]
+    return pb.Manifest(
+        run=RESOURCE,
+        version=version.to_proto(),
+        kind=pb.VERSION_KIND_ANCHOR,
+        shards=shards,
+        digest=version_digest(tensors),
+    )
+
+
+def equal_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    """Whether both hold the same tensors, bit for bit."""
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype
+        and found[name].shape == tensor.shape
+        and found[name].contiguous().flatten().view(torch.uint8).equal(tensor.contiguous().flatten().view(torch.uint8))
+        for name, tensor in expected.items()
+    )
+
+
+def error_of(caught: grpc.aio.AioRpcError) -> SluiceError:
+    return SluiceError.from_rpc(caught)
+
+
+async def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Return when the condition holds; fail after the deadline."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.005)
