@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Struct
 
 from sluice.render import ChatRenderer, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Prompts", "load_tokenizer"]
+
+TOKEN_TEXTS = 1 << 16
+"""Most texts of single tokens that are kept."""
 
 
 async def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
@@ -45,6 +49,7 @@ class Prompts:
         self.digest = tokenizer_digest(tokenizer) if tokenizer is not None else ""
         # One renderer per set of template arguments: each probes the template once.
         self._renderer = functools.lru_cache(maxsize=32)(self._build_renderer)
+        self._token_text = functools.lru_cache(maxsize=TOKEN_TEXTS)(self._decode_token)
 
     def ids_of(self, request: rollout_pb2.GenerateRequest) -> list[int]:
         """Token ids of a request's prompt.
@@ -110,6 +115,10 @@ class Prompts:
             return ""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, special ones included; empty without a tokenizer."""
+        return self._token_text(token_id)
+
     def check_digest(self, expected: str) -> None:
         """Refuse a caller that expects another tokenizer or template."""
         if expected and expected != self.digest:
@@ -127,12 +136,17 @@ class Prompts:
         if self._tokenizer is None:
             raise SluiceError.invalid_argument("prompt", "the served model has no tokenizer: send token_ids")
 
+    def _decode_token(self, token_id: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
     def _build_renderer(self, template_arguments: bytes) -> ChatRenderer:
         if self._tokenizer is None:
             raise SluiceError.invalid_argument("prompt", "the served model has no tokenizer: send token_ids")
         arguments = tokens_pb2.Conversation().template_arguments
         arguments.ParseFromString(template_arguments)
-        return ChatRenderer(self._tokenizer, MessageToDict(arguments))
+        return ChatRenderer(self._tokenizer, struct_dict(arguments))
 
 
 def message_dict(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
@@ -163,6 +177,23 @@ def tool_dict(tool: tokens_pb2.Tool) -> dict[str, Any]:
         "function": {
             "name": tool.name,
             "description": tool.description,
-            "parameters": MessageToDict(tool.parameters),
+            "parameters": struct_dict(tool.parameters),
         },
     }
+
+
+def struct_dict(struct: Struct) -> dict[str, Any]:
+    """A JSON object, always the same for the same content: its keys in order, whole numbers as integers.
+
+    A Struct keeps neither the order of keys nor the kind of numbers, and a template writes both into the prompt.
+    """
+    plain = _plain(MessageToDict(struct))
+    return dict(plain)
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {key: _plain(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

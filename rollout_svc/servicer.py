@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 
 import grpc
 
 from rollout_svc.answers import chunk_message, generate_response
 from rollout_svc.config import LimitsConfig
-from rollout_svc.engines.base import EngineError, GenerationRequest
+from rollout_svc.engines.base import EngineError, GenerationRequest, ModelInfo
 from rollout_svc.prompts import Prompts
 from rollout_svc.repeats import Repeats
 from rollout_svc.requests import generation_request
@@ -41,6 +42,24 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._live: dict[int, GenerationRequest] = {}
         self.samples = 0
         """Samples that callers wait for, queued or running."""
+
+    @property
+    def prompts(self) -> Prompts:
+        """Tokenizer and template."""
+        return self._prompts
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What is served."""
+        return self._engine.current.info
+
+    def serving_version(self) -> Version:
+        """The version that requests are sampled from now.
+
+        Raises:
+            SluiceError: UNAVAILABLE while the engine is started again.
+        """
+        return self._engine.serving.status().version
 
     @property
     def live_requests(self) -> list[str]:
@@ -79,16 +98,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self,
         request: rollout_pb2.GenerateStreamRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.GenerateStreamRequest, rollout_pb2.GenerateStreamResponse],
-    ) -> AsyncIterator[rollout_pb2.GenerateStreamResponse]:
+    ) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
         """Sample and send tokens as they come."""
         del context
-        async for message in self.stream(request):
-            yield message
+        async with contextlib.aclosing(self.stream(request)) as messages:
+            async for message in messages:
+                yield message
 
     async def stream(
         self, request: rollout_pb2.GenerateStreamRequest
-    ) -> AsyncIterator[rollout_pb2.GenerateStreamResponse]:
-        """As the RPC; also what the OpenAI dialect calls."""
+    ) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
+        """As the RPC; also what the OpenAI dialect calls. Closing it aborts the sampling."""
         asked = self._admit(request.request)
         coalesce = request.coalesce.ToNanoseconds() / 1e9 if request.HasField("coalesce") else DEFAULT_COALESCE_S
         text = _TextDeltas(self._prompts, wanted=request.request.return_text)
@@ -101,10 +121,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     tokenizer_digest=self._prompts.digest,
                 )
             )
-            async for chunk in self._engine.current.stream(asked, coalesce_s=coalesce):
-                yield chunk_message(
-                    chunk, text.after(chunk.index, chunk.token_ids, last=chunk.finish_reason is not None)
-                )
+            async with contextlib.aclosing(self._engine.current.stream(asked, coalesce_s=coalesce)) as chunks:
+                async for chunk in chunks:
+                    yield chunk_message(
+                        chunk, text.after(chunk.index, chunk.token_ids, last=chunk.finish_reason is not None)
+                    )
         except (EngineError, ValueError) as error:
             raise _translated(error) from error
         finally:

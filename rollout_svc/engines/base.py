@@ -5,7 +5,7 @@ Nothing here knows gRPC: an engine can be used in process as a library.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -14,6 +14,7 @@ from sluice.versions import Version
 from weightsync.staged import ApplyReport, StagedVersion
 
 __all__ = [
+    "EngineBusyError",
     "EngineError",
     "EngineStatus",
     "FinishReason",
@@ -48,6 +49,10 @@ class PauseMode(Enum):
 
 class EngineError(Exception):
     """The engine failed; requests under way are lost, the service restarts it."""
+
+
+class EngineBusyError(Exception):
+    """The engine's queue is full; nothing was taken on, try again later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +189,7 @@ class InferenceEngine(Protocol):
         """Sample and answer when all samples have ended. Cancelling aborts them."""
         ...
 
-    def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncIterator[GenerationChunk]:
+    def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[GenerationChunk, None]:
         """Sample and give chunks as they come; chunks of different samples interleave. Closing the iterator aborts."""
         ...
 

@@ -1,0 +1,117 @@
+"""Failures in OpenAI's shape, with the HTTP status that its clients act upon."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from sluice.rpc import SluiceError
+
+__all__ = ["answer_errors", "error_body", "error_response", "too_large"]
+
+BAD_REQUEST = "invalid_request_error"
+
+STATUSES: Mapping[grpc.StatusCode, tuple[int, str]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (400, BAD_REQUEST),
+    grpc.StatusCode.FAILED_PRECONDITION: (400, BAD_REQUEST),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
+    grpc.StatusCode.NOT_FOUND: (404, "not_found_error"),
+    grpc.StatusCode.ABORTED: (409, "conflict_error"),
+    grpc.StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
+    grpc.StatusCode.UNIMPLEMENTED: (501, "not_implemented_error"),
+    grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
+}
+"""Status and error type for each code of the contracts; anything else is 500."""
+
+PARAMETERS = {"conversation": "messages", "token_ids": "prompt", "sampling": ""}
+"""Fields of the contract that this dialect calls otherwise."""
+
+
+def error_body(error: SluiceError) -> dict[str, Any]:
+    """The JSON object of a failure."""
+    _, kind = STATUSES.get(error.code, (500, "server_error"))
+    return _body(error.message, kind, _parameter(error), error.reason)
+
+
+def error_response(error: SluiceError) -> JSONResponse:
+    """The HTTP response of a failure; `retry-after` counts whole seconds, `retry-after-ms` is what OpenAI's client prefers."""
+    status, _ = STATUSES.get(error.code, (500, "server_error"))
+    headers = {}
+    if error.retry_after_s is not None:
+        headers = {
+            "retry-after": str(max(1, math.ceil(error.retry_after_s))),
+            "retry-after-ms": str(math.ceil(error.retry_after_s * 1000)),
+        }
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status, headers)
+
+
+def too_large(most: int) -> HTTPException:
+    """The failure of a body of more than `most` bytes."""
+    return HTTPException(413, f"the body is larger than {most} bytes: send fewer prompts at a time")
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Have an app answer every failure in OpenAI's shape."""
+
+    @app.exception_handler(SluiceError)
+    async def ours(_request: Request, error: SluiceError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
+        faults = error.errors()
+        parameters = [_path(fault["loc"]) for fault in faults]
+        texts = [
+            f"{parameter or 'body'}: {_sentence(fault)}" for parameter, fault in zip(parameters, faults, strict=True)
+        ]
+        message = "; ".join(dict.fromkeys(texts[:8]))
+        return JSONResponse(_body(message, BAD_REQUEST, parameters[0] or None, "INVALID_REQUEST"), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http(_request: Request, error: HTTPException) -> JSONResponse:
+        known = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED", 413: "BODY_TOO_LARGE"}
+        code = known.get(error.status_code, "INVALID_REQUEST")
+        return JSONResponse(_body(str(error.detail), BAD_REQUEST, None, code), error.status_code, error.headers)
+
+
+def _body(message: str, kind: str, parameter: str | None, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": parameter, "code": code}}
+
+
+def _parameter(error: SluiceError) -> str | None:
+    """The first field at fault, as this dialect calls it."""
+    for field in error.violations:
+        name = field.partition(".")[0] if field.startswith("conversation") else field.removeprefix("sampling.")
+        return PARAMETERS.get(name, name) or None
+    return None
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """Where a fault is, without pydantic's names of union members."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in {"str", "int"}:
+            path += f".{part}" if path else part
+    return path
+
+
+def _sentence(fault: Mapping[str, Any]) -> str:
+    if fault["type"] == "extra_forbidden":
+        return "this server does not support it; leave it out"
+    if fault["type"] == "json_invalid":
+        return f"not JSON: {fault['ctx']['error']}"
+    return str(fault["msg"])

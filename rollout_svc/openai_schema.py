@@ -1,0 +1,204 @@
+"""What the OpenAI dialect takes: every parameter that is not named here is refused, none is ignored silently.
+
+`user`, `metadata`, `store`, `safety_identifier` and `prompt_cache_key` describe the caller and change no answer: they are
+taken and ignored. Parameters that we have no other value for (`echo`, `service_tier`, ...) may be sent with that value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rollout_svc.requests import MAX_SAMPLES
+
+__all__ = ["ChatMessage", "ChatRequest", "CompletionRequest", "GenerationBody", "UpdateRequest"]
+
+MAX_PROMPTS = 256
+"""Most prompts of one request."""
+
+MAX_ALTERNATIVES = 20
+"""Most alternatives per position."""
+
+Unsigned = Annotated[int, Field(ge=0, lt=2**32)]
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Body(BaseModel):
+    """A JSON object whose unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(Body):
+    """How to stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class GenerationBody(Body):
+    """What both endpoints take; a parameter that is null or left out has the contract's default."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Unsigned | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**64)
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[Unsigned, Bias] | None = None
+
+    # As vLLM's server names what OpenAI's does not have.
+    top_k: int | None = Field(None, ge=-1, lt=2**32)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    return_token_ids: bool | None = None
+
+    service_tier: Literal["auto", "default"] | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream = true")
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class TextPart(Body):
+    """A part of a message; only text is taken."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """The function that the assistant called."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Body):
+    """A call that the assistant made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Body):
+    """One message; which roles there are the template decides."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class TextFormat(Body):
+    """The one response format: text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(GenerationBody):
+    """Body of `/v1/chat/completions`.
+
+    Tools are given to the template; calls in the answer are not parsed, they stay in its content.
+    """
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: Unsigned | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    response_format: TextFormat | None = None
+    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
+        if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens differ: send one of them")
+        return self
+
+
+class CompletionRequest(GenerationBody):
+    """Body of `/v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
+    echo: Literal[False] | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _all_samples_are_returned(self) -> Self:
+        if self.best_of not in {None, self.n or 1}:
+            raise ValueError("best_of must equal n: samples are not ranked here")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one, each as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [each for each in self.prompt if isinstance(each, int)]
+        return [ids] if ids else [each for each in self.prompt if not isinstance(each, int)]
+
+
+class UpdateRequest(Body):
+    """Body of `/update_weights`."""
+
+    version: str | None = None

@@ -1,0 +1,179 @@
+"""Answers in the shapes of OpenAI's two endpoints, whole and as parts of a stream.
+
+Beyond OpenAI's own: `stop_reason` (the stop string that ended a choice), and with `return_token_ids` each choice's `token_ids` and
+`version_spans` (the policy versions of its tokens, from the token `start` on) and the `prompt_token_ids` (of the whole
+answer in a chat, of each choice in a completion, which may have several prompts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollout_svc.openai_logprobs import TokenText, chat_logprobs, completion_logprobs
+from rollout_svc.openai_schema import ChatRequest, CompletionRequest, GenerationBody
+from sluice.v1 import rollout_pb2, tokens_pb2
+from sluice.versions import Version
+
+__all__ = ["ChatShape", "CompletionShape", "Shape", "VisibleText", "usage"]
+
+FINISH_REASONS = {
+    tokens_pb2.FINISH_REASON_STOP: "stop",
+    tokens_pb2.FINISH_REASON_LENGTH: "length",
+    tokens_pb2.FINISH_REASON_ABORT: "abort",
+    tokens_pb2.FINISH_REASON_ERROR: "error",
+}
+"""`abort` and `error` are not OpenAI's: an operator ended the request, or the model produced NaN. The tokens so far are whole."""
+
+
+class VisibleText:
+    """Text up to a stop string, which the answer leaves out; what may be its beginning is held back.
+
+    Args:
+        stops: The stop strings.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def after(self, new: str, stop_string: str, *, last: bool) -> str:
+        """What becomes visible with more text; `stop_string` is what ended it, if anything did."""
+        text = self._held + new
+        if stop_string:
+            return text.partition(stop_string)[0]
+        held = 0 if last else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of a text that begins a stop string."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+class Shape(Protocol):
+    """How one endpoint writes its answers; keeps what it has to know of a stream's earlier parts."""
+
+    prefix: str
+    whole: str
+    part: str
+
+    def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
+        """A whole choice."""
+        ...
+
+    def delta(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
+        """A part of a choice."""
+        ...
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The part before a choice's first token, if the endpoint has one."""
+        ...
+
+    def answer_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """What is said of the prompt beside the choices."""
+        ...
+
+    def choice_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """What is said of the prompt in each choice, once."""
+        ...
+
+
+class ChatShape:
+    """`/v1/chat/completions`."""
+
+    prefix = "chatcmpl-"
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+
+    def __init__(self, body: ChatRequest, token_text: TokenText) -> None:
+        self._body, self._token_text = body, token_text
+
+    def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
+        """A whole choice."""
+        return {"index": index, "message": {"role": "assistant", "content": text}} | self._rest(sample)
+
+    def delta(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
+        """A part of a choice."""
+        return {"index": index, "delta": {"content": text} if text else {}} | self._rest(new)
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """Says who speaks."""
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def answer_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """The prompt's ids, where they are wanted."""
+        return {"prompt_token_ids": list(prompt_ids)} if self._body.return_token_ids else {}
+
+    def choice_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Nothing: all choices have one prompt."""
+        del prompt_ids
+        return {}
+
+    def _rest(self, sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
+        logprobs = chat_logprobs(sample, self._token_text) if self._body.logprobs else None
+        return {"logprobs": logprobs} | _ending(sample) | _tokens(self._body, sample)
+
+
+class CompletionShape:
+    """`/v1/completions`."""
+
+    prefix = "cmpl-"
+    whole = "text_completion"
+    part = "text_completion"
+
+    def __init__(self, body: CompletionRequest, token_text: TokenText) -> None:
+        self._body, self._token_text = body, token_text
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
+        """A whole choice, or a part of one: this endpoint knows no difference."""
+        logprobs = None
+        if self._body.logprobs is not None:
+            offset = self._offsets.get(index, 0)
+            logprobs, self._offsets[index] = completion_logprobs(sample, self._token_text, offset)
+        return {"index": index, "text": text, "logprobs": logprobs} | _ending(sample) | _tokens(self._body, sample)
+
+    delta = choice
+
+    def opening(self, index: int) -> None:
+        """Nothing is said before the first token."""
+        del index
+
+    def answer_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Nothing: choices differ in their prompts."""
+        del prompt_ids
+        return {}
+
+    def choice_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """The prompt's ids, where they are wanted."""
+        return {"prompt_token_ids": list(prompt_ids)} if self._body.return_token_ids else {}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    """How many tokens went in and came out; `cached_tokens` of the prompt were in the prefix cache."""
+    counted: dict[str, Any] = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    return counted if cached_tokens is None else counted | {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+
+
+def _ending(sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
+    return {"finish_reason": FINISH_REASONS.get(sample.finish_reason), "stop_reason": sample.stop_string or None}
+
+
+def _tokens(body: GenerationBody, sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
+    if not body.return_token_ids:
+        return {}
+    spans = [
+        {"start": span.start, "version": str(Version.from_proto(span.policy_version))} for span in sample.version_spans
+    ]
+    return {"token_ids": list(sample.token_ids), "version_spans": spans}
