@@ -174,5 +174,5 @@ def error_of(caught: grpc.aio.AioRpcError) -> SluiceError:
 async def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
     """Return when the condition holds; fail after the deadline."""
     async with asyncio.timeout(deadline_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - any condition, of any process
             await asyncio.sleep(0.005)

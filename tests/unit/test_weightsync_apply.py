@@ -82,7 +82,7 @@ async def test_after_two_failures_the_version_before_is_applied_again(
 ) -> None:
     await applier.apply(staged(tmp_path, V1))
     engine.failing[V2] = 2
-    with pytest.raises(ApplyError, match="no 1.2"):
+    with pytest.raises(ApplyError, match=r"no 1\.2"):
         await applier.apply(staged(tmp_path, V2))
     assert engine.asked == [V1, V2, V2, V1]
     assert applier.serving == V1
@@ -111,4 +111,4 @@ async def test_changes_by_other_means_wait_for_the_apply(tmp_path: Path, engine:
     await applier.apply(staged(tmp_path, V1))
     assert await applier.run_exclusive(engine.recover) == BASE
     assert applier.serving == BASE
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "v1.1.safetensors").exists()

@@ -38,10 +38,12 @@ class LedgerMachine(RuleBasedStateMachine):
         try:
             new = self.ledger.commit(version, digest, 10)
         except RefusedError as error:
-            assert not allowed
-            assert (error.reason == "OTHER_DIGEST") == (known is not None)
+            reason = error.reason
         else:
-            assert allowed
+            reason = ""
+        assert (not reason) == allowed
+        assert (reason == "OTHER_DIGEST") == (known is not None and not allowed)
+        if allowed:
             assert new == (known is None)
             self.content[version] = digest
             self.newest = max(version, self.newest or version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -37,7 +38,7 @@ FLOATS = {
 def scan(data: bytes, cuts: list[int]) -> Scan:
     result = Scan(len(data))
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         result.feed(data[begin:end])
     return result
 
