@@ -12,7 +12,7 @@ from safetensors import safe_open
 from rollout_svc.engines.base import EngineError
 from weightsync.staged import StagedVersion
 
-__all__ = ["BaseModel", "read_base_model"]
+__all__ = ["BaseModel", "model_directory", "read_base_model"]
 
 TIED_HEAD = "lm_head.weight"
 
@@ -74,6 +74,15 @@ def read_base_model(directory: Path) -> BaseModel:
     if is_tied(directory):
         shapes.pop(TIED_HEAD, None)
     return BaseModel(paths, shapes)
+
+
+def model_directory(model: str) -> Path:
+    """Where a model's files lie; those of a hub id are fetched unless they are in the cache."""
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
+
+    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
 
 
 def is_tied(directory: Path) -> bool:

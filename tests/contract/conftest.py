@@ -11,6 +11,7 @@ import pytest_asyncio
 from small_models import CONTEXT, save_model
 
 from rollout_svc.engines.base import InferenceEngine
+from rollout_svc.engines.transformers import TransformersEngine
 from rollout_svc.engines.vllm import VllmEngine
 
 
@@ -20,7 +21,12 @@ def vllm(model: Path, kv_policy: str) -> InferenceEngine:
     )
 
 
+def transformers(model: Path, kv_policy: str) -> InferenceEngine:
+    return TransformersEngine(str(model), max_model_len=CONTEXT, kv_cache_bytes=32 << 20, kv_policy=kv_policy)
+
+
 FACTORIES: dict[str, Callable[[Path, str], InferenceEngine]] = {
+    "transformers": transformers,
     "vllm": vllm,
 }
 

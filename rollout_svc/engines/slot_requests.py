@@ -1,0 +1,177 @@
+"""Requests of the slot engine, on both sides of its thread: the engine's loop writes, callers read.
+
+A sample's lists only grow, and its token ids grow last: a reader on another thread that takes as many log-probabilities as
+there are tokens sees whole steps, without a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from rollout_svc.engines.base import (
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    ModelInfo,
+    Sample,
+    Span,
+)
+from rollout_svc.engines.slot_sampling import RowSampling
+from sluice.versions import Version
+
+__all__ = ["LiveRequest", "LiveSample", "WaitingLine"]
+
+
+class LiveSample:
+    """One sample under way.
+
+    Args:
+        request: What it belongs to.
+        index: Its number in the request.
+        info: What the engine serves.
+    """
+
+    def __init__(self, request: GenerationRequest, index: int, info: ModelInfo) -> None:
+        sampling = request.sampling
+        seed = sampling.seed
+        self.request, self.index = request, index
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[list[tuple[int, float]]] = []
+        self.spans: list[Span] = []
+        self.stop_string = ""
+        self.finish_reason: FinishReason | None = None
+        room = info.max_model_len - len(request.prompt_ids)
+        self.most_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
+        generator = None if seed is None else np.random.default_rng(seed + index)
+        self.row = RowSampling(sampling, request.prompt_ids, self.token_ids, end_ids, generator)
+
+    @property
+    def most_positions(self) -> int:
+        """Positions of the KV cache that it may come to need."""
+        return len(self.request.prompt_ids) + self.most_tokens
+
+    @property
+    def last_position(self) -> int:
+        """Position of its last token, whose keys and values are not computed yet."""
+        return len(self.request.prompt_ids) + len(self.token_ids) - 1
+
+    def take(self, token: int, logprob: float, top: list[tuple[int, float]], version: Version) -> None:
+        """Append a token."""
+        if not self.spans or self.spans[-1].version != version:
+            self.spans.append(Span(len(self.token_ids), version))
+        self.logprobs.append(logprob)
+        if self.request.sampling.top_logprobs:
+            self.top.append(top)
+        self.token_ids.append(token)
+
+    def chunk(self, start: int) -> GenerationChunk | None:
+        """What is new from token `start` on; None if that is nothing."""
+        reason = self.finish_reason  # before the tokens: no token follows once it is set
+        end = len(self.token_ids)
+        if start == end and reason is None:
+            return None
+        spans = [Span(max(span.start, start), span.version) for span in _within(self.spans, start, end)]
+        return GenerationChunk(
+            index=self.index,
+            offset=start,
+            token_ids=self.token_ids[start:end],
+            logprobs=self.logprobs[start:end],
+            spans=spans,
+            finish_reason=reason,
+            stop_string=self.stop_string,
+            top_logprobs=self.top[start:end],
+        )
+
+    def result(self) -> Sample:
+        """The whole sample, once it ended."""
+        return Sample(
+            index=self.index,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            spans=self.spans,
+            finish_reason=self.finish_reason or FinishReason.ERROR,
+            stop_string=self.stop_string,
+            top_logprobs=self.top,
+        )
+
+
+def _within(spans: list[Span], start: int, end: int) -> Iterator[Span]:
+    """Spans that cover tokens from `start` to `end` (exclusive)."""
+    for position, span in enumerate(spans):
+        stop = spans[position + 1].start if position + 1 < len(spans) else end
+        if max(span.start, start) < min(stop, end):
+            yield span
+
+
+class LiveRequest:
+    """One request under way.
+
+    Args:
+        request: What was asked.
+        info: What the engine serves.
+    """
+
+    def __init__(self, request: GenerationRequest, info: ModelInfo) -> None:
+        self.request = request
+        self.samples = [LiveSample(request, index, info) for index in range(request.n)]
+        self.prompt_logprobs: list[float] = []
+        self.error: Exception | None = None
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._left = request.n
+
+    def sample_ended(self) -> None:
+        """Count an ended sample; the last one wakes the caller."""
+        self._left -= 1
+        if self._left == 0:
+            self._loop.call_soon_threadsafe(self.ended.set)
+
+    def fail(self, error: Exception) -> None:
+        """Let the caller know that nothing more will come."""
+        self.error = error
+        self._loop.call_soon_threadsafe(self.ended.set)
+
+    def result(self) -> GenerationResult:
+        """All samples, once they ended."""
+        return GenerationResult(
+            self.request.request_id, [sample.result() for sample in self.samples], self.prompt_logprobs
+        )
+
+
+class WaitingLine:
+    """Samples that wait for a row, by priority and then by age."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, LiveRequest, LiveSample]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, live: LiveRequest) -> None:
+        """Queue all samples of a request."""
+        for sample in live.samples:
+            heapq.heappush(self._heap, (live.request.priority, next(self._numbers), live, sample))
+
+    def first(self) -> tuple[LiveRequest, LiveSample]:
+        """Whose turn it is."""
+        return self._heap[0][2:]
+
+    def pop(self) -> tuple[LiveRequest, LiveSample]:
+        """Take whose turn it is."""
+        return heapq.heappop(self._heap)[2:]
+
+    def remove(self, live: LiveRequest | None) -> list[tuple[LiveRequest, LiveSample]]:
+        """Take out a request's samples; None takes everything."""
+        gone = [entry[2:] for entry in self._heap if live is None or entry[2] is live]
+        self._heap = [entry for entry in self._heap if live is not None and entry[2] is not live]
+        heapq.heapify(self._heap)
+        return gone

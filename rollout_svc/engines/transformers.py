@@ -1,0 +1,371 @@
+"""The engine that samples with plain transformers: the same contract without vLLM, on CPU or one GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Literal
+
+import structlog
+
+from rollout_svc.engines.base import (
+    EngineBusyError,
+    EngineError,
+    EngineStatus,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    ModelInfo,
+    PauseMode,
+)
+from rollout_svc.engines.base_model import BaseModel, read_base_model
+from rollout_svc.engines.slot_cache import SlotCache
+from rollout_svc.engines.slot_loop import LoopLimits, SlotLoop
+from rollout_svc.engines.slot_model import SlotModel
+from rollout_svc.engines.slot_requests import LiveRequest
+from rollout_svc.engines.slot_weights import InPlaceWeights
+from rollout_svc.engines.stop_strings import Decoder
+from sluice.versions import BASE, Version
+from weightsync.staged import ApplyReport, StagedVersion
+
+__all__ = ["TransformersEngine"]
+
+LEAST_COALESCE_S = 0.001
+"""A stream wakes no more often than this; an engine step takes longer."""
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+MOST_LOGITS_BYTES = 2 << 30
+"""Log-probabilities of a whole prompt take vocabulary x length x 4 bytes at once; more than this is refused."""
+
+log = structlog.get_logger()
+
+
+class TransformersEngine:
+    """Batched sampling with a static KV cache, in process as a library or behind the service.
+
+    Args:
+        model: Directory or hub id of the base model.
+        device: "auto" takes CUDA where there is one.
+        dtype: "auto" takes the model's own.
+        max_model_len: Most tokens of prompt and continuation; None takes the model's own limit.
+        max_running: Most samples in a step.
+        max_queued: Most samples that wait; more raise EngineBusyError.
+        kv_cache_bytes: Most memory of keys and values; None takes 1 GiB, or more if one sample needs it.
+        kv_policy: What happens to keys and values of running samples at an update: "keep" or "recompute".
+        prefill_tokens: Most prompt tokens between two steps.
+        threads: CPU threads; None leaves PyTorch's choice.
+        drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
+    """
+
+    info: ModelInfo
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_running: int | None = None,
+        max_queued: int = 65_536,
+        kv_cache_bytes: int | None = None,
+        kv_policy: Literal["keep", "recompute"] = "keep",
+        prefill_tokens: int = 4096,
+        threads: int | None = None,
+        drain_deadline_s: float = 600.0,
+    ) -> None:
+        self._model, self._device, self._dtype = model, device, dtype
+        self._max_model_len, self._max_queued = max_model_len, max_queued
+        self._limits = LoopLimits(max_running or 256, prefill_tokens, threads)
+        self._kv_cache_bytes, self._recompute = kv_cache_bytes, kv_policy == "recompute"
+        self._drain_deadline_s = drain_deadline_s
+        self._commands = asyncio.Lock()
+        self._running: SlotLoop | None = None
+        self._base: BaseModel | None = None
+        self._decoder: Decoder | None = None
+        self._staged: StagedVersion | None = None
+        self._live: dict[str, set[LiveRequest]] = {}
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            EngineError: with the remedy, if it cannot.
+        """
+        async with self._commands:
+            await self._start()
+
+    async def restart(self) -> Version:
+        """Load the model anew after a failure, on the version last applied if its staged file is still there.
+
+        Returns:
+            The version that serves now; the base, (0, 0), if the staged file is gone.
+
+        Raises:
+            EngineError: if it cannot start.
+        """
+        async with self._commands:
+            await self._stop()
+            loop = await self._start()
+            staged = self._staged
+            if staged is not None and staged.path.is_file():
+                await asyncio.wrap_future(
+                    loop.call(lambda: loop.swap(staged.version, [staged.path], self._base_model.paths))
+                )
+            else:
+                self._staged = None
+            return loop.version
+
+    async def stop(self) -> None:
+        """End every request and free everything. Idempotent."""
+        async with self._commands:
+            await self._stop()
+
+    async def _start(self) -> SlotLoop:
+        loop = self._running = await asyncio.to_thread(self._build)
+        loop.start()
+        log.info("transformers engine started", model=self._model, dtype=self.info.dtype)
+        return loop
+
+    async def _stop(self) -> None:
+        loop, self._running = self._running, None
+        if loop is not None:
+            await asyncio.to_thread(loop.stop)
+
+    def _build(self) -> SlotLoop:
+        model = SlotModel(self._model, self._device, self._dtype, self._max_model_len)
+        model.check()
+        self._base = read_base_model(model.directory)
+        self._decoder = _tokenizer(str(model.directory))
+        self.info = model.info
+        one_sample = model.kv_shape.position_bytes * model.info.max_model_len
+        budget = self._kv_cache_bytes or max(DEFAULT_KV_CACHE_BYTES, one_sample)
+        if budget < one_sample:
+            raise EngineError(
+                f"kv_cache_bytes is {budget}, but one sample of {model.info.max_model_len} tokens takes {one_sample}; "
+                "raise it or lower max_model_len"
+            )
+        return SlotLoop(
+            model,
+            InPlaceWeights(model.module, self._base),
+            SlotCache(model.kv_shape, budget),
+            self._limits,
+            decoder=self._decoder,
+            recompute=self._recompute,
+        )
+
+    @property
+    def _loop(self) -> SlotLoop:
+        """The loop, if it samples.
+
+        Raises:
+            EngineError: if there is none.
+        """
+        if self._running is None:
+            raise EngineError("the engine is not running; call start()")
+        if self._running.broken:
+            raise EngineError(f"the engine is broken: {self._running.broken}")
+        return self._running
+
+    @property
+    def _base_model(self) -> BaseModel:
+        if self._base is None:
+            raise EngineError("the engine is not running; call start()")
+        return self._base
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+        """Sample and answer when all samples have ended. Cancelling aborts them.
+
+        Raises:
+            ValueError: if this engine cannot sample so.
+            EngineBusyError: if too many samples wait.
+            EngineError: if the engine failed.
+        """
+        live = self._submit(request)
+        try:
+            await live.ended.wait()
+        finally:
+            self._release(live)
+        if live.error is not None:
+            raise live.error
+        return live.result()
+
+    async def stream(
+        self, request: GenerationRequest, *, coalesce_s: float = 0.02
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """Sample and give chunks as they come; chunks of different samples interleave. Closing the iterator aborts.
+
+        Raises:
+            ValueError: if this engine cannot sample so.
+            EngineBusyError: if too many samples wait.
+            EngineError: if the engine failed.
+        """
+        live = self._submit(request)
+        given = [0] * request.n
+        unfinished = set(range(request.n))
+        try:
+            while unfinished:
+                await _ended_within(live, max(coalesce_s, LEAST_COALESCE_S))
+                for index in sorted(unfinished):
+                    chunk = live.samples[index].chunk(given[index])
+                    if chunk is None:
+                        continue
+                    given[index] += len(chunk.token_ids)
+                    if chunk.finish_reason is not None:
+                        unfinished.discard(index)
+                    yield chunk
+                if live.error is not None:
+                    raise live.error
+        finally:
+            self._release(live)
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request with finish reason ABORT and its tokens so far. False if it is not under way."""
+        loop = self._loop
+        ended = [
+            await asyncio.wrap_future(loop.call(lambda live=live: loop.abort(live)))  # type: ignore[misc]
+            for live in list(self._live.get(request_id, ()))
+        ]
+        return any(ended)
+
+    def _submit(self, request: GenerationRequest) -> LiveRequest:
+        loop = self._loop
+        _check(request, self.info, has_tokenizer=self._decoder is not None)
+        if loop.queued + request.n > self._max_queued:
+            raise EngineBusyError(f"{loop.queued} samples wait already, at most {self._max_queued} may; retry later")
+        live = LiveRequest(request, self.info)
+        self._live.setdefault(request.request_id, set()).add(live)
+        loop.post(lambda: loop.add(live))
+        return live
+
+    def _release(self, live: LiveRequest) -> None:
+        """Forget a request; abort it if its caller gave it up before its end."""
+        of_same_name = self._live[live.request.request_id]
+        of_same_name.discard(live)
+        if not of_same_name:
+            del self._live[live.request.request_id]
+        loop = self._running
+        if loop is not None and not live.ended.is_set():
+            loop.post(lambda: loop.abort(live))
+
+    # --- pausing --------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; new requests queue.
+
+        Raises:
+            EngineError: if requests under way did not end in time (mode WAIT); sampling goes on.
+        """
+        async with self._commands:
+            loop = self._loop
+            paused = await asyncio.wrap_future(loop.call(lambda: loop.pause(mode)))
+            try:
+                async with asyncio.timeout(self._drain_deadline_s):
+                    await asyncio.wrap_future(paused)
+            except BaseException as error:
+                await asyncio.wrap_future(loop.call(loop.resume))
+                if not isinstance(error, TimeoutError):
+                    raise
+                raise EngineError(
+                    f"requests did not end within {self._drain_deadline_s:.0f} s; pause with KEEP"
+                ) from error
+
+    async def resume(self) -> None:
+        """Sample again. Idempotent."""
+        async with self._commands:
+            loop = self._loop
+            await asyncio.wrap_future(loop.call(loop.resume))
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        """Switch to a staged version between two steps; requests under way continue.
+
+        Raises:
+            EngineError: if the version could not be applied. The old version serves on, unless `status` says that the
+                engine is not healthy: then it needs `restart`.
+        """
+        async with self._commands:
+            loop = self._loop
+            if self._staged == staged and loop.version == staged.version:
+                return ApplyReport(staged.version, 0.0, 0.0)
+            self._base_model.check(staged)
+            before = [self._staged.path] if self._staged is not None else self._base_model.paths
+            spent = await asyncio.wrap_future(loop.call(lambda: loop.swap(staged.version, [staged.path], before)))
+            self._staged = staged
+            return ApplyReport(staged.version, *spent)
+
+    async def reload_base(self) -> ApplyReport:
+        """Return to the base model on disk, as version (0, 0).
+
+        Raises:
+            EngineError: as `apply` does.
+        """
+        async with self._commands:
+            loop, paths = self._loop, self._base_model.paths
+            before = [self._staged.path] if self._staged is not None else paths
+            spent = await asyncio.wrap_future(loop.call(lambda: loop.swap(BASE, paths, before)))
+            self._staged = None
+            return ApplyReport(BASE, *spent)
+
+    # --- status ---------------------------------------------------------------------------------------------------
+
+    def status(self) -> EngineStatus:
+        """Report load and version; cheap."""
+        loop = self._running
+        if loop is None:
+            return EngineStatus(BASE, 0, 0, 0.0, 0, 0, self._limits.running, paused=False, healthy=False)
+        return EngineStatus(
+            version=loop.version,
+            running=loop.running,
+            queued=loop.queued,
+            kv_cache_usage=loop.kv_usage,
+            generated_tokens=loop.generated_tokens,
+            prompt_tokens=loop.prompt_tokens,
+            max_running=self._limits.running,
+            paused=loop.paused is not None,
+            healthy=not loop.broken,
+        )
+
+
+async def _ended_within(live: LiveRequest, seconds: float) -> None:
+    """Return when the request has ended, or after the time."""
+    timer = asyncio.get_running_loop().create_task(live.ended.wait())
+    await asyncio.wait({timer}, timeout=seconds)
+    timer.cancel()
+
+
+def _tokenizer(directory: str) -> Decoder | None:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - loaded with the model
+
+    try:
+        tokenizer: Decoder = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError):
+        return None
+    return tokenizer
+
+
+def _check(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) -> None:
+    """Refuse what cannot be sampled.
+
+    Raises:
+        ValueError: naming it.
+    """
+    ids, room = request.prompt_ids, info.max_model_len
+    if not 0 < len(ids) < room:
+        raise ValueError(f"the prompt has {len(ids)} tokens; between 1 and {room - 1} fit a context of {room}")
+    named = (*request.sampling.stop_token_ids, *request.sampling.logit_bias)
+    wrong = next((id_ for id_ in (*ids, *named) if not 0 <= id_ < info.vocabulary_size), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {info.vocabulary_size}")
+    if request.sampling.stop and not has_tokenizer:
+        raise ValueError("stop strings need a tokenizer in the model's directory; use stop_token_ids")
+    if request.prompt_logprobs and len(ids) * info.vocabulary_size * 4 > MOST_LOGITS_BYTES:
+        raise ValueError(
+            f"the log-probabilities of a prompt of {len(ids)} tokens would take too much memory; shorten it"
+        )
