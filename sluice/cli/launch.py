@@ -86,10 +86,11 @@ def free_addresses(replicas: int) -> Addresses:
 
 
 def child_environment(child: str, threads: int | None, children: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Thread settings of a child, where the user has not made his own.
+    """Variables of a child, where the user has not set them.
 
     Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold, so cores are
-    divided among the children that compute, and waiting threads sleep.
+    divided among the children that compute, and waiting threads sleep. What libraries announce to their developers is
+    not for the run's logs.
 
     Args:
         child: Its name.
@@ -99,7 +100,12 @@ def child_environment(child: str, threads: int | None, children: int, given: Map
     """
     share = max(1, len(os.sched_getaffinity(0)) // children) if hasattr(os, "sched_getaffinity") else 1
     count = 1 if service_of(child) not in COMPUTES else threads or share
-    wanted = {"OMP_NUM_THREADS": str(count), "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+    wanted = {
+        "OMP_NUM_THREADS": str(count),
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+    }
     forced = {"OMP_NUM_THREADS"} if threads is not None else set()
     return {name: value for name, value in wanted.items() if name in forced or name not in given}
 

