@@ -26,6 +26,9 @@ _LINE_CHARACTERS = 1 << 16
 _PLAIN_LEVEL = re.compile(r"^(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 """How libraries that bypass our logging write a level: ``WARNING ...`` or ``(EngineCore pid=7) ERROR ...``."""
 
+_SOURCE = re.compile(r"\[\w+\.py:\d+\]")
+"""Where in a library a line comes from: ``[core.py:1512]``."""
+
 _HIDDEN_FIELDS = frozenset({"event", "level", "timestamp", "service", "exception"})
 
 
@@ -37,11 +40,13 @@ class LogLine:
         level: Severity as in `LEVELS`; lines without one count as info.
         text: The line for people, without time and level.
         structured: True for our own services' JSON lines.
+        kind: What lines that say the same have in common: the event's name, or where in a library they come from.
     """
 
     level: int
     text: str
     structured: bool
+    kind: str = ""
 
 
 def read_line(raw: str) -> LogLine:
@@ -53,10 +58,11 @@ def read_line(raw: str) -> LogLine:
             record = None
         if isinstance(record, dict) and "event" in record:
             level = LEVELS.get(str(record.get("level", "info")).lower(), LEVELS["info"])
-            return LogLine(level, _sentence(record), structured=True)
+            return LogLine(level, _sentence(record), structured=True, kind=str(record["event"]))
     found = _PLAIN_LEVEL.match(raw)
     level = LEVELS[found.group(1).lower()] if found else LEVELS["info"]
-    return LogLine(level, raw, structured=False)
+    source = _SOURCE.search(raw)
+    return LogLine(level, raw, structured=False, kind=source.group() if source else "")
 
 
 def _sentence(record: dict[str, object]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice.cli.child_logs import LEVELS, LogLine
+from sluice.cli.flood import Flood
 from sluice.cli.progress import RunProgress, sparkline, step_line
 from sluice.cli.supervisor import ChildState
 
@@ -45,6 +48,7 @@ class RunView:
         self.progress = RunProgress()
         self._run, self._console, self._verbose = run, console, verbose
         self._children: dict[str, ChildState] = {}
+        self._floods: defaultdict[str, Flood] = defaultdict(Flood)
         self._live = Live(console=console, auto_refresh=False, transient=False) if live else None
 
     def on_line(self, child: str, line: LogLine) -> None:
@@ -57,12 +61,19 @@ class RunView:
         if not self._verbose and len(parts) > 1:
             # A traceback's first and last line say what and why; the rest is in the log, and shown if the child dies.
             parts = [f"{parts[0]}: {parts[-1]}"]
-        for part in parts:
-            self._console.print(f"[{style}]{child:>12} |[/] {escape(part)}", highlight=False, soft_wrap=True)
+        if not self._verbose:
+            parts = list(self._floods[child].offer(line.kind, parts[0], time.monotonic()))
+        self._print(child, parts, style)
+
+    def _print(self, child: str, lines: Sequence[str], style: str) -> None:
+        for line in lines:
+            self._console.print(f"[{style}]{child:>12} |[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def on_state(self, child: str, state: ChildState, detail: str) -> None:
         """Show that a child came, went or comes back."""
         self._children[child] = state
+        if state is ChildState.ENDED:
+            self._print(child, self._floods[child].flush(), "red")
         if state is ChildState.RESTARTING:
             self.say(f"{child} {detail}", style="yellow")
         elif self._live is None and state is ChildState.SERVING:

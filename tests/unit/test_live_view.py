@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.child_logs import LogLine
+from sluice.cli.flood import Flood
 from sluice.cli.live_view import RunView, render
 from sluice.cli.progress import RunProgress, sparkline, step_line
 from sluice.cli.supervisor import ChildState
@@ -118,6 +119,16 @@ def test_without_a_terminal_services_restarts_and_steps_are_lines(progress: RunP
         "trainer ended with signal SIGKILL; start 1 of 3 again in 0.5 s",
         step_line(progress),
     ]
+
+
+def test_a_flood_of_lines_of_one_kind_is_a_few_lines_and_a_count() -> None:
+    flood = Flood()
+    shown = [line for number in range(40) for line in flood.offer("core.py", f"line {number}", now=0.1 * number)]
+    assert shown == ["line 0", "line 1", "line 2"]
+    assert flood.offer("other", "news", now=5.0) == ["(36 more like it) line 39", "news"]
+    assert flood.offer("core.py", "line 40", now=6.0) == []
+    assert flood.offer("core.py", "line 41", now=60.0) == ["line 40", "line 41"]
+    assert flood.flush() == []
 
 
 def test_a_traceback_is_cut_to_what_and_why_unless_all_is_wanted() -> None:

@@ -192,7 +192,7 @@ def test_lines_of_our_services_are_read_as_sentences() -> None:
     line = read_line(
         '{"event": "pull failed", "level": "warning", "timestamp": "t", "service": "rollout", "attempt": 2}'
     )
-    assert line == LogLine(30, "pull failed attempt=2", structured=True)
+    assert line == LogLine(30, "pull failed attempt=2", structured=True, kind="pull failed")
 
 
 @pytest.mark.parametrize(
@@ -205,4 +205,4 @@ def test_lines_of_our_services_are_read_as_sentences() -> None:
     ],
 )
 def test_lines_of_libraries_get_the_level_that_they_begin_with(raw: str, level: int) -> None:
-    assert read_line(raw) == LogLine(level, raw, structured=False)
+    assert (read_line(raw).level, read_line(raw).text) == (level, raw)
