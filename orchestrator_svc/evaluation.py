@@ -37,7 +37,7 @@ class EvalPlan:
         stop: Strings that end a turn.
         concurrency: Tasks evaluated at a time.
         version: Oldest version that may sample.
-        name: Begins the names of its requests.
+        name: Begins the names of its requests; empty leaves them to the server, so that nothing is answered from memory.
         seed: Seed of environments' random numbers.
     """
 
@@ -139,7 +139,7 @@ async def _attempts(
             episodes=episodes,
             sampling=Sampling(temperature, plan.max_tokens, plan.stop),
             version=plan.version,
-            request_prefix=f"{plan.name}/{kind}/{index}",
+            request_prefix=f"{plan.name}/{kind}/{index}" if plan.name else "",
             seed=plan.seed,
         )
         records = await workflow.arun_episode(engine, data)

@@ -69,7 +69,7 @@ class PolicyEngine:
 
     Args:
         pool: The replicas.
-        run: Name of the run.
+        run: Name of the run; empty leaves it unchecked.
         deadline_s: Seconds for one request at one replica.
         only: Restrict everything to this replica, for a pinned evaluation.
     """
@@ -88,7 +88,7 @@ class PolicyEngine:
         Raises:
             SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
         """
-        request.run = f"runs/{self._run}"
+        request.run = f"runs/{self._run}" if self._run else ""
         response = await self._anywhere(request, request.n or 1, self._generate_at(request))
         for sample in response.samples:
             await self._continue(request, response.prompt_token_ids, sample)
@@ -133,7 +133,9 @@ class PolicyEngine:
             if not _retryable(error):
                 raise error
             self.counts.retried += 1
-            log.warning("generation goes elsewhere", replica=replica.name, error=str(error))
+            # One line for a replica that fails, not one for each of its requests.
+            tell = log.debug if replica.why_not() else log.warning
+            tell("generation goes elsewhere", replica=replica.name, error=str(error))
             avoid = frozenset({replica.target})
             if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
                 await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)

@@ -61,7 +61,7 @@ class EpisodeData:
         episodes: Attempts wanted.
         sampling: How to sample.
         version: Oldest version that may sample.
-        request_prefix: Unique for this attempt; begins the names of its requests.
+        request_prefix: Unique for this attempt; begins the names of its requests; empty leaves them to the server.
         seed: Seed of the group's random numbers.
     """
 

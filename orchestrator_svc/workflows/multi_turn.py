@@ -108,7 +108,7 @@ class _Transcript:
         """Sample one turn and append it."""
         response = await engine.agenerate(
             rollout_pb2.GenerateRequest(
-                request_id=f"{self.data.request_prefix}/{self.index}.{turn}",
+                request_id=f"{self.data.request_prefix}/{self.index}.{turn}" if self.data.request_prefix else "",
                 token_ids=tokens_pb2.TokenIds(ids=self.ids),
                 sampling=sampling_params(self.data, turn, self.index),
                 n=1,
