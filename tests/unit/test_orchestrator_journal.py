@@ -1,0 +1,223 @@
+"""What a run remembers after its process was killed at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from orchestrator_svc.accounting import Reason
+from orchestrator_svc.journal import DrawnTask, Journal, JournalError
+from orchestrator_svc.scheduler import Batch
+from orchestrator_svc.segments import SegmentError, SegmentWriter, read_record, segment_numbers, segment_path
+from sluice.v1 import orchestrator_pb2, tokens_pb2
+from sluice.versions import BASE, Version
+
+IDENTITY = {"run": "r", "seed": "0"}
+
+
+def open_journal(directory: Path, **settings) -> Journal:
+    return Journal(directory, IDENTITY, fsync_interval_s=0.0, **settings)
+
+
+def record(name: str, text: str = "hello") -> orchestrator_pb2.TrajectoryRecord:
+    return orchestrator_pb2.TrajectoryRecord(
+        trajectory=tokens_pb2.Trajectory(trajectory_id=name, token_ids=[1, 2, 3], mask_runs=[1, 2], reward=0.5),
+        conversation=tokens_pb2.Conversation(messages=[tokens_pb2.ChatMessage(role="assistant", content=text)]),
+    )
+
+
+def accept(journal: Journal, number: int, versions=(Version(1, 0),), count: int = 2) -> None:
+    journal.draw(number, number - 1, number)
+    journal.accept(number, versions, [record(f"g{number}-{index}") for index in range(count)])
+
+
+async def killed(journal: Journal) -> None:
+    """Leave everything durable behind and nothing closed, as SIGKILL does."""
+    await journal.durable()
+    journal._thread.shutdown()
+    journal._index.connection.close()
+
+
+async def test_drawn_tasks_without_trajectories_are_drawn_again(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    journal.draw(1, 0, 1)
+    journal.draw(2, 1, 2)
+    accept(journal, 3)
+    await killed(journal)
+    recovery = await open_journal(tmp_path).recover()
+    assert recovery.drawn == [DrawnTask(1, 0), DrawnTask(2, 1)]
+    assert [group.number for group in recovery.ready] == [3]
+    assert (recovery.next_group, recovery.next_position) == (4, 3)
+
+
+async def test_accepted_trajectories_come_back_whole(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    versions = [Version(1, 4), Version(1, 5)]
+    accept(journal, 7, versions)
+    await killed(journal)
+    again = open_journal(tmp_path)
+    (group,) = (await again.recover()).ready
+    assert (group.versions, group.trajectories, group.position) == (tuple(versions), 2, 6)
+    assert await again.read_group(7) == [record("g7-0"), record("g7-1")]
+
+
+async def test_batches_that_the_weights_lack_are_known_with_their_groups(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    epoch = await journal.allot_epoch()
+    journal.open_epoch(epoch, BASE, [])
+    for number in (1, 2, 3):
+        accept(journal, number)
+        journal.make_batch(Batch(number, f"b{number}", (number,)))
+    journal.apply_batch(1, 1, {"STALE": 1}, 12.5)
+    journal.apply_batch(2, 2, {}, 20.0)
+    await killed(journal)
+    recovery = await open_journal(tmp_path).recover()
+    assert [batch.batch_id for batch, _ in recovery.after(1)] == ["b2", "b3"]
+    assert [[group.number for group in groups] for _, groups in recovery.after(1)] == [[2], [3]]
+    assert recovery.accounting.trained == 3
+    assert recovery.accounting.dropped == {"STALE": 1}
+    assert recovery.accounting.undecided() == 2
+    assert recovery.elapsed_s == 20.0
+    assert recovery.epochs == [(1, BASE)]
+
+
+async def test_a_batch_that_was_taken_apart_is_gone_and_its_number_free(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    for number in (1, 2):
+        accept(journal, number)
+        journal.make_batch(Batch(number, f"b{number}", (number,)))
+    journal.apply_batch(1, 2, {}, 1.0)
+    journal.open_epoch(await journal.allot_epoch(), BASE, kept=[1])
+    journal.make_batch(Batch(2, "another", (2,)))
+    await killed(journal)
+    recovery = await open_journal(tmp_path).recover()
+    assert [batch.batch_id for batch, _ in recovery.after(0)] == ["b1", "another"]
+    assert recovery.accounting.trained == 0, "the weights that trained it are gone"
+
+
+async def test_every_epoch_is_new_even_if_the_trainer_never_answered(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    assert await journal.allot_epoch() == 1
+    await killed(journal)
+    again = open_journal(tmp_path)
+    assert await again.allot_epoch() == 2
+    assert again.resumes
+
+
+async def test_dropped_groups_are_counted_and_forgotten(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    accept(journal, 1)
+    journal.drop(1, Reason.STALE, was_accepted=2)
+    journal.draw(2, 1, 2)
+    journal.drop(2, Reason.EPISODE_FAILED, was_accepted=0)
+    journal.drop_trajectories(Reason.MISSING_REWARD, 3)
+    await killed(journal)
+    recovery = await open_journal(tmp_path).recover()
+    assert (recovery.drawn, recovery.ready) == ([], [])
+    assert recovery.accounting.dropped == {Reason.STALE: 2, Reason.MISSING_REWARD: 3}
+    assert recovery.accounting.failed_groups == {Reason.EPISODE_FAILED: 1}
+    assert recovery.accounting.undecided() == 0
+
+
+async def test_a_torn_end_behind_the_last_acknowledged_record_does_no_harm(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    accept(journal, 1)
+    await killed(journal)
+    with segment_path(tmp_path / "journal", 1).open("ab") as segment:
+        segment.write(b"\x40\x00\x00\x00torn")
+    again = open_journal(tmp_path)
+    accept(again, 2)
+    await again.durable()
+    assert await again.read_group(1) == [record("g1-0"), record("g1-1")]
+    assert await again.read_group(2) == [record("g2-0"), record("g2-1")]
+    await again.close()
+
+
+async def test_a_damaged_record_is_noticed(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    accept(journal, 1)
+    await journal.durable()
+    path = segment_path(tmp_path / "journal", 1)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(JournalError, match="damaged"):
+        await journal.read_group(1)
+
+
+async def test_segments_live_until_the_checkpoint_before_the_last_covers_them(tmp_path) -> None:
+    journal = open_journal(tmp_path, segment_bytes=1)
+    journal.open_epoch(await journal.allot_epoch(), BASE, [])
+    for number in (1, 2, 3, 4):
+        accept(journal, number, count=1)
+        journal.make_batch(Batch(number, f"b{number}", (number,)))
+        journal.apply_batch(number, 1, {}, 1.0)
+    journal.cover(2)
+    await journal.durable()
+    assert segment_numbers(tmp_path / "journal") == [1, 2, 3, 4]
+    journal.cover(4)
+    await journal.durable()
+    assert segment_numbers(tmp_path / "journal") == [3, 4]
+    recovery = await journal.recover()
+    assert [batch.sequence_no for batch, _ in recovery.after(2)] == [3, 4]
+    assert recovery.accounting.trained == 4
+    with pytest.raises(JournalError, match="no longer holds batch 2"):
+        recovery.after(1)
+
+
+async def test_a_journal_of_another_run_is_refused(tmp_path) -> None:
+    await open_journal(tmp_path).close()
+    with pytest.raises(JournalError, match="seed = '0', now it is '1'"):
+        Journal(tmp_path, {**IDENTITY, "seed": "1"})
+
+
+async def test_a_file_that_is_no_journal_is_refused(tmp_path) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"x" * 4096)
+    with pytest.raises(JournalError, match="move it away"):
+        open_journal(tmp_path)
+
+
+async def test_what_cannot_be_written_fails_whoever_waits_for_it(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    journal.make_batch(Batch(1, "b1", (1,)))
+    journal.make_batch(Batch(1, "b1", (1,)))
+    with pytest.raises(JournalError, match="cannot write the journal"):
+        await journal.durable()
+    with pytest.raises(JournalError):
+        journal.draw(1, 0, 1)
+
+
+async def test_records_beyond_the_bound_are_refused(tmp_path) -> None:
+    journal = Journal(tmp_path, IDENTITY, fsync_interval_s=3600.0, queue_records=2)
+    journal.draw(1, 0, 1)
+    journal.draw(2, 1, 2)
+    with pytest.raises(JournalError, match="too slow"):
+        journal.draw(3, 2, 3)
+    assert journal._flushing is not None
+    journal._flushing.cancel()
+    await asyncio.wait({journal._flushing})
+
+
+async def test_many_writers_share_one_commit_and_all_become_durable(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+
+    async def group(number: int) -> None:
+        accept(journal, number)
+        await journal.durable()
+
+    await asyncio.gather(*(group(number) for number in range(1, 101)))
+    assert len((await journal.recover()).ready) == 100
+    await journal.close()
+
+
+def test_a_record_that_is_cut_off_is_told_apart_from_a_whole_one(tmp_path) -> None:
+    writer = SegmentWriter(tmp_path, 1 << 20)
+    first, second = writer.append(b"one"), writer.append(b"two")
+    writer.close()
+    assert read_record(tmp_path, first) == b"one"
+    path = segment_path(tmp_path, 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(SegmentError, match="damaged"):
+        read_record(tmp_path, second)
