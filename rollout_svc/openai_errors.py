@@ -72,7 +72,7 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> JSONResponse:
         faults = error.errors()
-        parameters = [_path(fault["loc"]) for fault in faults]
+        parameters = [fault.get("ctx", {}).get("parameter") or _path(fault["loc"]) for fault in faults]
         texts = [
             f"{parameter or 'body'}: {_sentence(fault)}" for parameter, fault in zip(parameters, faults, strict=True)
         ]

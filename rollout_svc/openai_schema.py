@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from rollout_svc.requests import MAX_SAMPLES
 
@@ -23,6 +24,11 @@ MAX_ALTERNATIVES = 20
 Unsigned = Annotated[int, Field(ge=0, lt=2**32)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def _fault(parameter: str, text: str) -> PydanticCustomError:
+    """What is wrong with one parameter in the light of another; the answer names the parameter."""
+    return PydanticCustomError("inconsistent", "{text}", {"parameter": parameter, "text": text})
 
 
 class Body(BaseModel):
@@ -73,7 +79,7 @@ class GenerationBody(Body):
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream = true")
+            raise _fault("stream_options", "needs stream = true")
         return self
 
     @property
@@ -163,9 +169,9 @@ class ChatRequest(GenerationBody):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs = true")
+            raise _fault("top_logprobs", "needs logprobs = true")
         if None not in {self.max_tokens, self.max_completion_tokens} and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ: send one of them")
+            raise _fault("max_completion_tokens", "differs from max_tokens: send one of them")
         return self
 
 
@@ -186,7 +192,7 @@ class CompletionRequest(GenerationBody):
     @model_validator(mode="after")
     def _all_samples_are_returned(self) -> Self:
         if self.best_of not in {None, self.n or 1}:
-            raise ValueError("best_of must equal n: samples are not ranked here")
+            raise _fault("best_of", "must equal n: samples are not ranked here")
         return self
 
     @property
