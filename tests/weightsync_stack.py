@@ -109,6 +109,7 @@ async def running_stack(
     )
     target = f"127.0.0.1:{await server.start()}"
     channel = connect(target, SecurityConfig())
+    retention = asyncio.create_task(runs.retain_forever())
     try:
         yield Stack(
             target,
@@ -122,6 +123,8 @@ async def running_stack(
     finally:
         await channel.close()
         await server.stop(0)
+        retention.cancel()
+        await asyncio.wait({retention})
         await ingest.close()
         await runs.close()
 
@@ -142,7 +145,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def manifest_of(version: Version, *sources: ShardSource) -> pb.Manifest:
     """The manifest of a version whose shards hold whole tensors."""
-    shards = [source.describe(source.digests()) for source in sources]
+    shards = [source.describe(source.tensor_digests()) for source in sources]
     tensors = [
         DenseTensor(each.name, each.dtype, tuple(each.global_shape), each.digest)
         for shard in shards

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from sluice.config import CommonConfig, Service
-from sluice.rpc import RpcServer
+from sluice.config import CommonConfig, ConfigError, Service
+from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
 from weightsync.delivery import WeightDeliveryServicer
@@ -47,7 +47,7 @@ async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
         "sluice.v1.WeightDeliveryService",
         "agent",
     )
-    await runs.open(run_resource(common.run))  # sweeps and reads the directory before the first call
+    await _open_own_run(runs, common.run)
     await server.start()
     retention = asyncio.create_task(runs.retain_forever())
     try:
@@ -58,6 +58,14 @@ async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
             await retention
         await ingest.close()
         await runs.close()
+
+
+async def _open_own_run(runs: Runs, run: str) -> None:
+    """Sweep and read the directory before the first call, and find out now if it cannot be used."""
+    try:
+        await runs.open(run_resource(run))
+    except SluiceError as error:
+        raise ConfigError(error.message) from error
 
 
 SERVICE = Service("weightsync", WeightSyncConfig, serve)

@@ -41,7 +41,7 @@ async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.Com
             stored = await _store(runs, run, version, announced)
         finally:
             run.committing = None
-    await runs.retain(run)
+    runs.retention_due.set()
     return pb.CommitVersionResponse(manifest=stored.manifest)
 
 

@@ -14,7 +14,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.chunks import MAX_CHUNK_BYTES, make_chunk
+from weightsync.chunks import MAX_CHUNK_BYTES, fill_chunk
 from weightsync.runs import Run, Runs
 
 __all__ = ["WeightDeliveryServicer"]
@@ -84,7 +84,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                 reading = self._runs.in_thread(_read, file, begin, end)
             while reading is not None:
                 response = await reading
-                begin += len(response.chunk.data)
+                begin = min(begin + MAX_CHUNK_BYTES, end)
                 reading = self._runs.in_thread(_read, file, begin, end) if begin < end else None
                 async with asyncio.timeout(self._runs.config.chunk_idle_s):
                     await context.write(response)
@@ -173,4 +173,6 @@ def _read(file: FileIO, begin: int, end: int) -> pb.PullWeightsResponse:
         raise SluiceError.data_loss(
             "SHARD_SHORT", f"the stored file ends at byte {begin + len(data)}: push a new version"
         )
-    return pb.PullWeightsResponse(chunk=make_chunk(begin, data))
+    response = pb.PullWeightsResponse()
+    fill_chunk(response.chunk, begin, data)
+    return response

@@ -15,10 +15,10 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.chunks import MAX_CHUNK_BYTES, make_chunk
+from weightsync.chunks import MAX_CHUNK_BYTES, fill_chunk
 from weightsync.manifest import DenseTensor, version_digest
 from weightsync.names import run_resource
-from weightsync.shard_source import ShardDigests, ShardSource
+from weightsync.shard_source import ShardSource
 
 __all__ = ["PushReport", "WeightPublisher"]
 
@@ -108,7 +108,7 @@ class WeightPublisher:
             chunk_bytes=self._chunk_bytes,
             deadline=time.monotonic() + deadline_s,
         )
-        digests = asyncio.create_task(asyncio.to_thread(source.digests))  # beside the transfer
+        digests = asyncio.create_task(asyncio.to_thread(source.tensor_digests))  # beside the transfer
         try:
             return await _repeated_once(publication, digests, labels or {})
         finally:
@@ -116,7 +116,7 @@ class WeightPublisher:
 
 
 async def _repeated_once(
-    publication: _Publication, digests: asyncio.Task[ShardDigests], labels: Mapping[str, str]
+    publication: _Publication, digests: asyncio.Task[dict[str, str]], labels: Mapping[str, str]
 ) -> PushReport:
     try:
         return await publication.run(digests, labels, resume=False)
@@ -148,7 +148,9 @@ class _Publication:
         self._deadline = deadline
         self._sent = 0
 
-    async def run(self, digests: asyncio.Task[ShardDigests], labels: Mapping[str, str], *, resume: bool) -> PushReport:
+    async def run(
+        self, digests: asyncio.Task[dict[str, str]], labels: Mapping[str, str], *, resume: bool
+    ) -> PushReport:
         """Send what the service lacks, then commit."""
         try:
             started = time.perf_counter()
@@ -203,13 +205,16 @@ class _Publication:
         )
         yield pb.PushWeightsRequest(header=header)
         spans = self._source.spans(offset, self._chunk_bytes)
-        preparing = _prepare(self._source, next(spans, None))
+        span = next(spans, None)
+        preparing = _prepare(self._source, span)
         try:
             while preparing is not None:  # the next chunk is prepared while this one goes out
                 request = await preparing
-                preparing = _prepare(self._source, next(spans, None))
+                size = 0 if span is None else span[1] - span[0]
+                span = next(spans, None)
+                preparing = _prepare(self._source, span)
                 yield request
-                self._sent += len(request.chunk.data)
+                self._sent += size
         finally:
             if preparing is not None:
                 preparing.cancel()
@@ -245,4 +250,6 @@ def _prepare(source: ShardSource, span: tuple[int, int] | None) -> asyncio.Futur
 
 
 def _chunk(source: ShardSource, begin: int, end: int) -> pb.PushWeightsRequest:
-    return pb.PushWeightsRequest(chunk=make_chunk(begin, source.read(begin, end)))
+    request = pb.PushWeightsRequest()
+    fill_chunk(request.chunk, begin, source.read(begin, end))
+    return request

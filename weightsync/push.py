@@ -10,7 +10,7 @@ import grpc
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.chunks import MAX_CHUNK_BYTES, ChunkError
+from weightsync.chunks import ChunkError, ChunkSizeError
 from weightsync.layout import LayoutError
 from weightsync.ledger import RefusedError
 from weightsync.names import BadNameError, check_shard
@@ -118,7 +118,7 @@ async def _receive(
         if upload.shard.stored == upload.shard.size:
             await runs.in_thread(upload.finish, ticket)
             _check_digest(upload, header.shard)
-    except (ChunkError, LayoutError, SluiceError, OSError, OffsetError, SupersededError) as error:
+    except (ChunkError, ChunkSizeError, LayoutError, SluiceError, OSError, OffsetError, SupersededError) as error:
         failure = _failure(error)
         if isinstance(error, ChunkError | LayoutError | OSError) or failure.code is grpc.StatusCode.DATA_LOSS:
             await _discard(runs, run, Version.from_proto(header.version), upload)
@@ -132,28 +132,18 @@ async def _write_chunks(
     """One chunk is written while the next one arrives; never more, so that a slow disk slows the sender down."""
     writing: asyncio.Future[None] | None = None
     try:
-        while upload.shard.stored < upload.shard.size:
-            part = await _next(requests, runs.config.chunk_idle_s)
+        while (part := await _next(requests, runs.config.chunk_idle_s)) is not None:
             if writing is not None:
                 await writing
-            if part is None:
-                return
-            _check_chunk(part)
+            if part.WhichOneof("part") != "chunk":
+                raise SluiceError.invalid_argument("part", "after the header, only chunks follow")
             upload.active_at = runs.clock()
             writing = runs.in_thread(upload.write, ticket, part.chunk)
-            if part.chunk.offset + len(part.chunk.data) >= upload.shard.size:
-                await writing
+        if writing is not None:
+            await writing
     finally:
         if writing is not None and not writing.done():
             await asyncio.wait({writing}, timeout=runs.config.chunk_idle_s)
-
-
-def _check_chunk(part: pb.PushWeightsRequest) -> None:
-    if part.WhichOneof("part") != "chunk":
-        raise SluiceError.invalid_argument("part", "after the header, only chunks follow")
-    size = len(part.chunk.data)
-    if not 0 < size <= MAX_CHUNK_BYTES:
-        raise SluiceError.invalid_argument("chunk.data", f"has {size} bytes; send 1 to {MAX_CHUNK_BYTES}")
 
 
 def _check_digest(upload: Upload, announced: pb.Shard) -> None:

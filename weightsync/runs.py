@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import time
 from collections.abc import Callable, Iterator
@@ -127,6 +128,9 @@ class Runs:
         directory_of: Where a run's versions lie.
         model_of: The base model whose files go with a run's versions; empty: none.
         clock: Seconds, monotonic.
+
+    Attributes:
+        retention_due: Wakes `retain_forever`.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class Runs:
         self._runs: dict[str, Run] = {}
         self._opening = asyncio.Lock()
         self._room = asyncio.Lock()
+        self.retention_due = asyncio.Event()
         self._threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
 
     def __iter__(self) -> Iterator[Run]:
@@ -263,9 +268,15 @@ class Runs:
             await self.delete(run, surplus[0])
 
     async def retain_forever(self) -> None:
-        """Apply retention now and then, because leases and uploads run out without a call."""
+        """Apply retention after each commit, and now and then, because leases and uploads run out without a call.
+
+        Nobody waits for it: to remove a version takes the disk about as long as to write one.
+        """
         while True:
-            await asyncio.sleep(self.config.heartbeat_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.heartbeat_s):
+                    await self.retention_due.wait()
+            self.retention_due.clear()
             for run in self:
                 try:
                     await self.retain(run)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.chunks import ChunkError, check_chunk
+from weightsync.chunks import ChunkError, ChunkSizeError, check_chunk
 from weightsync.layout import Entry, LayoutError, render_header
 from weightsync.manifest import DenseTensor, ManifestError, check_manifest, entry_name, version_digest
 from weightsync.scan import Scan
@@ -66,7 +66,7 @@ class StagingFile:
         try:
             data = check_chunk(chunk)
             scan.feed(data)
-        except (ChunkError, LayoutError) as error:
+        except (ChunkError, ChunkSizeError, LayoutError) as error:
             raise StagingError(f"shard {shard}: {error}") from error
         if scan.entries is None:
             return

@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from small_models import VOCABULARY, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, manifest_of, running_stack, weights
+from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -105,16 +105,21 @@ async def report(stack: Stack, replica: str, version: Version) -> pb.ReportVersi
     return await stack.delivery.ReportVersion(request, timeout=30)
 
 
+def directories(stack: Stack) -> set[str]:
+    return {path.name for path in stack.directory.glob("v*")}
+
+
 async def test_the_last_versions_are_kept_and_those_that_replicas_serve(tmp_path: Path) -> None:
     async with running_stack(tmp_path, keep=2) as stack:
         await push(stack, 1)
         response = await report(stack, "slow", Version(1, 1))
         assert response.lease.ToTimedelta().total_seconds() == 60
         await push(stack, 2, 3, 4)
+        await eventually(lambda: directories(stack) == {"v1.1", "v1.3", "v1.4"})
         assert await stack.visible() == [Version(1, 4), Version(1, 3), Version(1, 1)]
-        assert {path.name for path in stack.directory.glob("v*")} == {"v1.1", "v1.3", "v1.4"}
         await report(stack, "slow", Version(1, 4))
         await push(stack, 5)
+        await eventually(lambda: directories(stack) == {"v1.4", "v1.5"})
         assert await stack.visible() == [Version(1, 5), Version(1, 4)]
 
 

@@ -52,7 +52,7 @@ async def test_a_committed_version_never_changes(stack: Stack) -> None:
     assert caught.value.code is grpc.StatusCode.ALREADY_EXISTS
     other = ShardSource("model", weights(2))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stack.push_shard(other, V1, digest=other.digests().file)
+        await stack.push_shard(other, V1, digest=other.digest())
     assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
     assert equal_bits(on_disk(stack, V1), weights(1))
 
@@ -60,7 +60,7 @@ async def test_a_committed_version_never_changes(stack: Stack) -> None:
 async def test_a_shard_of_a_committed_version_with_the_same_digest_is_accepted_unread(stack: Stack) -> None:
     await stack.publisher.push(V1, weights(), deadline_s=30)
     source = ShardSource("model", weights())
-    response = await stack.push_shard(source, V1, until=0, digest=source.digests().file)
+    response = await stack.push_shard(source, V1, until=0, digest=source.digest())
     assert response.stored_bytes == source.size
 
 
@@ -73,7 +73,7 @@ async def test_a_push_goes_on_where_it_broke(stack: Stack) -> None:
     error = error_of(caught.value)
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SHARD_OFFSET")
     whole = await stack.push_shard(source, V1, offset=int(error.metadata["stored_bytes"]))
-    assert whole.digest == source.digests().file
+    assert whole.digest == source.digest()
     await stack.commit(manifest_of(V1, source))
     assert equal_bits(on_disk(stack, V1), weights())
 
@@ -225,7 +225,7 @@ async def test_slices_of_ranks_are_assembled_into_whole_tensors(stack: Stack) ->
     for name, (part, offsets) in parts.items():
         source = ShardSource(name, {"w": part, f"own.{name}": torch.ones(3)})
         await stack.push_shard(source, V1)
-        shard = source.describe(source.digests())
+        shard = source.describe(source.tensor_digests())
         for tensor in shard.tensors:
             if tensor.name == "w":
                 tensor.global_shape[:], tensor.offsets[:], tensor.sizes[:] = whole.shape, offsets, part.shape
