@@ -1,0 +1,112 @@
+"""What is wrong with a request is told before the engine sees it, all of it at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from rollout_svc.engines.base import ModelInfo, Sampling
+from rollout_svc.prompts import struct_dict
+from rollout_svc.requests import MAX_SAMPLES, generation_request, sampling_of
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2, tokens_pb2
+
+INFO = ModelInfo("model", "Qwen3ForCausalLM", 100, 32, "float32", (1,), "test")
+PROMPT = [5, 6, 7]
+
+
+def request(**sampling: Any) -> rollout_pb2.GenerateRequest:
+    return rollout_pb2.GenerateRequest(sampling=tokens_pb2.SamplingParams(**sampling))
+
+
+def violations(wire: rollout_pb2.GenerateRequest, prompt: list[int] | None = None) -> dict[str, str]:
+    with pytest.raises(SluiceError) as caught:
+        generation_request(wire, PROMPT if prompt is None else prompt, INFO)
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+    return caught.value.violations
+
+
+def test_what_is_unset_has_the_defaults_of_the_contract():
+    assert sampling_of(tokens_pb2.SamplingParams()) == Sampling()
+    asked = generation_request(rollout_pb2.GenerateRequest(), PROMPT, INFO)
+    assert (asked.n, asked.priority, asked.prompt_logprobs) == (1, 0, False)
+    assert len(asked.request_id) == 32
+
+
+def test_what_is_set_arrives():
+    wire = request(
+        max_tokens=4, temperature=0.0, top_p=0.5, top_k=3, min_p=0.25, stop=["a"], stop_token_ids=[9], ignore_eos=True,
+        seed=2**64 - 1, top_logprobs=2, presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=1.5,
+        min_tokens=4, logit_bias={99: -5.0},
+    )  # fmt: skip
+    wire.request_id, wire.n, wire.priority, wire.return_prompt_logprobs = "mine", MAX_SAMPLES, -3, True
+    asked = generation_request(wire, PROMPT, INFO)
+    assert asked.sampling == Sampling(
+        max_tokens=4, temperature=0.0, top_p=0.5, top_k=3, min_p=0.25, stop=("a",), stop_token_ids=(9,), ignore_eos=True,
+        seed=2**64 - 1, top_logprobs=2, presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=1.5,
+        min_tokens=4, logit_bias={99: -5.0},
+    )  # fmt: skip
+    assert (asked.request_id, asked.n, asked.priority, asked.prompt_logprobs) == ("mine", MAX_SAMPLES, -3, True)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "field"),
+    [
+        ({"temperature": -0.1}, "sampling.temperature"),
+        ({"temperature": float("nan")}, "sampling.temperature"),
+        ({"temperature": float("inf")}, "sampling.temperature"),
+        ({"top_p": 0.0}, "sampling.top_p"),
+        ({"top_p": 1.01}, "sampling.top_p"),
+        ({"top_p": float("nan")}, "sampling.top_p"),
+        ({"min_p": 1.5}, "sampling.min_p"),
+        ({"top_logprobs": 21}, "sampling.top_logprobs"),
+        ({"max_tokens": 0}, "sampling.max_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "sampling.min_tokens"),
+        ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
+        ({"presence_penalty": 2.1}, "sampling.presence_penalty"),
+        ({"frequency_penalty": -2.1}, "sampling.frequency_penalty"),
+        ({"stop": [""]}, "sampling.stop"),
+        ({"stop": ["x"] * 65}, "sampling.stop"),
+        ({"stop_token_ids": [100]}, "sampling"),
+        ({"logit_bias": {100: 1.0}}, "sampling"),
+    ],
+)
+def test_sampling_that_cannot_be_is_named(sampling, field):
+    assert list(violations(request(**sampling))) == [field]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field"), [([], "prompt"), ([5] * 32, "prompt"), ([5, 100], "token_ids"), ([2**32 - 1], "token_ids")]
+)
+def test_a_prompt_that_cannot_be_is_named(prompt, field):
+    assert list(violations(rollout_pb2.GenerateRequest(), prompt)) == [field]
+
+
+def test_everything_wrong_is_told_at_once():
+    wire = request(temperature=-1.0, top_p=2.0)
+    wire.n, wire.adapter, wire.request_id = 0, "some", "x" * 129
+    assert set(violations(wire, [])) == {
+        "request_id", "n", "adapter", "prompt", "sampling.temperature", "sampling.top_p",
+    }  # fmt: skip
+
+
+def test_the_longest_prompt_leaves_room_for_one_token():
+    assert len(generation_request(rollout_pb2.GenerateRequest(), [5] * 31, INFO).prompt_ids) == 31
+
+
+def test_a_json_schema_reaches_the_template_the_same_way_every_time():
+    schema = {
+        "type": "object",
+        "properties": {"zeta": {"maximum": 3, "minimum": 0.5}, "alpha": {}},
+        "required": ["zeta"],
+    }
+    tool = tokens_pb2.Tool()
+    tool.parameters.update(schema)
+    for _ in range(3):
+        tool = tokens_pb2.Tool.FromString(tool.SerializeToString())
+        plain = struct_dict(tool.parameters)
+        assert plain == schema
+        assert list(plain) == ["properties", "required", "type"]
+        assert repr(plain["properties"]) == "{'alpha': {}, 'zeta': {'maximum': 3, 'minimum': 0.5}}"
