@@ -13,6 +13,7 @@ from sluice.versions import Version
 from weightsync.incoming import IncomingShard
 from weightsync.ledger import RefusedError
 from weightsync.manifest import ManifestError
+from weightsync.metrics import COMMIT_SECONDS, COMMITTED_BYTES
 from weightsync.runs import Run, Runs, disk_error, refused
 from weightsync.store import RunStore, StoredVersion
 from weightsync.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
@@ -83,13 +84,16 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
     except OSError as error:
         await runs.drop_uploads(run, version)
         raise disk_error(error) from error
+    seconds = time.perf_counter() - started
+    COMMIT_SECONDS.observe(seconds)
+    COMMITTED_BYTES.labels(run.name).inc(stored.manifest.size_bytes)
     log.info(
         "version committed",
         run=run.name,
         version=str(version),
         bytes=stored.manifest.size_bytes,
         digest=stored.manifest.digest,
-        seconds=round(time.perf_counter() - started, 4),
+        seconds=round(seconds, 4),
     )
     return stored
 

@@ -20,6 +20,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.apply import Applier, ApplyError
+from weightsync.metrics import APPLY_SECONDS, PAUSE_SECONDS, STAGE_SECONDS, UPDATES
 from weightsync.names import run_resource
 from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.pull import PullError, PullLimits, pull_version
@@ -230,6 +231,7 @@ class WeightReceiver:
     def _note_failure(self, version: Version | None, error: Exception) -> None:
         self._failures = min(self._failures + 1, 8)
         self._error = f"version {version or 'newest'}: {error}"
+        UPDATES.labels("failed").inc()
         log.warning("version not taken", version=str(version), serving=str(self._applier.serving), error=str(error))
         self._reporter.tell(pb.REPLICA_PHASE_FAILED, version or self._applier.serving, self._error)
 
@@ -257,6 +259,10 @@ class WeightReceiver:
             total_s=time.perf_counter() - started,
         )
         self._reporter.tell(pb.REPLICA_PHASE_SERVING, wanted, stage_s=self._last.stage_s, pause_s=report.pause_s)
+        UPDATES.labels("applied").inc()
+        STAGE_SECONDS.observe(self._last.stage_s)
+        PAUSE_SECONDS.observe(report.pause_s)
+        APPLY_SECONDS.observe(report.apply_s)
         log.info("version in service", **self._last.for_log())
         if self._observe is not None:
             self._observe(self._last)

@@ -19,6 +19,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
 from weightsync.ledger import Ledger, RefusedError
+from weightsync.metrics import HELD_BYTES
 from weightsync.names import BadNameError, parse_run
 from weightsync.store import RunStore, StoredVersion, StoreLockedError
 from weightsync.upload import Upload
@@ -278,6 +279,7 @@ class Runs:
                     await self.retention_due.wait()
             self.retention_due.clear()
             for run in self:
+                HELD_BYTES.labels(run.name).set(run.bytes_held)
                 try:
                     await self.retain(run)
                 except OSError as error:  # the disk may recover; serving goes on without

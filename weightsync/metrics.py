@@ -1,0 +1,31 @@
+"""Prometheus metrics of the weight path: of the service's commits and of a replica's updates."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+__all__ = [
+    "APPLY_SECONDS",
+    "COMMITTED_BYTES",
+    "COMMIT_SECONDS",
+    "HELD_BYTES",
+    "PAUSE_SECONDS",
+    "STAGE_SECONDS",
+    "UPDATES",
+]
+
+_SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300)
+
+COMMIT_SECONDS = Histogram(
+    "sluice_weights_commit_seconds", "Time to verify and publish a pushed version.", buckets=_SECONDS
+)
+COMMITTED_BYTES = Counter("sluice_weights_committed_bytes", "Bytes of committed versions.", ("run",))
+HELD_BYTES = Gauge("sluice_weights_held_bytes", "Bytes of versions on disk, incoming ones included.", ("run",))
+UPDATES = Counter("sluice_weights_updates", "Versions that a replica took or failed to take.", ("outcome",))
+STAGE_SECONDS = Histogram(
+    "sluice_weights_stage_seconds", "Time to pull, verify and stage a version; tokens flow meanwhile.", buckets=_SECONDS
+)
+PAUSE_SECONDS = Histogram(
+    "sluice_weights_pause_seconds", "Time without sampling while a version was applied.", buckets=_SECONDS
+)
+APPLY_SECONDS = Histogram("sluice_weights_apply_seconds", "Time of the copy into the engine.", buckets=_SECONDS)
