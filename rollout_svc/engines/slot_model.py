@@ -38,7 +38,9 @@ class SlotModel:
 
     def __init__(self, model: str, device: str, dtype: str, max_model_len: int | None) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
+        from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
+        disable_progress_bar()  # a log is no terminal
         AttentionInterface.register(ATTENTION, slot_attention)
         self.device = torch.device(_device(device))
         try:
@@ -51,7 +53,10 @@ class SlotModel:
         self.module.requires_grad_(requires_grad=False).eval().to(self.device)
         self.info = _info(model, self.module, max_model_len)
         self._picked: tuple[Tensor, Tensor] | None = None
-        self.module.get_output_embeddings().register_forward_pre_hook(self._pick)
+        head = self.module.get_output_embeddings()
+        if head is None:
+            raise EngineError(f'{self.info.architecture} has no output layer of its own; use engine = "vllm"')
+        head.register_forward_pre_hook(self._pick)
 
     @property
     def kv_shape(self) -> KvShape:

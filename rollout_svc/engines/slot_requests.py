@@ -7,6 +7,7 @@ there are tokens sees whole steps, without a lock.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rollout_svc.engines.base import (
+    EngineError,
     FinishReason,
     GenerationChunk,
     GenerationRequest,
@@ -123,8 +125,9 @@ class LiveRequest:
         self.request = request
         self.samples = [LiveSample(request, index, info) for index in range(request.n)]
         self.prompt_logprobs: list[float] = []
-        self.error: Exception | None = None
-        self.ended = asyncio.Event()
+        self.error: EngineError | None = None
+        self.ended = False
+        self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._left = request.n
 
@@ -132,12 +135,37 @@ class LiveRequest:
         """Count an ended sample; the last one wakes the caller."""
         self._left -= 1
         if self._left == 0:
-            self._loop.call_soon_threadsafe(self.ended.set)
+            self._tell()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: EngineError) -> None:
         """Let the caller know that nothing more will come."""
         self.error = error
-        self._loop.call_soon_threadsafe(self.ended.set)
+        self._tell()
+
+    def _tell(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the caller's event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self.ended = True
+        self._wake.set()
+
+    async def wait(self, seconds: float | None = None) -> None:
+        """Return when all samples have ended, or after the time. On the caller's side.
+
+        Raises:
+            EngineError: what the engine failed with.
+        """
+        timer = None if seconds is None else self._loop.call_later(seconds, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if not self.ended:
+            self._wake.clear()
+        elif self.error is not None:
+            raise EngineError(*self.error.args)  # each caller its own: they carry tracebacks
 
     def result(self) -> GenerationResult:
         """All samples, once they ended."""

@@ -37,6 +37,12 @@ class InPlaceWeights:
             )
         self._live = {name: live[name] for name in base.shapes}
         self._base = base
+        self._device = next(iter(self._live.values())).device
+
+    @property
+    def base_paths(self) -> Sequence[Path]:
+        """The model's own files."""
+        return self._base.paths
 
     def check(self, paths: Sequence[Path]) -> None:
         """Compare the files' headers with the model, before anything is touched.
@@ -71,6 +77,8 @@ class InPlaceWeights:
                         self._live[name].copy_(file.get_tensor(name))
             except (SafetensorError, OSError, RuntimeError) as error:
                 raise EngineError(f"the weights could not be copied: {error}") from error
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 def _tensors(paths: Sequence[Path], stack: ExitStack) -> Iterator[tuple[str, Any]]:

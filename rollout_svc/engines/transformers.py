@@ -19,8 +19,9 @@ from rollout_svc.engines.base import (
     PauseMode,
 )
 from rollout_svc.engines.base_model import BaseModel, read_base_model
+from rollout_svc.engines.slot_batch import BatchLimits, SlotBatch
 from rollout_svc.engines.slot_cache import SlotCache
-from rollout_svc.engines.slot_loop import LoopLimits, SlotLoop
+from rollout_svc.engines.slot_loop import SlotLoop
 from rollout_svc.engines.slot_model import SlotModel
 from rollout_svc.engines.slot_requests import LiveRequest
 from rollout_svc.engines.slot_weights import InPlaceWeights
@@ -77,14 +78,14 @@ class TransformersEngine:
     ) -> None:
         self._model, self._device, self._dtype = model, device, dtype
         self._max_model_len, self._max_queued = max_model_len, max_queued
-        self._limits = LoopLimits(max_running or 256, prefill_tokens, threads)
+        self._limits = BatchLimits(max_running or 256, prefill_tokens, threads)
         self._kv_cache_bytes, self._recompute = kv_cache_bytes, kv_policy == "recompute"
         self._drain_deadline_s = drain_deadline_s
         self._commands = asyncio.Lock()
         self._running: SlotLoop | None = None
         self._base: BaseModel | None = None
         self._decoder: Decoder | None = None
-        self._staged: StagedVersion | None = None
+        self._resume_from: StagedVersion | None = None
         self._live: dict[str, set[LiveRequest]] = {}
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -108,15 +109,17 @@ class TransformersEngine:
             EngineError: if it cannot start.
         """
         async with self._commands:
+            if self._running is not None:
+                self._resume_from = self._running.staged
             await self._stop()
             loop = await self._start()
-            staged = self._staged
+            staged, self._resume_from = self._resume_from, None
             if staged is not None and staged.path.is_file():
-                await asyncio.wrap_future(
-                    loop.call(lambda: loop.swap(staged.version, [staged.path], self._base_model.paths))
-                )
-            else:
-                self._staged = None
+                try:
+                    await asyncio.wrap_future(loop.call(lambda: loop.swap(staged)))
+                except EngineError:
+                    await self._stop()  # not healthy until another attempt serves the base
+                    raise
             return loop.version
 
     async def stop(self) -> None:
@@ -148,14 +151,9 @@ class TransformersEngine:
                 f"kv_cache_bytes is {budget}, but one sample of {model.info.max_model_len} tokens takes {one_sample}; "
                 "raise it or lower max_model_len"
             )
-        return SlotLoop(
-            model,
-            InPlaceWeights(model.module, self._base),
-            SlotCache(model.kv_shape, budget),
-            self._limits,
-            decoder=self._decoder,
-            recompute=self._recompute,
-        )
+        batch = SlotBatch(model, SlotCache(model.kv_shape, budget), self._limits, self._decoder)
+        weights = InPlaceWeights(model.module, self._base)
+        return SlotLoop(batch, weights, threads=self._limits.threads, recompute=self._recompute)
 
     @property
     def _loop(self) -> SlotLoop:
@@ -188,11 +186,9 @@ class TransformersEngine:
         """
         live = self._submit(request)
         try:
-            await live.ended.wait()
+            await live.wait()
         finally:
             self._release(live)
-        if live.error is not None:
-            raise live.error
         return live.result()
 
     async def stream(
@@ -210,7 +206,7 @@ class TransformersEngine:
         unfinished = set(range(request.n))
         try:
             while unfinished:
-                await _ended_within(live, max(coalesce_s, LEAST_COALESCE_S))
+                await live.wait(max(coalesce_s, LEAST_COALESCE_S))
                 for index in sorted(unfinished):
                     chunk = live.samples[index].chunk(given[index])
                     if chunk is None:
@@ -219,8 +215,6 @@ class TransformersEngine:
                     if chunk.finish_reason is not None:
                         unfinished.discard(index)
                     yield chunk
-                if live.error is not None:
-                    raise live.error
         finally:
             self._release(live)
 
@@ -250,7 +244,7 @@ class TransformersEngine:
         if not of_same_name:
             del self._live[live.request.request_id]
         loop = self._running
-        if loop is not None and not live.ended.is_set():
+        if loop is not None and not live.ended:
             loop.post(lambda: loop.abort(live))
 
     # --- pausing --------------------------------------------------------------------------------------------------
@@ -292,13 +286,10 @@ class TransformersEngine:
         """
         async with self._commands:
             loop = self._loop
-            if self._staged == staged and loop.version == staged.version:
+            if loop.staged == staged:
                 return ApplyReport(staged.version, 0.0, 0.0)
             self._base_model.check(staged)
-            before = [self._staged.path] if self._staged is not None else self._base_model.paths
-            spent = await asyncio.wrap_future(loop.call(lambda: loop.swap(staged.version, [staged.path], before)))
-            self._staged = staged
-            return ApplyReport(staged.version, *spent)
+            return ApplyReport(staged.version, *await asyncio.wrap_future(loop.call(lambda: loop.swap(staged))))
 
     async def reload_base(self) -> ApplyReport:
         """Return to the base model on disk, as version (0, 0).
@@ -307,11 +298,8 @@ class TransformersEngine:
             EngineError: as `apply` does.
         """
         async with self._commands:
-            loop, paths = self._loop, self._base_model.paths
-            before = [self._staged.path] if self._staged is not None else paths
-            spent = await asyncio.wrap_future(loop.call(lambda: loop.swap(BASE, paths, before)))
-            self._staged = None
-            return ApplyReport(BASE, *spent)
+            loop = self._loop
+            return ApplyReport(BASE, *await asyncio.wrap_future(loop.call(lambda: loop.swap(None))))
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -322,22 +310,15 @@ class TransformersEngine:
             return EngineStatus(BASE, 0, 0, 0.0, 0, 0, self._limits.running, paused=False, healthy=False)
         return EngineStatus(
             version=loop.version,
-            running=loop.running,
+            running=len(loop.batch.rows),
             queued=loop.queued,
-            kv_cache_usage=loop.kv_usage,
-            generated_tokens=loop.generated_tokens,
-            prompt_tokens=loop.prompt_tokens,
+            kv_cache_usage=loop.batch.kv_usage,
+            generated_tokens=loop.batch.generated_tokens,
+            prompt_tokens=loop.batch.prompt_tokens,
             max_running=self._limits.running,
             paused=loop.paused is not None,
             healthy=not loop.broken,
         )
-
-
-async def _ended_within(live: LiveRequest, seconds: float) -> None:
-    """Return when the request has ended, or after the time."""
-    timer = asyncio.get_running_loop().create_task(live.ended.wait())
-    await asyncio.wait({timer}, timeout=seconds)
-    timer.cancel()
 
 
 def _tokenizer(directory: str) -> Decoder | None:

@@ -1,0 +1,203 @@
+"""The samples that are generated together: admission, prompts, steps, and what happens to rows that end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from rollout_svc.engines.base import FinishReason
+from rollout_svc.engines.slot_cache import SlotCache
+from rollout_svc.engines.slot_model import SlotModel
+from rollout_svc.engines.slot_requests import LiveRequest, LiveSample, WaitingLine
+from rollout_svc.engines.slot_sampling import draw
+from rollout_svc.engines.slot_shapes import Logits
+from rollout_svc.engines.stop_strings import Decoder, completed_stop
+from sluice.versions import Version
+
+__all__ = ["BatchLimits", "Owned", "SlotBatch"]
+
+Owned = tuple[LiveRequest, LiveSample]
+"""A sample with the request that it belongs to."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """How much is computed at a time.
+
+    Attributes:
+        running: Most samples in a step.
+        prefill_tokens: Most prompt tokens, padding included, between two steps; a longer prompt goes alone.
+        threads: CPU threads of a step; None leaves PyTorch's choice.
+    """
+
+    running: int
+    prefill_tokens: int
+    threads: int | None
+
+
+class SlotBatch:
+    """Rows of the KV cache and the samples that they belong to. Used by one thread.
+
+    A sample is admitted when its longest possible sequence fits beside those that run, so that none has to be put out again.
+
+    Args:
+        model: The model.
+        cache: Keys and values of the rows.
+        limits: How much to compute at a time.
+        decoder: Decodes for stop strings; None where the model has no tokenizer.
+    """
+
+    def __init__(self, model: SlotModel, cache: SlotCache, limits: BatchLimits, decoder: Decoder | None) -> None:
+        self._model, self._cache, self._limits, self._decoder = model, cache, limits, decoder
+        self._random = np.random.default_rng()
+        self.rows: list[Owned] = []
+        self.generated_tokens = 0
+        self.prompt_tokens = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the cache's positions that are in use."""
+        return self._cache.usage(sum(sample.last_position for _, sample in self.rows))
+
+    def step(self, waiting: WaitingLine, version: Version) -> list[Owned]:
+        """Take in waiting samples for which there is room and sample a token of each row.
+
+        Args:
+            waiting: Where samples come from.
+            version: The weights.
+
+        Returns:
+            Samples that ended.
+        """
+        admitted = self._admit(waiting)
+        ended = self._prefill(admitted, version) if admitted else []
+        if self.rows:
+            samples = [sample for _, sample in self.rows]
+            tokens = [sample.token_ids[-1] for sample in samples]
+            logits = self._model.decode(self._cache, tokens, [sample.last_position for sample in samples])
+            ended += self._deliver(logits, 0, version)
+        return ended
+
+    def free(self, rows: Sequence[int]) -> list[Owned]:
+        """Give up rows, in ascending order, and move the last ones into the holes.
+
+        Returns:
+            Their samples.
+        """
+        gone = [self.rows[row] for row in rows]
+        for row in reversed(rows):
+            last = len(self.rows) - 1
+            if row != last:
+                self._cache.move(last, row, self.rows[last][1].last_position)
+                self.rows[row] = self.rows[last]
+            self.rows.pop()
+        return gone
+
+    def fill_anew(self) -> None:
+        """Compute keys and values of all rows under the present weights."""
+        sequences = [[*sample.request.prompt_ids, *sample.token_ids[:-1]] for _, sample in self.rows]
+        first = 0
+        while first < len(sequences):
+            count = _within_budget(sequences[first:], self._limits.prefill_tokens)
+            batch = sequences[first : first + count]
+            self._model.prefill(self._cache, first, batch, range(count), [(0, 0)])
+            first += count
+
+    def _admit(self, waiting: WaitingLine) -> list[Owned]:
+        admitted: list[Owned] = []
+        longest = max((sample.most_positions for _, sample in self.rows), default=0)
+        prompts, width = 0, 0
+        while waiting and len(self.rows) + len(admitted) < self._limits.running:
+            live, sample = waiting.first()
+            longest = max(longest, sample.most_positions)
+            if not self._cache.fits(len(self.rows) + len(admitted) + 1, longest):
+                break
+            if not admitted or admitted[-1][0] is not live:
+                prompts, width = prompts + 1, max(width, len(live.request.prompt_ids))
+                if admitted and prompts * width > self._limits.prefill_tokens:
+                    break
+            admitted.append(waiting.pop())
+        return admitted
+
+    def _prefill(self, admitted: list[Owned], version: Version) -> list[Owned]:
+        """Forward each new prompt once, give it to all of its samples and draw their first tokens."""
+        first = len(self.rows)
+        owners = list({id(live): live for live, _ in admitted}.values())
+        number = {id(live): position for position, live in enumerate(owners)}
+        sources = [number[id(live)] for live, _ in admitted]
+        longest = max(sample.most_positions for _, sample in (*self.rows, *admitted))
+        self._cache.reserve(first + len(admitted), longest, used=first)
+        wanted = [_wanted_positions(live) for live in owners]
+        logits = self._model.prefill(
+            self._cache,
+            first,
+            [live.request.prompt_ids for live in owners],
+            sources,
+            [(prompt, position) for prompt, each in enumerate(wanted) for position in each],
+        )
+        ends = np.cumsum([len(each) for each in wanted])
+        for live, each, end in zip(owners, wanted, ends, strict=True):
+            if len(each) > 1:
+                live.prompt_logprobs = _prompt_logprobs(logits[end - len(each) : end - 1], live.request.prompt_ids)
+        self.rows += admitted
+        self.prompt_tokens += sum(len(live.request.prompt_ids) for live, sample in admitted if sample.index == 0)
+        return self._deliver(logits[torch.from_numpy(ends[sources] - 1).to(logits.device)], first, version)
+
+    def _deliver(self, logits: Logits, first: int, version: Version) -> list[Owned]:
+        """Draw a token for each row from `first` on, hand it over, and free the rows that ended."""
+        rows = self.rows[first:]
+        drawn = draw(logits, [sample.row for _, sample in rows], self._random)
+        ended: list[int] = []
+        for number, (_, sample) in enumerate(rows):
+            logprob = drawn.logprobs[number]
+            if math.isnan(logprob):
+                log.error("the model's output is not finite", request=sample.request.request_id, version=str(version))
+                self._cache.clean(first + number)
+                sample.finish_reason = FinishReason.ERROR
+            else:
+                sample.take(drawn.token_ids[number], logprob, drawn.top[number], version)
+                sample.finish_reason = self._reason_to_end(sample)
+                self.generated_tokens += 1
+            if sample.finish_reason is not None:
+                ended.append(first + number)
+        return self.free(ended)
+
+    def _reason_to_end(self, sample: LiveSample) -> FinishReason | None:
+        count, sampling = len(sample.token_ids), sample.request.sampling
+        if sample.token_ids[-1] in sample.row.end_ids:
+            return FinishReason.STOP
+        if sampling.stop and self._decoder is not None and count >= sampling.min_tokens:
+            sample.stop_string = completed_stop(self._decoder, sample.token_ids, sampling.stop)
+            if sample.stop_string:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if count >= sample.most_tokens else None
+
+
+def _wanted_positions(live: LiveRequest) -> range:
+    """Positions of the prompt whose logits are needed: the last one, or all if the caller wants them."""
+    length = len(live.request.prompt_ids)
+    return range(0 if live.request.prompt_logprobs and not live.prompt_logprobs else length - 1, length)
+
+
+def _prompt_logprobs(logits: Tensor, prompt_ids: Sequence[int]) -> list[float]:
+    targets = torch.tensor(prompt_ids[1:], device=logits.device)
+    values: list[float] = torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0].tolist()
+    return values
+
+
+def _within_budget(sequences: Sequence[Sequence[int]], tokens: int) -> int:
+    """How many of the first sequences, padded to the longest, stay within so many tokens; at least one."""
+    width = 0
+    for count, sequence in enumerate(sequences):
+        width = max(width, len(sequence))
+        if count and width * (count + 1) > tokens:
+            return count
+    return len(sequences)
