@@ -241,7 +241,9 @@ class Manifest(_message.Message):
     kind: Global___VersionKind.ValueType
     """What it consists of."""
     digest: _builtins.str
-    """xxh3-128 over the sorted lines `name dtype shape digest` of all tensors as they are after applying, hexadecimal."""
+    """xxh3-128, hexadecimal, over one line per tensor as it is after applying, sorted by name: `name dtype [d0,d1] digest`
+    and a line feed; `[]` is the shape of a scalar.
+    """
     size_bytes: _builtins.int
     """Size of all files."""
     dense_bytes: _builtins.int

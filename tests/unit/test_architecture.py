@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SERVICES = ("rollout_svc", "trainer_svc", "orchestrator_svc", "weightsync")
 PACKAGES = ("sluice", *SERVICES, "benchmarks")
-CLIENT_HALVES = {"weightsync.publisher", "weightsync.receiver", "weightsync.staged"}
+CLIENT_HALVES = {"weightsync.publisher", "weightsync.receiver", "weightsync.staged", "weightsync.vllm_plugin"}
+"""What trainers and engines use of weight sync; the plugin is the part of the receiver that lives in vLLM's processes."""
+
 HEAVY = ("torch", "vllm", "transformers")
 
 
