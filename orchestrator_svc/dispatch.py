@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 
 import structlog
 
@@ -39,6 +39,7 @@ class Dispatcher:
         self._next_position = 0
         self._failed_in_a_row = 0
         self._lost_since: float | None = None
+        self._journaled: Counter[str] = Counter()
 
     def recover(self, recovery: Recovery) -> None:
         """Take up what an earlier process left: tasks that were drawn and not finished come first."""
@@ -131,6 +132,9 @@ class Dispatcher:
             self._fail(drawn.number, reason, problem)
         else:
             self._accept(drawn.number, task.task_id, scored)
+        generated = parts.engine.counts.of_policy()
+        parts.journal.generated(generated - self._journaled)
+        self._journaled = generated
         parts.changed.notify()
 
     def _accept(self, number: int, task_id: str, scored: ScoredGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -62,6 +63,10 @@ class GenerationCounts:
     tokens: int = 0
     retried: int = 0
     continued: int = 0
+
+    def of_policy(self) -> Counter[str]:
+        """What the policy produced, by name."""
+        return Counter(requests=self.requests, spanning=self.spanning, tokens=self.tokens)
 
 
 class PolicyEngine:

@@ -108,6 +108,16 @@ class Journal:
 
         self._record(record)
 
+    def generated(self, counts: Mapping[str, int]) -> None:
+        """So many more requests, tokens and requests that span versions, by name."""
+        more = dict(counts)
+
+        def record(index: JournalIndex, _segments: SegmentWriter) -> None:
+            for name, amount in more.items():
+                index.count("generated", name, amount)
+
+        self._record(record)
+
     def make_batch(self, batch: Batch) -> None:
         """A batch was made."""
         self._record(lambda index, _: index.make_batch(batch))

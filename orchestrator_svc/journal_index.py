@@ -63,6 +63,7 @@ class Recovery:
         next_group: Number of the next group.
         next_position: Next place in the stream of tasks.
         accounting: Counts so far.
+        generated: Requests, tokens and requests that span versions of earlier processes, by name.
         elapsed_s: Seconds that earlier processes of the run lasted.
     """
 
@@ -73,7 +74,19 @@ class Recovery:
     next_group: int = 1
     next_position: int = 0
     accounting: Accounting = field(default_factory=Accounting)
+    generated: Counter[str] = field(default_factory=Counter)
     elapsed_s: float = 0.0
+
+    @property
+    def present_epoch(self) -> int:
+        """The epoch that a trainer began last; 0 if none did."""
+        return self.epochs[-1][0] if self.epochs else 0
+
+    @property
+    def applied(self) -> int:
+        """The last batch that is known to be applied in the present epoch."""
+        origin = self.epochs[-1][1].number if self.epochs else 0
+        return max(self.accounting.applied_batches(), default=origin)
 
     def after(self, number: int) -> list[tuple[Batch, list[Group]]]:
         """The batches that weights at version `number` lack.
@@ -234,6 +247,7 @@ class JournalIndex:
             next_group=int(meta.get("next_group", "1")),
             next_position=int(meta.get("next_position", "0")),
             accounting=self._accounting(),
+            generated=Counter(dict(run("SELECT reason, amount FROM counts WHERE kind = 'generated'"))),
             elapsed_s=float(meta.get("elapsed_s", "0")),
         )
 
@@ -255,8 +269,10 @@ class JournalIndex:
                     accounting.accept(amount)
                 case "dropped":
                     accounting.drop(reason, amount)
-                case _:
+                case "failed":
                     accounting.failed_groups[reason] += amount
+                case _:
+                    pass
         drops: dict[int, Counter[str]] = {}
         for sequence_no, reason, amount in self.connection.execute("SELECT * FROM batch_drops"):
             drops.setdefault(sequence_no, Counter())[reason] = amount

@@ -47,13 +47,10 @@ def build_report(steps: Mapping[int, Mapping[str, float]], facts: Mapping[str, A
     tokens = sum(ages.values())
     return {
         **facts,
-        "tokens_generated": round(_sum(trained, "tokens/generated")),
         "tokens_trained": round(_sum(trained, "tokens/trained")),
         "max_staleness_seen": max((age for age, count in ages.items() if count), default=0),
         "staleness_share_ge_1": sum(count for age, count in ages.items() if age >= 1) / tokens if tokens else 0.0,
         "staleness_tokens": {str(age): round(count) for age, count in sorted(ages.items())},
-        "requests": round(_sum(trained, "requests/count")),
-        "requests_spanning_versions": round(_sum(trained, "requests/spanning")),
         "mismatch_kl_mean": _mean(trained, "trainer/mismatch_kl"),
         "step_s_mean": _mean(trained, "time/step_s"),
         "trainer_idle_share": _mean(trained, "load/trainer_idle"),

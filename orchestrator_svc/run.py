@@ -95,7 +95,7 @@ class Run:
         parts = self._parts
         recovery = await parts.journal.recover()
         parts.scheduler.recover(recovery.epochs, recovery.ready, recovery.accounting)
-        parts.elapsed_before_s = recovery.elapsed_s
+        parts.elapsed_before_s, parts.generated_before = recovery.elapsed_s, recovery.generated
         self._dispatcher.recover(recovery)
         for group in recovery.ready:
             await self._check_readable(group.number)
@@ -157,6 +157,7 @@ class Run:
     def _facts(self, state: str) -> dict[str, Any]:
         parts, scheduler = self._parts, self._parts.scheduler
         dropped = scheduler.accounting.dropped
+        generated = parts.generated_before + parts.engine.counts.of_policy()
         if state == "succeeded":
             # Nothing will train them; a continued run would.
             left = sum(each.trajectories for each in scheduler.groups.values() if each.stage is not Stage.RUNNING)
@@ -177,6 +178,9 @@ class Run:
             "trajectories_trained": scheduler.accounting.trained,
             "trajectories_dropped": {reason: count for reason, count in dropped.items() if count},
             "groups_failed": dict(scheduler.accounting.failed_groups),
+            "tokens_generated": generated["tokens"],
+            "requests": generated["requests"],
+            "requests_spanning_versions": generated["spanning"],
             "generation_retries": parts.engine.counts.retried,
             "samples_continued": parts.engine.counts.continued,
             "evaluations_failed": self._milestones.failed_evaluations,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import OrchestratorConfig
@@ -33,6 +34,7 @@ class RunParts:
         paused: Whether an operator stopped dispatch.
         began: Monotonic seconds at which this process took up the run.
         elapsed_before_s: Seconds that earlier processes of the run lasted.
+        generated_before: What earlier processes of the run generated, by name.
     """
 
     common: CommonConfig
@@ -51,6 +53,7 @@ class RunParts:
     paused: bool = False
     began: float = field(default_factory=time.monotonic)
     elapsed_before_s: float = 0.0
+    generated_before: Counter[str] = field(default_factory=Counter)
     _records: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = field(default_factory=dict)
 
     @property

@@ -226,8 +226,12 @@ class Scheduler:
             lost: All batches that were made after it, with their groups.
         """
         self.lineage.open(epoch, origin)
-        self.epoch, self.applied = epoch, origin.number
         self.accounting.roll_back(origin.number)
+        self.rejoin_epoch(epoch, origin.number, lost)
+
+    def rejoin_epoch(self, epoch: int, applied: int, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
+        """The trainer is still in an epoch that it was given before; `lost` are the batches after `applied`."""
+        self.epoch, self.applied = epoch, applied
         for batch in self.batches.values():
             for each in batch.groups:
                 del self.groups[each]

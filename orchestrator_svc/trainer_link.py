@@ -66,6 +66,16 @@ class TrainerLink:
 
         return await self._persist(ask, deadline_s, "the trainer cannot be reached")
 
+    async def is_in(self, epoch: int, applied: int) -> bool:
+        """Whether the trainer still trains an epoch, with at least `applied` batches; waits for one that is not there.
+
+        Raises:
+            SluiceError: if it cannot be reached in time.
+        """
+        state = await self.wait_until_there(self._deadlines.lost_s)
+        present = Version.from_proto(state.policy_version)
+        return epoch > 0 and present.epoch == epoch and present.number >= applied and state.phase not in _ENDED_PHASES
+
     async def begin_epoch(self, epoch: int) -> trainer_pb2.BeginEpochResponse:
         """Open an epoch, waiting for a trainer that is not there yet.
 

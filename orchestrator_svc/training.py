@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from orchestrator_svc.accounting import Reason
 from orchestrator_svc.batch_message import batch_header, give_advantages
-from orchestrator_svc.journal import JournalError
+from orchestrator_svc.journal import JournalError, Recovery
 from orchestrator_svc.run_parts import RunParts, group_name
 from orchestrator_svc.scheduler import Batch, Group, OnStale
 from orchestrator_svc.step_summary import StepSummary, summarise
@@ -42,7 +43,7 @@ class Training:
         self._at_trainer: set[int] = set()
         self._digest = ""
         self._last_step = now = time.monotonic()
-        self._counted = (0, 0, 0)
+        self._counted: Counter[str] = Counter()
         self._idle = ShareSince(parts.status.trainer_idle, now)
         self._blocked = ShareSince(parts.status.dispatch_blocked, now)
 
@@ -76,7 +77,23 @@ class Training:
         """Agree with the trainer on an epoch and on what its weights lack."""
         parts = self._parts
         self._at_trainer.clear()
-        epoch = await parts.journal.allot_epoch()
+        recovery = await parts.journal.recover()
+        if await parts.trainer.is_in(recovery.present_epoch, recovery.applied):
+            # It was this process that went away: the trainer's weights hold all that it was given.
+            lost = await self._readable_batches(recovery, recovery.applied)
+            parts.scheduler.rejoin_epoch(recovery.present_epoch, recovery.applied, lost)
+        else:
+            await self._begin_epoch(await parts.journal.allot_epoch(), recovery)
+        log.info(
+            "training from",
+            version=str(Version(parts.scheduler.epoch, parts.scheduler.applied)),
+            batches_to_send=len(parts.scheduler.batches),
+        )
+        parts.changed.notify()
+        return parts.scheduler.epoch
+
+    async def _begin_epoch(self, epoch: int, recovery: Recovery) -> None:
+        parts = self._parts
         answer = await parts.trainer.begin_epoch(epoch)
         origin = Version.from_proto(answer.restored_version)
         if answer.next_sequence_no != origin.number + 1:
@@ -84,20 +101,15 @@ class Training:
                 "WRONG_SEQUENCE_NO",
                 f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}: one batch makes one version",
             )
-        lost = (await parts.journal.recover()).after(origin.number)
-        readable = [(batch, [each for each in groups if await self._readable(each)]) for batch, groups in lost]
-        parts.scheduler.open_epoch(epoch, origin, readable)
+        parts.scheduler.open_epoch(epoch, origin, await self._readable_batches(recovery, origin.number))
         parts.journal.open_epoch(epoch, origin, parts.scheduler.batches)
         await parts.journal.durable()
-        log.info(
-            "epoch begins",
-            epoch=epoch,
-            version=str(origin),
-            batches_to_send=len(parts.scheduler.batches),
-            lost=len(lost),
-        )
-        parts.changed.notify()
-        return epoch
+
+    async def _readable_batches(self, recovery: Recovery, number: int) -> list[tuple[Batch, list[Group]]]:
+        """The batches after version `number`, without the groups that the journal cannot read."""
+        return [
+            (batch, [each for each in groups if await self._readable(each)]) for batch, groups in recovery.after(number)
+        ]
 
     async def _readable(self, group: Group) -> bool:
         """Whether the journal still has a group's trajectories; if not, they are counted as damaged."""
@@ -136,22 +148,22 @@ class Training:
         while True:
             if len(self._at_trainer) < _OUTSTANDING:
                 formation = parts.scheduler.form()
-                for group in formation.stale:
-                    self._drop_stale(group)
+                if formation.stale:
+                    self._drop_stale(formation.stale)
                 if formation.batch is not None:
                     return formation.batch
             await parts.changed.wait()
 
-    def _drop_stale(self, group: Group) -> None:
-        """A group came too late for every batch to come."""
+    def _drop_stale(self, groups: Sequence[Group]) -> None:
+        """Groups came too late for every batch to come."""
         parts = self._parts
-        log.warning(
-            "group is too old to be trained", group=group.number, versions=[str(each) for each in group.versions]
-        )
-        parts.journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
-        parts.forget_records(group.number)
-        if parts.config.on_stale == OnStale.REQUEUE.value:
-            self._requeue(group.position)
+        versions = sorted({version for group in groups for version in group.versions})
+        log.warning("groups are too old to be trained", groups=len(groups), versions=[str(each) for each in versions])
+        for group in groups:
+            parts.journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
+            parts.forget_records(group.number)
+            if parts.config.on_stale == OnStale.REQUEUE.value:
+                self._requeue(group.position)
         parts.changed.notify()
 
     async def _send(self, batch: Batch, epoch: int) -> None:
@@ -233,16 +245,15 @@ class Training:
 
     def _since_last_step(self) -> dict[str, float]:
         """Rates and counts of the time since the last applied batch."""
-        now, counts = time.monotonic(), self._parts.engine.counts
-        before, self._counted = self._counted, (counts.tokens, counts.requests, counts.spanning)
-        tokens, requests, spanning = (new - old for new, old in zip(self._counted, before, strict=True))
+        now, counts = time.monotonic(), self._parts.engine.counts.of_policy()
+        more, self._counted = counts - self._counted, counts
         elapsed, self._last_step = now - self._last_step, now
         return {
             "time/step_s": elapsed,
-            "tokens/generated": float(tokens),
-            "tokens/generated_per_s": tokens / elapsed if elapsed > 0 else 0.0,
-            "requests/count": float(requests),
-            "requests/spanning": float(spanning),
+            "tokens/generated": float(more["tokens"]),
+            "tokens/generated_per_s": more["tokens"] / elapsed if elapsed > 0 else 0.0,
+            "requests/count": float(more["requests"]),
+            "requests/spanning": float(more["spanning"]),
             "load/trainer_idle": self._idle.take(now),
             "load/dispatch_blocked": self._blocked.take(now),
         }
