@@ -23,6 +23,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from weightsync.vllm_shadow import Shadow, unsupported
+
 __all__ = ["InitInfo", "StagedFileEngine", "UpdateInfo", "WorkerExtension"]
 
 TIED_HEAD = "lm_head.weight"
@@ -59,11 +61,36 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     outcome: tuple[str, Any] = ("ok", 0.0)
     """Outcome of the last update, as `WorkerExtension.sluice_status` answers it."""
 
+    _shadow: Shadow | None = None
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Need nothing: files need no rendezvous."""
 
     def start_weight_update(self) -> None:
         """Open a session; the model is taken apart only when the files are known to be whole."""
+
+    def prepare(self, update_info: UpdateInfo) -> tuple[str, Any]:
+        """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why)."""
+        try:
+            check_complete(update_info)
+        except IncompleteFileError as error:
+            return ("refused", str(error))
+        if self._shadow is None:
+            why = unsupported(self.vllm_config, self.model)
+            if why:
+                return ("unsupported", why)
+            self._shadow = Shadow(self.vllm_config, self.model, self._load)
+        self._shadow.begin(update_info.paths, self._tensors)
+        return ("ok", None)
+
+    def prepared(self) -> tuple[str, Any]:
+        """What became of `prepare`: ("pending", None), ("ok", seconds) or ("err", why)."""
+        if self._shadow is None:
+            return ("err", "nothing was prepared")
+        outcome = self._shadow.outcome
+        if outcome[0] == "err":
+            self._shadow = None  # it may be half built: the next one starts from nothing
+        return outcome
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the files, or keep the error and leave the session to be closed by `finish_weight_update`."""
@@ -74,7 +101,10 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             self.outcome = ("refused", str(error))
             return
         try:
-            self._load(update_info.paths)
+            if self._shadow is not None and self._shadow.holds(update_info.paths):
+                self._shadow.swap()
+            else:
+                self._load(self.model, update_info.paths)
             if current_platform.is_cuda_alike():
                 torch.accelerator.synchronize()
         except Exception as error:  # noqa: BLE001 - see the module's docstring
@@ -89,14 +119,14 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         """Hold nothing."""
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _load(self, paths: list[str]) -> None:
-        initialize_layerwise_reload(self.model)
+    def _load(self, model: torch.nn.Module, paths: list[str]) -> None:
+        initialize_layerwise_reload(model)
         try:
-            self.model.load_weights(self._tensors(paths))
+            model.load_weights(self._tensors(paths))
         finally:
             # After a failure too: what was buffered must not be counted towards the next attempt.
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._refresh_tied_head()
+            finalize_layerwise_reload(model, self.model_config)
+        refresh_tied_head(model)
 
     def _tensors(self, paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
@@ -106,13 +136,14 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
                     if not (tied and name == TIED_HEAD):
                         yield name, file.get_tensor(name)
 
-    def _refresh_tied_head(self) -> None:
-        """Pack the output layer again: on CPU it holds a packed copy of the embedding, which the reload forgets."""
-        if not current_platform.is_cpu():
-            return
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+
+def refresh_tied_head(model: torch.nn.Module) -> None:
+    """Pack the output layer again: on CPU it holds a packed copy of the embedding, which the reload forgets."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def check_complete(update: UpdateInfo) -> None:
@@ -151,6 +182,19 @@ class WorkerExtension:
         """Outcome of the last update: ("ok", seconds), ("refused", why; model untouched) or ("err", what went wrong)."""
         engine = self.weight_transfer_engine
         return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
+
+    def sluice_prepare(self, paths: list[str], names: list[str]) -> tuple[str, Any]:
+        """Begin to build a version beside the one that samples; see `StagedFileEngine.prepare`."""
+        try:
+            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(UpdateInfo(paths, names))
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("err", f"{type(error).__name__}: {error}")
+        return answer
+
+    def sluice_prepared(self) -> tuple[str, Any]:
+        """What became of `sluice_prepare`."""
+        answer: tuple[str, Any] = self.weight_transfer_engine.prepared()
+        return answer
 
     def sluice_zero_kv(self) -> tuple[str, Any]:
         """Zero the KV cache: a NaN that once entered it would live on in reused blocks."""

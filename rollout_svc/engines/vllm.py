@@ -27,7 +27,7 @@ from rollout_svc.engines.vllm_describe import describe, model_directory
 from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm_start import VllmProcesses, launch
 from rollout_svc.engines.vllm_types import Llm
-from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, phase
+from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, step
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -47,6 +47,8 @@ class VllmEngine:
         engine_args: Fields of vLLM's ``AsyncEngineArgs``, such as ``tensor_parallel_size`` or ``quantization``.
         kv_policy: What happens to the keys and values of requests under way when the weights change: "keep" them
             (cheap, later tokens attend to what older weights wrote) or "recompute" them.
+        double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
+            weights' memory once more; otherwise the pause lasts as long as copying and packing.
         start_deadline_s: How long loading may take.
         phase_deadline_s: How long each step of an update may take before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
@@ -61,6 +63,7 @@ class VllmEngine:
         *,
         engine_args: Mapping[str, Any] | None = None,
         kv_policy: Literal["keep", "recompute"] = "keep",
+        double_buffer: bool = True,
         start_deadline_s: float = 600.0,
         phase_deadline_s: float = 120.0,
         drain_deadline_s: float = 600.0,
@@ -73,11 +76,11 @@ class VllmEngine:
         self._drain_deadline_s = drain_deadline_s
         self._start_method = start_method
         self._processes: VllmProcesses | None = None
-        self._weights = Weights(clear_cache=kv_policy == "recompute", deadline_s=phase_deadline_s)
+        self._weights = Weights(
+            clear_cache=kv_policy == "recompute", double_buffer=double_buffer, deadline_s=phase_deadline_s
+        )
         self._seeds = True
         self._commands = asyncio.Lock()
-        self._admit = asyncio.Event()
-        self._admit.set()
         self._paused: PauseMode | None = None
         self._broken = ""
         self._numbers = itertools.count()
@@ -127,9 +130,8 @@ class VllmEngine:
         self.info = describe(self._model, self._processes.config)
         self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
         self._broken, self._paused = "", None
-        self._admit.set()
-        async with phase("labelling the base weights", self._phase_deadline_s):
-            await self._processes.llm.update_weight_version(str(BASE))
+        llm = self._processes.llm
+        await step(llm, "labelling the base weights", llm.update_weight_version(str(BASE)), self._phase_deadline_s)
         log.info("vllm started", model=self._model, dtype=self.info.dtype, max_model_len=self.info.max_model_len)
 
     async def _shut_down(self) -> None:
@@ -222,7 +224,7 @@ class VllmEngine:
         return bool(tracked)
 
     async def _submit(self, request: GenerationRequest) -> TrackedRequest:
-        await self._admit.wait()  # while an update is under way: the request belongs to the version that comes
+        await self._weights.admit.wait()  # while an update is under way: the request belongs to the version that comes
         llm = self._llm
         results.check_request(request, self.info, seeds=self._seeds)
         # The salt keys prefix-cache entries by version: none is read after an update.
@@ -258,11 +260,14 @@ class VllmEngine:
         async with self._commands:
             llm = self._llm
             log.error("sampled from NaN; cleaning the KV cache", version=str(self._weights.version))
-            async with phase("cleaning the KV cache", self._phase_deadline_s):
-                await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-                await llm.collective_rpc("sluice_zero_kv")
-                if self._paused is None:
-                    await llm.resume_generation()
+            clean = (
+                llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True),
+                llm.collective_rpc("sluice_zero_kv"),
+            )
+            for work in clean:
+                await step(llm, "cleaning the KV cache", work, self._phase_deadline_s)
+            if self._paused is None:
+                await step(llm, "resuming", llm.resume_generation(), self._phase_deadline_s)
 
     # --- pausing --------------------------------------------------------------------------------------------------
 
@@ -274,22 +279,21 @@ class VllmEngine:
         """
         async with self._commands:
             llm = self._llm
+            work = llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
             try:
-                async with asyncio.timeout(self._drain_deadline_s):
-                    await llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
-            except TimeoutError as error:
-                await llm.resume_generation()
-                raise EngineError(
-                    f"requests did not end within {self._drain_deadline_s:.0f} s; pause with KEEP"
-                ) from error
+                await step(llm, "pausing", work, self._drain_deadline_s)
+            except HalfLoadedError as error:
+                if not llm.errored:
+                    await step(llm, "resuming", llm.resume_generation(), self._phase_deadline_s)
+                raise EngineError(f"{error}; a pause with KEEP waits for no request") from error
             self._paused = mode
 
     async def resume(self) -> None:
         """Sample again. Idempotent."""
         async with self._commands:
             self._paused = None
-            async with phase("resuming", self._phase_deadline_s):
-                await self._llm.resume_generation()
+            llm = self._llm
+            await step(llm, "resuming", llm.resume_generation(), self._phase_deadline_s)
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -319,14 +323,11 @@ class VllmEngine:
     async def _switch(self, staged: StagedVersion | None) -> ApplyReport:
         llm = self._llm
         files = self._weights.files(staged)
-        self._admit.clear()
         try:
             report = await self._weights.switch(llm, files, resume=self._paused is None)
         except HalfLoadedError as error:
             self._break(str(error))
             raise
-        finally:
-            self._admit.set()
         self._weights.staged = staged
         return report
 

@@ -166,7 +166,7 @@ class Llm(Protocol):
         """Label what is sampled from now on."""
         ...
 
-    async def collective_rpc(self, method: str) -> list[tuple[str, Any]]:
+    async def collective_rpc(self, method: str, *, kwargs: Mapping[str, object] | None = None) -> list[tuple[str, Any]]:
         """Call a method of every worker."""
         ...
 

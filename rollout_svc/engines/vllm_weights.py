@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 
@@ -17,9 +17,18 @@ from rollout_svc.engines.vllm_types import Llm
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["HalfLoadedError", "WeightFiles", "Weights", "load", "phase"]
+__all__ = ["HalfLoadedError", "WeightFiles", "Weights", "step"]
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+DEATH_LOOK_S = 0.1
+"""Time between two looks whether the engine still lives while a call to it is under way, in seconds."""
+
+LOOK_S = 0.002
+"""Time between two looks at a build in the workers, in seconds; each look waits for the end of a step anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +49,24 @@ class Weights:
 
     Args:
         clear_cache: Compute the keys and values of requests under way again after a switch.
+        double_buffer: Build a version beside the one that samples, where the workers can.
         deadline_s: For each step of a switch.
 
     Attributes:
         base: The model on disk; set when the engine has started.
         version: What serves.
         staged: Where it came from; None for the base.
+        admit: Set unless a switch is under way; requests that come meanwhile belong to the next version.
     """
 
-    def __init__(self, *, clear_cache: bool, deadline_s: float) -> None:
+    def __init__(self, *, clear_cache: bool, double_buffer: bool, deadline_s: float) -> None:
         self.base: BaseModel | None = None
         self.version = BASE
         self.staged: StagedVersion | None = None
+        self.admit = asyncio.Event()
+        self.admit.set()
         self._clear_cache = clear_cache
+        self._double_buffer = double_buffer
         self._deadline_s = deadline_s
 
     def files(self, staged: StagedVersion | None) -> WeightFiles:
@@ -70,15 +84,29 @@ class Weights:
         return WeightFiles(staged.version, (staged.path,), names)
 
     async def switch(self, llm: Llm, files: WeightFiles, *, resume: bool) -> ApplyReport:
-        """Pause, load, label, resume. Requests under way are kept.
+        """Prepare, pause, load, label, resume. Requests under way are kept.
 
         Raises:
             EngineError: if the version could not be loaded; the one before serves on.
             HalfLoadedError: if the model is in an unknown state; it was not resumed.
         """
-        begun = time.perf_counter()
-        async with phase("pausing", self._deadline_s):
-            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
+        try:
+            prepare_s = await prepare(llm, files, self._deadline_s) if self._double_buffer else 0.0
+        except HalfLoadedError:
+            raise
+        except EngineError as error:
+            raise EngineError(f"{error}; version {self.version} serves on") from error
+        self.admit.clear()
+        try:
+            pause_s, copy_s = await self._pause_and_load(llm, files, resume=resume)
+        finally:
+            self.admit.set()
+        return ApplyReport(files.version, pause_s, prepare_s + copy_s)
+
+    async def _pause_and_load(self, llm: Llm, files: WeightFiles, *, resume: bool) -> tuple[float, float]:
+        pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
+        await step(llm, "pausing", pause, self._deadline_s)
+        begun = time.perf_counter()  # the step that was under way at the call still gave its tokens
         try:
             copy_s = await self._load_or_go_back(llm, files)
         except HalfLoadedError:
@@ -87,12 +115,11 @@ class Weights:
             await self._resume(llm, resume)
             raise
         await self._resume(llm, resume)
-        return ApplyReport(files.version, time.perf_counter() - begun, copy_s)
+        return time.perf_counter() - begun, copy_s
 
     async def _resume(self, llm: Llm, wanted: bool) -> None:
         if wanted:
-            async with phase("resuming", self._deadline_s):
-                await llm.resume_generation()
+            await step(llm, "resuming", llm.resume_generation(), self._deadline_s)
 
     async def _load_or_go_back(self, llm: Llm, files: WeightFiles) -> float:
         """Load a version; on failure once more, then what served before. Leaves the model whole or raises HalfLoadedError."""
@@ -115,27 +142,60 @@ class Weights:
             raise HalfLoadedError(f"neither the new nor the old version could be loaded: {error}") from error
 
 
-@asynccontextmanager
-async def phase(name: str, deadline_s: float) -> AsyncIterator[None]:
-    """Bound one step of an update.
+async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+    """Bound one call to the engine. One that was under way when the engine's process died would never be answered.
 
     Raises:
-        HalfLoadedError: if it takes longer or vLLM fails; the engine's state is then unknown.
+        HalfLoadedError: if it takes too long, vLLM fails or its process dies; the engine's state is then unknown.
     """
+    task = asyncio.create_task(work)
+    end = time.monotonic() + deadline_s
     try:
-        async with asyncio.timeout(deadline_s):
-            yield
-    except TimeoutError as error:
-        raise HalfLoadedError(f"{name} did not end within {deadline_s:.0f} s; restart the engine") from error
+        while not task.done() and time.monotonic() < end and not llm.errored:
+            await asyncio.wait({task}, timeout=DEATH_LOOK_S)
+        if task.done():
+            return task.result()
     except Exception as error:
         raise HalfLoadedError(f"{name} failed: {type(error).__name__}: {error}; restart the engine") from error
+    finally:
+        task.cancel()
+    why = "failed: the engine's process died" if llm.errored else f"did not end within {deadline_s:.0f} s"
+    raise HalfLoadedError(f"{name} {why}; restart the engine")
 
 
-async def load(engine: Llm, files: WeightFiles, deadline_s: float) -> float:
+async def prepare(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
+    """Let the workers build a version while they sample, where they can; `load` then has little left to do.
+
+    Returns:
+        Seconds that it took in the slowest worker; 0 where it is not supported or failed, and `load` does it all.
+
+    Raises:
+        EngineError: if the files were refused; nothing has changed.
+    """
+    name = "preparing the weights"
+    arguments = {"paths": [str(path) for path in files.paths], "names": list(files.names)}
+    answers = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), deadline_s)
+    end = time.monotonic() + deadline_s
+    while all(kind in {"ok", "pending"} for kind, _ in answers):
+        answers = await step(llm, name, llm.collective_rpc("sluice_prepared"), deadline_s)
+        if all(kind == "ok" for kind, _ in answers):
+            return max(float(seconds) for _, seconds in answers)
+        if time.monotonic() > end:
+            raise EngineError(f"version {files.version} was not prepared within {deadline_s:.0f} s")
+        await asyncio.sleep(LOOK_S)
+    kind, why = next(answer for answer in answers if answer[0] not in {"ok", "pending"})
+    if kind == "refused":
+        raise EngineError(f"version {files.version} was not loaded: {why}")
+    if kind == "err":
+        log.warning("preparing a version failed, loading it while paused", version=str(files.version), error=why)
+    return 0.0
+
+
+async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
     """Load a version into a paused engine and label it.
 
     Args:
-        engine: vLLM's ``AsyncLLM``, paused so that no step runs.
+        llm: vLLM's ``AsyncLLM``, paused so that no step runs.
         files: What to load.
         deadline_s: For each of the calls.
 
@@ -149,14 +209,13 @@ async def load(engine: Llm, files: WeightFiles, deadline_s: float) -> float:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415 - loaded by start()
 
     update = {"paths": [str(path) for path in files.paths], "names": list(files.names)}
-    async with phase("opening the update", deadline_s):
-        await engine.start_weight_update()
-    async with phase("loading the weights", deadline_s):
-        await engine.update_weights(WeightTransferUpdateRequest(update_info=update))
-        answers = await engine.collective_rpc("sluice_status")
+    request = WeightTransferUpdateRequest(update_info=update)
+    await step(llm, "opening the update", llm.start_weight_update(), deadline_s)
+    await step(llm, "loading the weights", llm.update_weights(request), deadline_s)
+    answers = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), deadline_s)
     error = next((answer for answer in answers if answer[0] != "ok"), None)
-    async with phase("closing the update", deadline_s):
-        await engine.finish_weight_update(None if error else str(files.version))
+    label = None if error else str(files.version)
+    await step(llm, "closing the update", llm.finish_weight_update(label), deadline_s)
     if error is not None:
         refused = all(answer[0] in {"ok", "refused"} for answer in answers) and answers[0][0] == "refused"
         raise (EngineError if refused else HalfLoadedError)(f"version {files.version} was not loaded: {error[1]}")

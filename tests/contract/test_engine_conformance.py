@@ -273,7 +273,7 @@ class TestWeights:
         await until_tokens(engine, 5)
         report = await engine.apply(staged(models.second, Version(1, 1)))
         assert report.version == engine.status().version == Version(1, 1)
-        assert report.pause_s >= report.apply_s > 0
+        assert min(report.pause_s, report.apply_s) > 0
         sample = await task
         assert [span.version for span in sample.spans] == [BASE, Version(1, 1)]
         switch = sample.spans[1].start

@@ -32,9 +32,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @asynccontextmanager
-async def started(model: Path, *, kv_policy: str = "recompute", **arguments: object) -> AsyncIterator[VllmEngine]:
+async def started(
+    model: Path, *, kv_policy: str = "recompute", double_buffer: bool = True, **arguments: object
+) -> AsyncIterator[VllmEngine]:
     defaults = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20}
-    engine = VllmEngine(str(model), engine_args=defaults | arguments, kv_policy=kv_policy)
+    engine = VllmEngine(str(model), engine_args=defaults | arguments, kv_policy=kv_policy, double_buffer=double_buffer)
     await engine.start()
     try:
         yield engine
@@ -81,9 +83,10 @@ def split(model: Path, directory: Path) -> Path:
     return directory
 
 
-async def test_every_token_belongs_to_the_version_that_its_span_names(models):
+@pytest.mark.parametrize("double_buffer", [True, False])
+async def test_every_token_belongs_to_the_version_that_its_span_names(models, double_buffer):
     weights = {BASE: models[0]} | {Version(1, n): models[n % 3] for n in range(1, 7)}
-    async with started(models[0]) as engine:
+    async with started(models[0], double_buffer=double_buffer) as engine:
         tasks = [asyncio.create_task(engine.agenerate(ask(LONG, n=2))) for _ in range(8)]
         for n in range(1, 7):
             await until_tokens(engine, 200)
@@ -117,13 +120,14 @@ async def test_streamed_spans_are_the_engine_s_final_ones(models):
         assert len(reported) == 5
 
 
-async def test_a_failure_half_way_brings_the_old_version_back(models, tmp_path):
+@pytest.mark.parametrize("double_buffer", [True, False])
+async def test_a_failure_half_way_brings_the_old_version_back(models, tmp_path, double_buffer):
     """The file's header is complete, and its last tensor has another shape than the version says."""
     whole = staged(models[1], Version(1, 1))
     tensors = load_file(whole.path)
     tensors["model.layers.1.self_attn.o_proj.weight"] = torch.zeros(3, 3)
     save_file(tensors, tmp_path / "wrong.safetensors")
-    async with started(models[0]) as engine:
+    async with started(models[0], double_buffer=double_buffer) as engine:
         task = asyncio.create_task(one(engine, LONG))
         await until_tokens(engine, 5)
         with pytest.raises(EngineError, match=r"version 0\.0 serves on"):
@@ -196,16 +200,17 @@ async def test_reports_the_pause_beside_a_plain_copy(models, record_property):
     copy_s = plain_copy(staged(models[1], Version(1, 1)))
     print(f"pause {report.pause_s:.4f} s, load {report.apply_s:.4f} s, plain copy {copy_s:.4f} s")
     record_property("pause_s", report.pause_s)
-    assert report.pause_s >= report.apply_s > 0
+    assert min(report.pause_s, report.apply_s) > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-async def test_tensor_parallel_workers_switch_together(tmp_path, tied):
+@pytest.mark.parametrize("double_buffer", [True, False])
+async def test_tensor_parallel_workers_switch_together(tmp_path, tied, double_buffer):
     models = [save_model(tmp_path / str(seed), seed, tied=tied) for seed in range(2)]
     weights = {BASE: models[0], Version(1, 1): models[1]}
     before = shared_segments()
-    async with started(models[0], tensor_parallel_size=2) as engine:
+    async with started(models[0], double_buffer=double_buffer, tensor_parallel_size=2) as engine:
         task = asyncio.create_task(one(engine, LONG))
         await until_tokens(engine, 5)
         await engine.apply(staged(models[1], Version(1, 1)))
@@ -246,3 +251,10 @@ async def test_an_update_ends_though_its_caller_is_cancelled(models):
         sample = await asyncio.wait_for(task, DEADLINE_S)
         assert [span.version for span in sample.spans] == [BASE, Version(1, 1)]
         assert engine.status().version == Version(1, 1)
+
+
+async def test_tied_weights_are_packed_again_where_they_are_loaded_in_place(tmp_path):
+    models = [save_model(tmp_path / str(seed), seed, tied=True) for seed in range(2)]
+    async with started(models[0], double_buffer=False) as engine:
+        await engine.apply(staged(models[1], Version(1, 1)))
+        assert_tokens_follow_their_versions(await one(engine), {Version(1, 1): models[1]})
