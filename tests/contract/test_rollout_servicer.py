@@ -1,0 +1,458 @@
+"""RolloutService and RolloutAdminService over gRPC, on a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from rollout_stack import RUN, Replica, refused, running_engine, save_chat_model, until
+from small_models import CONTEXT, EOS, VOCABULARY, greedy, save_model, staged, text_of
+
+from rollout_svc.config import LimitsConfig
+from rollout_svc.engines.base import PauseMode
+from sluice.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
+from sluice.versions import BASE, Version
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PROMPT = [10, 20, 30, 40, 9]
+CONVERSATION = tokens_pb2.Conversation(messages=[tokens_pb2.ChatMessage(role="user", content=text_of([20, 30, 40]))])
+TOKENS = 12
+TIMEOUT_S = 60.0
+
+Code = grpc.StatusCode
+
+
+@dataclass
+class Served:
+    """A replica and its stubs."""
+
+    replica: Replica
+    agent: rollout_pb2_grpc.RolloutServiceStub
+    admin: rollout_pb2_grpc.RolloutAdminServiceStub
+
+    def generate(self, request: rollout_pb2.GenerateRequest, timeout: float = TIMEOUT_S) -> Any:
+        return self.agent.Generate(request, timeout=timeout)
+
+    def stream(self, request: rollout_pb2.GenerateRequest, **options: Any) -> Any:
+        wire = rollout_pb2.GenerateStreamRequest(request=request, **options)
+        return self.agent.GenerateStream(wire, timeout=TIMEOUT_S)
+
+    async def status(self) -> rollout_pb2.GetStatusResponse:
+        return await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("rollout") / "small")
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("rollout") / "second", 2)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model):
+    async with running_engine(model) as started:
+        yield started
+
+
+async def serve(replica: Replica) -> AsyncIterator[Served]:
+    async with replica as running, running.stub() as agent, running.admin_stub() as admin:
+        yield Served(running, agent, admin)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def served(model, engine):
+    async for each in serve(Replica(model, engine)):
+        yield each
+    await engine.reload_base()
+
+
+def ask(n: int = 1, prompt: list[int] | None = None, **more: Any) -> rollout_pb2.GenerateRequest:
+    """A greedy request that ends by its length."""
+    request = rollout_pb2.GenerateRequest(
+        n=n, sampling=tokens_pb2.SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True), return_text=True
+    )
+    if not {"text", "conversation"} & more.keys():
+        request.token_ids.ids.extend(PROMPT if prompt is None else prompt)
+    request.MergeFrom(rollout_pb2.GenerateRequest(**more))
+    return request
+
+
+def sampled(**more: Any) -> rollout_pb2.GenerateRequest:
+    """A request whose answer differs each time that it is sampled."""
+    request = ask(**more)
+    request.sampling.temperature = 1.0
+    return request
+
+
+def spans_of(sample: rollout_pb2.GeneratedSample) -> list[tuple[int, Version]]:
+    return [(span.start, Version.from_proto(span.policy_version)) for span in sample.version_spans]
+
+
+class TestGenerate:
+    @pytest.mark.parametrize(
+        "prompt", [{}, {"text": text_of(PROMPT)}, {"conversation": CONVERSATION}], ids=["ids", "text", "messages"]
+    )
+    async def test_samples_from_ids_text_or_messages(self, served, model, prompt):
+        answer = await served.generate(ask(**prompt))
+        assert list(answer.prompt_token_ids) == PROMPT
+        sample = answer.samples[0]
+        expected = greedy(model, PROMPT, TOKENS)
+        assert list(sample.token_ids) == expected
+        assert sample.text == text_of([id_ for id_ in expected if id_ > EOS])
+        assert len(sample.logprobs) == TOKENS
+        assert sample.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
+        assert spans_of(sample) == [(0, BASE)]
+        assert answer.tokenizer_digest
+        assert answer.request_id
+
+    async def test_gives_n_samples_by_index(self, served):
+        answer = await served.generate(sampled(n=4))
+        assert [sample.index for sample in answer.samples] == [0, 1, 2, 3]
+        assert len({tuple(sample.token_ids) for sample in answer.samples}) == 4
+
+    async def test_leaves_text_and_alternatives_out_unless_they_are_wanted(self, served):
+        request = ask()
+        request.return_text = False
+        sample = (await served.generate(request)).samples[0]
+        assert not sample.text
+        assert not sample.top_logprobs
+
+    async def test_prompt_logprobs_leave_out_the_first_token(self, served):
+        answer = await served.generate(ask(return_prompt_logprobs=True))
+        assert len(answer.prompt_logprobs) == len(PROMPT) - 1
+
+    async def test_what_the_replica_checks_matches(self, served):
+        digest = (await served.agent.GetModel(rollout_pb2.GetModelRequest(), timeout=TIMEOUT_S)).tokenizer_digest
+        request = ask(run=f"runs/{RUN}", tokenizer_digest=digest, min_policy_version=BASE.to_proto())
+        assert (await served.generate(request)).tokenizer_digest == digest
+
+
+class TestRefusals:
+    async def test_every_field_at_fault_is_named(self, served):
+        request = ask(prompt=[VOCABULARY])
+        request.n = 0
+        request.sampling.temperature = -1
+        request.sampling.top_p = 3
+        error = await refused(served.generate(request))
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_REQUEST")
+        assert error.violations.keys() == {"n", "token_ids", "sampling.temperature", "sampling.top_p"}
+
+    @pytest.mark.parametrize(
+        ("request_", "field"),
+        [
+            (rollout_pb2.GenerateRequest(), "prompt"),
+            (ask(prompt=[]), "prompt"),
+            (ask(prompt=[5] * CONTEXT), "prompt"),
+            (ask(conversation=tokens_pb2.Conversation(messages=[tokens_pb2.ChatMessage(role="pirate")])), "conversation"),
+            (ask(conversation=tokens_pb2.Conversation(messages=[
+                tokens_pb2.ChatMessage(role="user", parts=[tokens_pb2.ContentPart(image=b"png")])])), "conversation.messages.parts"),
+            (ask(adapter="mine"), "adapter"),
+            (ask(request_id="x" * 129), "request_id"),
+        ],
+    )  # fmt: skip
+    async def test_a_request_that_can_never_succeed_is_refused(self, served, request_, field):
+        for call in (served.generate(request_), first_of(served.stream(request_))):
+            error = await refused(call)
+            assert (error.code, list(error.violations)) == (Code.INVALID_ARGUMENT, [field])
+
+    @pytest.mark.parametrize(
+        ("more", "reason", "names"),
+        [
+            ({"run": "runs/other"}, "WRONG_RUN", "runs/other"),
+            ({"tokenizer_digest": "0" * 64}, "TOKENIZER_MISMATCH", "0" * 64),
+            ({"min_policy_version": common_pb2.PolicyVersion(epoch=1, number=3)}, "VERSION_TOO_OLD", "1.3"),
+        ],
+    )
+    async def test_a_wrong_expectation_is_a_failed_precondition(self, served, more, reason, names):
+        for call in (served.generate(ask(**more)), first_of(served.stream(ask(**more)))):
+            error = await refused(call)
+            assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, reason)
+            assert names in error.message
+
+    async def test_a_full_queue_says_when_to_retry(self, model, engine):
+        async for served in serve(Replica(model, engine, limits=LimitsConfig(max_queued=3))):
+            async with served.replica.frozen():
+                waiting = asyncio.ensure_future(served.generate(ask(n=2)))
+                await until(lambda served=served: served.replica.servicer.samples == 2)
+                for call in (served.generate(ask(n=2)), first_of(served.stream(ask(n=2)))):
+                    error = await refused(call)
+                    assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+                    assert error.retry_after_s
+                fits = asyncio.ensure_future(served.generate(ask()))
+                await until(lambda served=served: served.replica.servicer.samples == 3)
+            assert len((await waiting).samples) == 2
+            assert len((await fits).samples) == 1
+
+    async def test_a_dead_engine_is_unavailable(self, model):
+        async with running_engine(model) as engine:
+            async for served in serve(Replica(model, engine)):
+                await engine.stop()
+                error = await refused(served.generate(ask(request_id="given")))
+                assert (error.code, error.reason) == (Code.UNAVAILABLE, "ENGINE_RECOVERING")
+                assert error.retry_after_s
+                assert (await served.status()).state == rollout_pb2.REPLICA_STATE_RECOVERING
+
+    async def test_an_engine_that_dies_under_a_request_is_unavailable(self, model):
+        async with running_engine(model) as engine:
+            async for served in serve(Replica(model, engine)):
+                await engine.pause(PauseMode.KEEP)
+                waiting = asyncio.ensure_future(served.generate(ask()))
+                await until(lambda served=served: served.replica.servicer.samples == 1)
+                await engine.stop()
+                error = await refused(waiting)
+                assert (error.code, error.reason) == (Code.UNAVAILABLE, "ENGINE_FAILED")
+                assert served.replica.servicer.samples == 0
+
+
+class TestRepeats:
+    async def test_a_repeat_gets_the_first_answer(self, served):
+        first = await served.generate(sampled(request_id="r1"))
+        assert await served.generate(sampled(request_id="r1")) == first
+        assert first.request_id == "r1"
+
+    async def test_concurrent_repeats_are_sampled_once(self, served):
+        async with served.replica.frozen():
+            calls = [asyncio.ensure_future(served.generate(sampled(request_id="r2"))) for _ in range(4)]
+            await until(lambda: served.replica.servicer.samples > 0)
+        answers = await asyncio.gather(*calls)
+        assert all(answer == answers[0] for answer in answers)
+
+    async def test_one_caller_may_leave_while_another_waits(self, served):
+        async with served.replica.frozen():
+            leaving = served.generate(sampled(request_id="r3"))
+            await until(lambda: served.replica.servicer.samples == 1)
+            staying = asyncio.ensure_future(served.generate(sampled(request_id="r3")))
+            # Answered on the same connection after the call before it has arrived.
+            await served.agent.GetModel(rollout_pb2.GetModelRequest(), timeout=TIMEOUT_S)
+            leaving.cancel()
+            await until(leaving.done)
+        assert len((await staying).samples[0].token_ids) == TOKENS
+
+    async def test_an_id_belongs_to_one_request(self, served):
+        await served.generate(sampled(request_id="r4"))
+        error = await refused(served.generate(sampled(request_id="r4", n=2)))
+        assert (error.code, error.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+
+    async def test_a_refusal_is_not_kept(self, served):
+        await refused(served.generate(sampled(request_id="r5", run="runs/other")))
+        assert (await served.generate(sampled(request_id="r5"))).samples
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("request_id", ["", "named"])
+    async def test_cancelling_ends_the_sampling(self, served, request_id):
+        async with served.replica.frozen():
+            call = served.generate(ask(n=3, request_id=request_id))
+            await until(lambda: served.replica.servicer.samples == 3)
+            call.cancel()
+            await served.replica.until_idle()
+
+    async def test_a_deadline_ends_the_sampling(self, served):
+        async with served.replica.frozen():
+            error = await refused(served.generate(ask(), timeout=0.3))
+            assert error.code is Code.DEADLINE_EXCEEDED
+            await served.replica.until_idle()
+
+    async def test_leaving_a_stream_ends_the_sampling(self, served):
+        request = ask(n=2)
+        request.sampling.max_tokens = 400
+        stream = served.stream(request)
+        opening = await stream.read()
+        assert opening.HasField("opening")
+        await stream.read()
+        async with served.replica.frozen():
+            assert served.replica.servicer.samples == 2
+            stream.cancel()
+            await served.replica.until_idle()
+
+
+class TestStream:
+    async def test_equals_the_whole_answer(self, served):
+        request = ask(n=3)
+        request.sampling.top_logprobs = 2
+        whole = await served.generate(request)
+        messages = [message async for message in served.stream(request, coalesce=Duration(nanos=1_000_000))]
+        assert list(messages[0].opening.prompt_token_ids) == PROMPT
+        assert messages[0].opening.tokenizer_digest == whole.tokenizer_digest
+        chunks = [message.chunk for message in messages[1:]]
+        for expected in whole.samples:
+            assert_same(together([chunk for chunk in chunks if chunk.delta.index == expected.index]), expected)
+
+    async def test_coalesces_tokens_within_the_time_asked_for(self, served):
+        messages = [message async for message in served.stream(ask(), coalesce=Duration(seconds=30))]
+        assert [message.WhichOneof("event") for message in messages] == ["opening", "chunk"]
+
+    async def test_chunks_carry_the_versions_of_an_update_on_the_way(self, served, second):
+        request = ask()
+        request.sampling.max_tokens = 400
+        stream = served.stream(request, coalesce=Duration(nanos=1_000_000))
+        chunks = []
+        async for message in stream:
+            if message.HasField("chunk"):
+                chunks.append(message.chunk)
+                if len(chunks) == 1:
+                    await served.replica.engine.apply(staged(second, Version(1, 1)))
+        spans = spans_of(together(chunks))
+        assert [version for _, version in spans] == [BASE, Version(1, 1)]
+        assert 0 < spans[1][0] < 400
+
+    async def test_a_stop_string_ends_it(self, served, model):
+        expected = greedy(model, PROMPT, TOKENS)
+        stop = next(text_of(expected[i : i + 2]) for i in range(2, TOKENS) if min(expected[i : i + 2]) > EOS)
+        request = ask()
+        request.sampling.stop.append(stop)
+        whole = (await served.generate(request)).samples[0]
+        assert (whole.stop_string, whole.finish_reason) == (stop, tokens_pb2.FINISH_REASON_STOP)
+        assert whole.text.endswith(stop)  # the tokens that complete it stay
+        chunks = [message.chunk async for message in served.stream(request) if message.HasField("chunk")]
+        assert_same(together(chunks), whole)
+
+
+class TestDescription:
+    async def test_describes_the_model(self, served, model):
+        answer = await served.agent.GetModel(rollout_pb2.GetModelRequest(), timeout=TIMEOUT_S)
+        assert (answer.model, answer.architecture) == (str(model), "Qwen3ForCausalLM")
+        assert (answer.vocabulary_size, answer.max_model_len) == (VOCABULARY, CONTEXT)
+        assert list(answer.eos_token_ids) == [EOS]
+        assert Version.from_proto(answer.policy_version) == BASE
+
+    async def test_tokenizes_what_generate_would_sample_from(self, served):
+        request = rollout_pb2.TokenizeRequest(conversation=CONVERSATION, add_generation_prompt=True)
+        answer = await served.agent.Tokenize(request, timeout=TIMEOUT_S)
+        assert list(answer.token_ids) == PROMPT
+
+    async def test_a_continuation_keeps_the_ids_that_it_continues(self, served):
+        before = [*PROMPT, 71, 72, 73]
+        request = rollout_pb2.TokenizeRequest(conversation=CONVERSATION, add_generation_prompt=True)
+        request.continues.ids.extend(before)
+        answer = await served.agent.Tokenize(request, timeout=TIMEOUT_S)
+        assert list(answer.token_ids) == [*before, *PROMPT]
+
+    async def test_nothing_to_tokenize_is_refused(self, served):
+        error = await refused(served.agent.Tokenize(rollout_pb2.TokenizeRequest(), timeout=TIMEOUT_S))
+        assert list(error.violations) == ["input"]
+
+
+class TestAdministration:
+    async def test_a_pause_freezes_and_its_owner_ends_it(self, served):
+        pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a", ttl=Duration(seconds=60))
+        await served.admin.Pause(pause, timeout=TIMEOUT_S)
+        waiting = asyncio.ensure_future(served.generate(ask()))
+        await until(lambda: served.replica.servicer.samples == 1)
+        assert (await served.status()).state == rollout_pb2.REPLICA_STATE_PAUSED
+        again = await served.admin.Pause(pause, timeout=TIMEOUT_S)
+        assert again.frozen_requests == 1
+        pause.owner = "b"
+        error = await refused(served.admin.Pause(pause, timeout=TIMEOUT_S))
+        assert (error.code, error.reason) == (Code.ABORTED, "PAUSE_HELD")
+        stranger = await served.admin.Resume(rollout_pb2.ResumeRequest(owner="b"), timeout=TIMEOUT_S)
+        assert not stranger.running
+        assert not waiting.done()
+        assert (await served.admin.Resume(rollout_pb2.ResumeRequest(owner="a"), timeout=TIMEOUT_S)).running
+        assert len((await waiting).samples[0].token_ids) == TOKENS
+
+    async def test_a_forgotten_pause_ends_by_itself(self, served):
+        watch = asyncio.create_task(served.replica.admin.expire_pauses_forever())
+        pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a", ttl=Duration(nanos=50_000_000))
+        await served.admin.Pause(pause, timeout=TIMEOUT_S)
+        assert (await served.generate(ask())).samples
+        watch.cancel()
+
+    @pytest.mark.parametrize(
+        ("pause", "field"),
+        [
+            (rollout_pb2.PauseRequest(owner="a", ttl=Duration(seconds=1)), "mode"),
+            (rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, ttl=Duration(seconds=1)), "owner"),
+            (rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a"), "ttl"),
+            (rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a", ttl=Duration(seconds=3601)), "ttl"),
+        ],
+    )
+    async def test_a_pause_needs_mode_owner_and_end(self, served, pause, field):
+        error = await refused(served.admin.Pause(pause, timeout=TIMEOUT_S))
+        assert list(error.violations) == [field]
+        assert (await served.status()).state == rollout_pb2.REPLICA_STATE_SERVING
+
+    @pytest.mark.parametrize("named", [True, False])
+    async def test_aborted_requests_give_their_tokens_so_far(self, served, named):
+        request = ask(n=2, request_id="long")
+        request.sampling.max_tokens = 400
+        calls = served.stream(request)
+        await calls.read()
+        await calls.read()
+        waiting = asyncio.ensure_future(served.generate(request))
+        await until(lambda: served.replica.servicer.samples == 4)
+        abort = rollout_pb2.AbortRequestsRequest(request_ids=["long"] if named else [])
+        assert (await served.admin.AbortRequests(abort, timeout=TIMEOUT_S)).aborted >= 1
+        for sample in (await waiting).samples:
+            assert sample.finish_reason == tokens_pb2.FINISH_REASON_ABORT
+            assert len(sample.token_ids) < 400
+        calls.cancel()
+        await served.replica.until_idle()
+
+    async def test_reload_returns_to_the_base(self, served, second):
+        await served.replica.engine.apply(staged(second, Version(1, 1)))
+        assert Version.from_proto((await served.status()).policy_version) == Version(1, 1)
+        answer = await served.admin.ReloadWeights(rollout_pb2.ReloadWeightsRequest(), timeout=TIMEOUT_S)
+        assert Version.from_proto(answer.policy_version) == BASE
+        assert Version.from_proto((await served.status()).policy_version) == BASE
+
+    async def test_status_counts_what_was_done(self, served):
+        before = await served.status()
+        await served.generate(ask(n=2))
+        after = await served.status()
+        assert after.generated_tokens - before.generated_tokens == 2 * TOKENS
+        assert (after.running, after.queued, after.replica) == (0, 0, "one")
+        assert after.state == rollout_pb2.REPLICA_STATE_SERVING
+
+    async def test_adapters_are_not_there_yet(self, served):
+        error = await refused(served.admin.LoadAdapter(rollout_pb2.LoadAdapterRequest(), timeout=TIMEOUT_S))
+        assert error.code is Code.UNIMPLEMENTED
+
+
+def together(chunks: list[rollout_pb2.StreamChunk]) -> rollout_pb2.GeneratedSample:
+    """One sample from its chunks: tokens follow each other without a gap, spans are joined where the version stays."""
+    whole = rollout_pb2.GeneratedSample()
+    for chunk in chunks:
+        delta = chunk.delta
+        assert chunk.offset == len(whole.token_ids)
+        assert not delta.token_ids or delta.version_spans[0].start == chunk.offset
+        assert (delta.finish_reason != 0) == (chunk is chunks[-1])
+        spans = list(delta.version_spans)
+        if whole.version_spans and spans and spans[0].policy_version == whole.version_spans[-1].policy_version:
+            del spans[0]
+        whole.index = delta.index
+        whole.token_ids.extend(delta.token_ids)
+        whole.logprobs.extend(delta.logprobs)
+        whole.top_logprobs.extend(delta.top_logprobs)
+        whole.version_spans.extend(spans)
+        whole.text += delta.text
+        whole.finish_reason, whole.stop_string = delta.finish_reason, delta.stop_string
+    return whole
+
+
+def assert_same(streamed: rollout_pb2.GeneratedSample, whole: rollout_pb2.GeneratedSample) -> None:
+    """Two greedy samples are equal, but for the last bits of log-probabilities, which the rest of the batch changes."""
+    assert list(streamed.logprobs) == pytest.approx(list(whole.logprobs), abs=1e-5)
+    for got, expected in zip(streamed.top_logprobs, whole.top_logprobs, strict=True):
+        assert list(got.logprobs) == pytest.approx(list(expected.logprobs), abs=1e-5)
+        assert got.ids == expected.ids
+    for sample in (streamed, whole):
+        sample.ClearField("logprobs")
+        sample.ClearField("top_logprobs")
+    assert streamed == whole
+
+
+async def first_of(stream: Any) -> Any:
+    """The first message of a stream."""
+    return await stream.read()
