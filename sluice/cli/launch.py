@@ -17,7 +17,7 @@ from sluice.cli.child_process import ChildSpec
 from sluice.config import PeersConfig, RunConfig, SecurityConfig
 from sluice.rpc import connect
 
-__all__ = ["Addresses", "child_environment", "child_specs", "free_addresses", "serves"]
+__all__ = ["Addresses", "child_environment", "child_specs", "free_addresses", "serves", "shared_cores"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,6 +31,14 @@ HAS_HTTP = frozenset({"rollout"})
 
 COMPUTES = frozenset({"trainer", "rollout"})
 """Services that keep cores busy; the others wait for sockets."""
+
+_SHARED_CORES = {
+    # Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold.
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    # What libraries announce to their developers is not for the run's logs.
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+}
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,6 @@ def free_addresses(replicas: int) -> Addresses:
 def child_environment(child: str, threads: int | None, children: int, given: Mapping[str, str]) -> dict[str, str]:
     """Variables of a child, where the user has not set them.
 
-    Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold, so cores are
-    divided among the children that compute, and waiting threads sleep. What libraries announce to their developers is
-    not for the run's logs.
-
     Args:
         child: Its name.
         threads: Threads per computing child; None divides the cores.
@@ -100,14 +104,19 @@ def child_environment(child: str, threads: int | None, children: int, given: Map
     """
     share = max(1, len(os.sched_getaffinity(0)) // children) if hasattr(os, "sched_getaffinity") else 1
     count = 1 if service_of(child) not in COMPUTES else threads or share
-    wanted = {
-        "OMP_NUM_THREADS": str(count),
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "0",
-        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
-    }
-    forced = {"OMP_NUM_THREADS"} if threads is not None else set()
-    return {name: value for name, value in wanted.items() if name in forced or name not in given}
+    environment = shared_cores(given)
+    if threads is not None or "OMP_NUM_THREADS" not in given:
+        environment["OMP_NUM_THREADS"] = str(count)
+    return environment
+
+
+def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
+    """Variables of any program that computes beside others, where the user has not set them.
+
+    Args:
+        given: The environment that it inherits.
+    """
+    return {name: value for name, value in _SHARED_CORES.items() if name not in given}
 
 
 def child_specs(

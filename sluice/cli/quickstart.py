@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from sluice.cli import quickstart_report, rl
 from sluice.cli.command import Command
+from sluice.cli.launch import shared_cores
 from sluice.cli.stage import StageError, Stages, run_quietly
 from sluice.config import ConfigError
 
@@ -99,6 +101,9 @@ def run(argv: list[str]) -> int:
         if code:
             return code
         quickstart_report.write(job.directory, seed=job.seed, wall_s=time.monotonic() - began, stages=stages.seconds)
+    except KeyboardInterrupt:
+        console.print("stopped", style="yellow")
+        return rl.EXIT_INTERRUPTED
     except StageError as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
@@ -145,8 +150,8 @@ def _sluice(job: Quickstart, command: str, *arguments: str, log: str = "") -> st
 
 
 def _python(job: Quickstart, log: str, *argv: str) -> str:
-    """Run one program; the stages before and after RL have the machine for themselves."""
-    return run_quietly([*argv], job.directory / "logs" / f"{log}.log", {})
+    """Run one program to its end."""
+    return run_quietly([*argv], job.directory / "logs" / f"{log}.log", shared_cores(os.environ))
 
 
 def _make_room(directory: Path, console: Console) -> None:
