@@ -221,6 +221,6 @@ def _info(model: str, module: Any, max_model_len: int | None) -> ModelInfo:  # n
         vocabulary_size=text.vocab_size,
         max_model_len=max_model_len or longest,
         dtype=str(module.dtype).removeprefix("torch."),
-        eos_token_ids=tuple(sorted(ends)),
+        eos_token_ids=tuple(sorted(id_ for id_ in ends if id_ < text.vocab_size)),
         engine="transformers",
     )

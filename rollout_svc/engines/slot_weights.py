@@ -33,7 +33,7 @@ class InPlaceWeights:
         if missing:
             raise EngineError(
                 f"the model's files have tensors that the loaded model does not name so: {missing[:3]} ({len(missing)}); "
-                'use engine = "vllm", or follow_weights = false with a model saved by save_pretrained'
+                'use engine = "vllm"'
             )
         self._live = {name: live[name] for name in base.shapes}
         self._base = base
