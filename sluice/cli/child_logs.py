@@ -26,6 +26,9 @@ _LINE_CHARACTERS = 1 << 16
 _PLAIN_LEVEL = re.compile(r"^(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
 """How libraries that bypass our logging write a level: ``WARNING ...`` or ``(EngineCore pid=7) ERROR ...``."""
 
+_LIBRARY_WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
+"""How Python writes a warning of a library; our logging passes it on as an event."""
+
 _SOURCE = re.compile(r"\[\w+\.py:\d+\]")
 """Where in a library a line comes from: ``[core.py:1512]``."""
 
@@ -39,7 +42,7 @@ class LogLine:
     Attributes:
         level: Severity as in `LEVELS`; lines without one count as info.
         text: The line for people, without time and level.
-        structured: True for our own services' JSON lines.
+        structured: True for what our own services have to say; False for libraries.
         kind: What lines that say the same have in common: the event's name, or where in a library they come from.
     """
 
@@ -58,7 +61,8 @@ def read_line(raw: str) -> LogLine:
             record = None
         if isinstance(record, dict) and "event" in record:
             level = LEVELS.get(str(record.get("level", "info")).lower(), LEVELS["info"])
-            return LogLine(level, _sentence(record), structured=True, kind=str(record["event"]))
+            event = str(record["event"])
+            return LogLine(level, _sentence(record), structured=not _LIBRARY_WARNING.match(event), kind=event)
     found = _PLAIN_LEVEL.match(raw)
     level = LEVELS[found.group(1).lower()] if found else LEVELS["info"]
     source = _SOURCE.search(raw)

@@ -179,22 +179,24 @@ def _job(options: argparse.Namespace) -> Quickstart:
             f"{options.example} has no {', '.join(missing)}: run `sluice quickstart` in the root of the repository, "
             "or name the example with --example DIRECTORY"
         )
-    rl_flags = []
-    if options.lr is not None:
-        rl_flags += ["--trainer.lr", str(options.lr)]
-    if options.steps is not None:
-        rl_flags += ["--orchestrator.max-steps", str(options.steps)]
-    if options.engine is not None:
-        rl_flags += ["--rollout.engine", options.engine]
-    if options.plain:
-        rl_flags += ["--plain"]
     return Quickstart(
         example=options.example,
         directory=options.output_dir / RUN,
         seed=options.seed,
-        rl_flags=tuple(rl_flags),
-        sft_flags=() if options.sft_steps is None else ("--max-steps", str(options.sft_steps)),
+        rl_flags=(
+            *_flag("--trainer.lr", options.lr),
+            *_flag("--orchestrator.max-steps", options.steps),
+            *_flag("--rollout.engine", options.engine),
+            *(("--plain",) if options.plain else ()),
+        ),
+        sft_flags=_flag("--max-steps", options.sft_steps),
+        eval_flags=(*_flag("--engine", options.engine), *_flag("--prompts", options.prompts)),
     )
+
+
+def _flag(name: str, value: float | str | None) -> tuple[str, ...]:
+    """A flag with its value; nothing where the example's setting is to stay."""
+    return () if value is None else (name, str(value))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -206,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr", type=float, help="learning rate of the RL run (default: the example's; 0 shows what no training does)")
     add("--steps", type=int, help="RL steps (default: the example's)")
     add("--sft-steps", type=int, help="warm-up steps (default: the example's)")
+    add("--prompts", type=int, help="held-out strings per evaluation (default: the example's)")
     add("--engine", choices=("vllm", "transformers"), help="what samples (default: the example's)")
     add("--example", type=Path, default=Path("examples/reverse_text"), help="the example's directory")
     add("--output-dir", type=Path, default=Path("outputs"), help="where the directory `quickstart` is made")

@@ -73,12 +73,13 @@ def show(console: Console, run_dir: Path, model: Path, example: Path) -> None:
     """Print the table, where everything lies, and how to go on."""
     report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
     before, after = report["evaluation_before"], report["evaluation_after"]
-    table = Table(title=f"{run_dir}: {report['steps']} steps, {report['wall_s']:.0f} s in all, seed {report['seed']}")
+    title = f"{run_dir}: {report['steps']} steps, {report['wall_s']:.0f} s in all, seed {report['seed']}"
+    table = Table()
     for heading in ("on held-out strings", "before RL", "after RL"):
         table.add_column(heading, justify="left" if heading.startswith("on") else "right")
     for name, label in _ROWS.items():
         table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
-    console.print()
+    console.print(f"\n{title}", style="bold", highlight=False, soft_wrap=True)
     console.print(table)
     facts = (
         f"{report['tokens_trained']:,} tokens trained, {report['staleness_share_ge_1']:.0%} of them at staleness 1 or more"

@@ -119,7 +119,8 @@ def run(argv: list[str]) -> int:
     directory: Path = parser.parse_args(argv).directory
     steps = read_steps(directory)
     summary = summarise(steps)
-    table = Table(title=f"{directory}: {summary['steps']:.0f} steps in {summary['train_wall_s']:.1f} s")
+    title = f"{directory}: {summary['steps']:.0f} steps in {summary['train_wall_s']:.1f} s"
+    table = Table()
     for heading in ("metric", "first tenth", "last tenth", "mean"):
         table.add_column(heading, justify="left" if heading == "metric" else "right")
     for name in METRIC_NAMES:
@@ -128,6 +129,7 @@ def run(argv: list[str]) -> int:
     plot = directory / PLOT_FILE
     plot_run(steps, plot, str(directory))
     console = Console()
+    console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(table)
     console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
     return 0

@@ -206,3 +206,10 @@ def test_lines_of_our_services_are_read_as_sentences() -> None:
 )
 def test_lines_of_libraries_get_the_level_that_they_begin_with(raw: str, level: int) -> None:
     assert (read_line(raw).level, read_line(raw).text) == (level, raw)
+
+
+def test_a_warning_that_a_library_raises_is_not_our_services_word() -> None:
+    line = read_line(
+        '{"event": "/x/torch/utils.py:485: UserWarning: assuming", "level": "warning", "service": "trainer"}'
+    )
+    assert (line.level, line.structured) == (30, False)

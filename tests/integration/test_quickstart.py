@@ -1,0 +1,61 @@
+"""The main job, small: every stage with the real services, sampled by transformers so that it takes a minute."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLUICE = (sys.executable, "-m", "sluice.cli.main")
+SMALL = ("--engine", "transformers", "--steps", "4", "--sft-steps", "30", "--prompts", "8", "--plain")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def quickstart(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    argv = [*SLUICE, "quickstart", "--output-dir", str(output_dir), *SMALL, *flags]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+
+
+def test_the_quickstart_leaves_a_model_a_report_and_everything_it_names(tmp_path: Path) -> None:
+    done = quickstart(tmp_path, "--seed", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    directory = tmp_path / "quickstart"
+    report = json.loads((directory / "report.json").read_text())
+    assert (report["steps"], report["seed"]) == (4, 3)
+    assert report["tokens_generated"] >= report["tokens_trained"] > 0
+    assert 0 <= report["reward_before"] <= 1
+    assert 0 <= report["reward_after"] <= 1
+    assert report["max_staleness_seen"] <= 2
+    assert (directory / "weights" / "v1.4" / "model.safetensors").exists()
+    for name in ("reward.png", "tensorboard", "trajectories", "config.toml", "logs/trainer.log"):
+        assert (directory / name).exists(), name
+    for expected in ("before RL", "after RL", "tensorboard --logdir", "reward.png", "v1.4"):
+        assert expected in done.stdout
+
+    again = quickstart(tmp_path, "--seed", "4", "--lr", "0")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"moved the earlier {directory} to {directory}.1" in again.stdout
+    assert json.loads((tmp_path / "quickstart.1" / "report.json").read_text()) == report
+
+
+def test_ctrl_c_ends_the_quickstart_and_all_of_its_services(tmp_path: Path) -> None:
+    argv = [*SLUICE, "quickstart", "--output-dir", str(tmp_path), *SMALL, "--steps", "100000"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 2/"):
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+        assert process.wait(timeout=15) == 130, rest
+    assert "stopped after" in rest
+    assert len(children) >= 4
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
