@@ -103,10 +103,16 @@ async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceE
         admin.expire_pauses_forever(),
     ]
     tasks = [asyncio.create_task(_or_fail(duty, failed)) for duty in duties]
-    try:
-        await server.serve_until_signal(failed)
+    ending: list[asyncio.Task[None]] = []
+
+    def drain() -> None:
+        """Both ports take nothing new from the same moment on, so that their drains do not add up."""
         if http is not None:
-            await http.stop()
+            ending.append(asyncio.create_task(http.stop(config.server.drain_s)))
+
+    try:
+        await server.serve_until_signal(failed, drain)
+        await asyncio.gather(*ending)
     finally:
         for task in tasks:
             task.cancel()

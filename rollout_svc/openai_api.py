@@ -77,7 +77,7 @@ def create_app(
     app.add_middleware(Gate, tokens=tokens, paths=PATHS, most=max_requests)
     answer_errors(app)
     _add_generation(app, _Generation(servicer, model_name))
-    _add_description(app, servicer, admin, model_name)
+    _add_description(app, servicer, model_name)
     _add_administration(app, admin, tokens)
     return app
 
@@ -93,7 +93,7 @@ def _add_generation(app: FastAPI, generation: _Generation) -> None:
         return await generation.answer(request, body, completion_requests(body), shape)
 
 
-def _add_description(app: FastAPI, servicer: RolloutServicer, admin: RolloutAdminServicer, model_name: str) -> None:
+def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -> None:
     created = int(time.time())
 
     @app.get("/v1/models")
@@ -107,8 +107,6 @@ def _add_description(app: FastAPI, servicer: RolloutServicer, admin: RolloutAdmi
 
     @app.get(HEALTH_PATH)
     async def health() -> JSONResponse:
-        if admin.draining:
-            raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one")
         return JSONResponse({"status": "ok", "version": str(servicer.serving_version())})
 
     @app.get("/metrics")

@@ -155,8 +155,10 @@ class RpcServer:
         for name in ("", server_info.SERVICE_NAME, *self._roles):
             await self._health.set(name, status)
 
-    async def serve_until_signal(self, until: asyncio.Event | None = None) -> None:
-        """Serve until SIGTERM, SIGINT or `until`, then drain and stop; a second signal stops at once.
+    async def serve_until_signal(
+        self, until: asyncio.Event | None = None, on_drain: Callable[[], object] | None = None
+    ) -> None:
+        """Serve until SIGTERM, SIGINT or `until`, then call `on_drain`, drain and stop; a second signal stops at once.
 
         The signals stay with the loop afterwards, so that an impatient one does not cut off what the service still has
         to put away.
@@ -167,6 +169,8 @@ class RpcServer:
             loop.add_signal_handler(number, _stop_asked, asked, again)
         await _first(asked, until)
         asked.set()
+        if on_drain is not None:
+            on_drain()
         draining = asyncio.create_task(self.stop(self._config.drain_s))
         hurry = asyncio.create_task(again.wait())
         await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
