@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,14 @@ from typing import Any
 from rollout_svc.engines.base import EngineError
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION
 
-__all__ = ["TESTED_VERSIONS", "check_names", "engine_arguments", "prepare_environment", "require_tested_version"]
+__all__ = [
+    "TESTED_VERSIONS",
+    "engine_arguments",
+    "has_accelerator",
+    "prepare_environment",
+    "require_tested_version",
+    "workers_of",
+]
 
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM releases whose internals (see `vllm_spans`) and weight-transfer interface were tested."""
@@ -152,8 +158,3 @@ def has_tokenizer(model: str) -> bool:
 def workers_of(given: Mapping[str, Any]) -> int:
     """Number of worker processes per engine that the arguments ask for."""
     return int(given.get("tensor_parallel_size") or 1) * int(given.get("pipeline_parallel_size") or 1)
-
-
-def environment_of_process() -> MutableMapping[str, str]:
-    """The process environment."""
-    return os.environ

@@ -1,0 +1,62 @@
+"""What vLLM is started with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.vllm_args import engine_arguments, prepare_environment, require_tested_version, workers_of
+
+
+@dataclass
+class Known:
+    """Stands for the names that vLLM knows."""
+
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    dtype: str = "auto"
+    tokenizer: str = ""
+    logprobs_mode: str = ""
+
+
+def arguments(model: str, *, on_cpu: bool = True, **given: object) -> dict[str, object]:
+    return engine_arguments(model, given, on_cpu=on_cpu, arguments_class=Known)
+
+
+def test_the_user_s_arguments_win_over_defaults(tmp_path):
+    assert arguments(str(tmp_path))["enforce_eager"] is True
+    assert arguments(str(tmp_path), enforce_eager=False)["enforce_eager"] is False
+    assert "enforce_eager" not in arguments(str(tmp_path), on_cpu=False)
+
+
+def test_an_unknown_argument_is_told_the_nearest_name(tmp_path):
+    with pytest.raises(EngineError, match="did you mean 'tensor_parallel_size'"):
+        arguments(str(tmp_path), tensor_paralel_size=2)
+
+
+def test_arguments_that_the_contract_rests_on_are_ours(tmp_path):
+    with pytest.raises(EngineError, match="logprobs_mode"):
+        arguments(str(tmp_path), logprobs_mode="raw_logprobs")
+
+
+def test_a_float32_model_stays_float32(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    assert arguments(str(tmp_path))["dtype"] == "float32"
+
+
+def test_an_untested_release_is_refused():
+    require_tested_version("0.32.0+cpu")
+    with pytest.raises(EngineError, match="was not tested"):
+        require_tested_version("0.33.0")
+
+
+def test_several_workers_need_their_own_processes():
+    environment = {"OMP_NUM_THREADS": "3"}
+    prepare_environment(environment, workers=workers_of({"tensor_parallel_size": 2}))
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert environment["OMP_NUM_THREADS"] == "3"
+    prepare_environment(environment, workers=workers_of({}))
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
