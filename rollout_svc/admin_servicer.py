@@ -10,7 +10,7 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from rollout_svc.engines.base import PauseMode
+from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.pauses import PauseHeldError, Pauses
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -51,6 +51,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         self._pauses = Pauses()
         self._started = Timestamp()
         self._started.GetCurrentTime()
+        self._restarts_seen = engine.restarts
         self.draining = False
 
     async def expire_pauses_forever(self) -> None:
@@ -60,7 +61,25 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             owner = self._pauses.owner
             if self._pauses.expire(time.monotonic()):
                 log.warning("pause ended by its time to live", owner=owner)
-                await self._engine.current.resume()
+                await self._let_go()
+            elif owner and self._engine.restarts != self._restarts_seen:
+                await self._freeze_anew(owner)
+            self._restarts_seen = self._engine.restarts
+
+    async def _let_go(self) -> None:
+        """Let the engine sample, if it lives; one that is started again samples anyway."""
+        try:
+            await self._engine.current.resume()
+        except EngineError as error:
+            log.warning("the engine could not resume", error=str(error))
+
+    async def _freeze_anew(self, owner: str) -> None:
+        """A pause outlives the engine that it began on."""
+        try:
+            await self._engine.serving.pause(PauseMode.KEEP)
+        except (EngineError, SluiceError) as error:
+            log.warning("the pause was lost with the engine", owner=owner, error=str(error))
+            self._pauses.release()
 
     async def SetWeightPolicy(  # noqa: N802 - gRPC's name
         self,
@@ -121,10 +140,14 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             raise SluiceError.aborted("PAUSE_HELD", f"{error}: wait, or ask its owner to resume") from error
         except ValueError as error:
             raise SluiceError.invalid_argument("owner" if not request.owner else "ttl", str(error)) from error
+        engine = self._engine.serving
         try:
-            await self._engine.serving.pause(mode)
-        except BaseException:
-            self._pauses.end(request.owner, time.monotonic())
+            await engine.pause(mode)
+        except BaseException as error:  # a caller that leaves must not leave the engine half way into a pause either
+            self._pauses.release()
+            await asyncio.shield(asyncio.create_task(self._let_go()))
+            if isinstance(error, EngineError):
+                raise SluiceError.unavailable("PAUSE_FAILED", f"{error}; sampling goes on") from error
             raise
         frozen = self._requests.samples if mode is PauseMode.KEEP else 0
         return rollout_pb2.PauseResponse(frozen_requests=frozen)
@@ -141,6 +164,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
                 await self._engine.serving.resume()
         except PauseHeldError:
             return rollout_pb2.ResumeResponse(running=False)
+        except EngineError as error:
+            raise SluiceError.unavailable("RESUME_FAILED", f"{error}; the engine is being started again") from error
         return rollout_pb2.ResumeResponse(running=True)
 
     async def LoadAdapter(  # noqa: N802 - gRPC's name
@@ -168,7 +193,10 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         del context
         engine = self._engine.serving
         names = list(request.request_ids) or self._requests.live_requests
-        aborted = [await engine.abort(name) for name in names]
+        try:
+            aborted = [await engine.abort(name) for name in names]
+        except EngineError as error:
+            raise SluiceError.unavailable("ABORT_FAILED", f"{error}; its requests end with it") from error
         return rollout_pb2.AbortRequestsResponse(aborted=sum(aborted))
 
     async def GetStatus(  # noqa: N802 - gRPC's name

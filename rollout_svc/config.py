@@ -72,6 +72,14 @@ class RolloutConfig(Section):
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and continuation together; none takes the model's own."
     )
+    kv_cache_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Bytes for keys and values; none leaves it to the engine (on CPU: 256 MiB vLLM, 1 GiB else).",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of the engine; none leaves it to OMP_NUM_THREADS and the engine."
+    )
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="How much the replica takes on.")
     deadlines: RolloutDeadlines = Field(default_factory=RolloutDeadlines, description="How long it waits.")
     engine_restarts: int = Field(

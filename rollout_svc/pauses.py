@@ -53,6 +53,10 @@ class Pauses:
         """End a pause whose time is over; True if there was one."""
         return bool(self.owner) and now >= self.ends and self._clear()
 
+    def release(self) -> None:
+        """Forget a pause that could not be had."""
+        self._clear()
+
     def _require(self, owner: str, now: float) -> None:
         if self.owner and self.owner != owner and now < self.ends:
             raise PauseHeldError(f"{self.owner!r} holds a pause for {self.ends - now:.0f} s more")

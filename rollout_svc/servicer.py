@@ -9,7 +9,7 @@ import grpc
 
 from rollout_svc.answers import chunk_message, generate_response
 from rollout_svc.config import LimitsConfig
-from rollout_svc.engines.base import EngineError, GenerationRequest, ModelInfo
+from rollout_svc.engines.base import EngineBusyError, EngineError, GenerationRequest, ModelInfo
 from rollout_svc.prompts import Prompts
 from rollout_svc.repeats import Repeats
 from rollout_svc.requests import generation_request
@@ -87,7 +87,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._enter(asked)
         try:
             result = await self._engine.current.agenerate(asked)
-        except (EngineError, ValueError) as error:
+        except (EngineError, EngineBusyError, ValueError) as error:
             raise _translated(error) from error
         finally:
             self._leave(asked)
@@ -126,7 +126,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     yield chunk_message(
                         chunk, text.after(chunk.index, chunk.token_ids, last=chunk.finish_reason is not None)
                     )
-        except (EngineError, ValueError) as error:
+        except (EngineError, EngineBusyError, ValueError) as error:
             raise _translated(error) from error
         finally:
             self._leave(asked)
@@ -215,7 +215,9 @@ class _TextDeltas:
         return text[given:]
 
 
-def _translated(error: EngineError | ValueError) -> SluiceError:
+def _translated(error: EngineError | EngineBusyError | ValueError) -> SluiceError:
     if isinstance(error, ValueError):
         return SluiceError.invalid_argument("sampling", str(error))
+    if isinstance(error, EngineBusyError):
+        return SluiceError.resource_exhausted("QUEUE_FULL", str(error), RETRY_AFTER_S)
     return SluiceError.unavailable("ENGINE_FAILED", f"{error}; retry, or use another replica", RETRY_AFTER_S)

@@ -88,8 +88,10 @@ class EngineSupervisor:
                 version = await restart(self.current.restart)
             except EngineError as error:
                 log.error("engine did not start", error=str(error))  # noqa: TRY400 - the message says it all
-                await asyncio.sleep(BACKOFF_S * failures)
-                continue
+                version = self.current.status().version
+                if not self.current.status().healthy:  # it may serve the base where it could not load what it served
+                    await asyncio.sleep(BACKOFF_S * failures)
+                    continue
             self.restarts += 1
             self._recovering = False
             self._on_change(True)

@@ -130,6 +130,7 @@ class SlotLoop:
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # from here on the waiting side cannot cancel it
         if mode is PauseMode.WAIT:
+            self.paused = None  # what an earlier pause froze has to end as well
             self._draining.append(done)
             self._look_if_drained()
             return done
