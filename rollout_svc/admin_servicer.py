@@ -134,13 +134,13 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         mode = PAUSE_MODES.get(request.mode)
         if mode is None:
             raise SluiceError.invalid_argument("mode", "set ABORT, WAIT or KEEP")
+        engine = self._engine.serving
         try:
             self._pauses.begin(request.owner, request.ttl.ToNanoseconds() / 1e9, time.monotonic())
         except PauseHeldError as error:
             raise SluiceError.aborted("PAUSE_HELD", f"{error}: wait, or ask its owner to resume") from error
         except ValueError as error:
             raise SluiceError.invalid_argument("owner" if not request.owner else "ttl", str(error)) from error
-        engine = self._engine.serving
         try:
             await engine.pause(mode)
         except BaseException as error:  # a caller that leaves must not leave the engine half way into a pause either

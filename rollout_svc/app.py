@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +35,20 @@ def build_engine(model: str, config: RolloutConfig) -> InferenceEngine:
             dtype=config.dtype,
             max_model_len=config.max_model_len,
             max_running=config.limits.max_running,
+            max_queued=config.limits.max_queued,
+            kv_cache_bytes=config.kv_cache_bytes,
             kv_policy=config.kv_policy,
+            threads=config.threads,
+            drain_deadline_s=config.deadlines.pause_s,
         )
     from rollout_svc.engines.vllm import VllmEngine  # noqa: PLC0415 - only where vLLM is wanted
 
+    if config.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(config.threads)  # vLLM's processes read it when they start
     chosen = {
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.limits.max_running,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
         "dtype": None if config.dtype == "auto" else config.dtype,
     }
     given = {name: value for name, value in chosen.items() if value is not None}
