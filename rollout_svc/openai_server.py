@@ -61,6 +61,7 @@ class HttpServer:
                 lifespan="off",
                 ws="none",
                 log_config=None,
+                log_level="warning",
                 access_log=False,
                 server_header=False,
                 ssl_certfile=security.tls_cert,
