@@ -59,6 +59,9 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         pool = asyncio.create_task(parts.pool.run(), name="replicas")
         try:
             await server.serve_until_signal(ended)
+        except asyncio.CancelledError:
+            await server.stop(0)
+            raise
         finally:
             for task in (running, pool):
                 task.cancel()

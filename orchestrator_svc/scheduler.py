@@ -97,6 +97,7 @@ class Scheduler:
         self.accounting = Accounting()
         self.epoch = 0
         self.applied = 0
+        self.is_open = False
         self.groups: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
         self._window = window_size(bound.batch_groups, window_fraction)
@@ -124,7 +125,7 @@ class Scheduler:
 
     def wanted_version(self) -> Version | None:
         """The oldest version that may sample one more group; None while none may start."""
-        if self.at_capacity or self.satisfied or self.count(Stage.RUNNING) >= self.max_running:
+        if not self.is_open or self.at_capacity or self.satisfied or self.count(Stage.RUNNING) >= self.max_running:
             return None
         return Version(self.epoch, self.bound.oldest_usable(self.applied, len(self.groups)))
 
@@ -231,13 +232,17 @@ class Scheduler:
 
     def rejoin_epoch(self, epoch: int, applied: int, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
         """The trainer is still in an epoch that it was given before; `lost` are the batches after `applied`."""
-        self.epoch, self.applied = epoch, applied
+        self.epoch, self.applied, self.is_open = epoch, applied, True
         for batch in self.batches.values():
             for each in batch.groups:
                 del self.groups[each]
         self.batches.clear()
         for batch, groups in sorted(lost, key=lambda pair: pair[0].sequence_no):
             self._restore(batch, list(groups))
+
+    def close_epoch(self) -> None:
+        """The trainer is lost: nobody knows which versions the next epoch will retire, so nothing more may start."""
+        self.is_open = False
 
     def _restore(self, batch: Batch, groups: list[Group]) -> None:
         """Put a batch back in its place, or its groups back in line where it no longer holds together."""

@@ -68,6 +68,7 @@ class Training:
                 reason = str(group.exceptions[0])
             else:
                 return
+            self._parts.scheduler.close_epoch()
             lost = lost + 1 if self._parts.scheduler.applied == before else 1
             if lost > self._parts.config.max_lost_epochs:
                 raise SluiceError.unavailable("TRAINER_LOST", f"the trainer was lost {lost} times in a row: {reason}")

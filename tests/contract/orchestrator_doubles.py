@@ -1,0 +1,289 @@
+"""A replica and a trainer that keep their contracts over real gRPC without a model: what they do is scripted by a test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from orchestrator_svc.config import OrchestratorConfig
+from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
+from sluice.rpc import RpcServer, SluiceError
+from sluice.v1 import (
+    rollout_pb2,
+    rollout_pb2_grpc,
+    tokens_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
+from sluice.versions import BASE, Version
+
+DIGEST = "same-tokenizer"
+
+ENVIRONMENT = '''
+from orchestrator_svc.envs.base import Task
+
+class Letters:
+    """Scores how many letters of the completion are an a; a task may make scoring fail."""
+    name = "letters"
+
+    def __init__(self, fail=""):
+        self.fail = fail
+
+    def tasks(self, split, seed):
+        return [Task(f"{split}-{index}", {"text": "abc"}) for index in range(40)]
+
+    def messages(self, task):
+        return [{"role": "user", "content": task.data["text"]}]
+
+    def score(self, task, completion):
+        if self.fail and self.fail in completion:
+            raise RuntimeError("cannot score this")
+        return completion.count("a") / max(1, len(completion))
+'''
+
+
+@dataclass
+class Sampled:
+    """A Generate call as it was answered."""
+
+    request: rollout_pb2.GenerateRequest
+    version: Version
+
+
+@dataclass
+class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.RolloutAdminServiceServicer):
+    """Answers with ``n`` samples whose text is scripted."""
+
+    name: str = "replica-0"
+    version: Version = BASE
+    state: int = rollout_pb2.REPLICA_STATE_SERVING
+    calls: list[Sampled] = field(default_factory=list)
+    policies: list[rollout_pb2.SetWeightPolicyRequest] = field(default_factory=list)
+    failures: list[SluiceError] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
+    finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    async def Generate(self, request, context):
+        if self.failures:
+            raise self.failures[0] if len(self.failures) == 1 else self.failures.pop(0)
+        if self.version < Version.from_proto(request.min_policy_version):
+            raise SluiceError.failed_precondition("VERSION_TOO_OLD", "not there yet")
+        version = self.version
+        self.calls.append(Sampled(request, version))
+        await self.gate.wait()
+        prompt = list(request.token_ids.ids) or [1, 2, 3]
+        samples = []
+        for index in range(request.n or 1):
+            text = self.text(request, index)
+            samples.append(
+                rollout_pb2.GeneratedSample(
+                    index=index,
+                    token_ids=[ord(letter) for letter in text],
+                    logprobs=[-0.5] * len(text),
+                    version_spans=[tokens_pb2.VersionSpan(start=0, policy_version=version.to_proto())] if text else [],
+                    finish_reason=self.finish(request),
+                    text=text,
+                )
+            )
+        return rollout_pb2.GenerateResponse(prompt_token_ids=prompt, samples=samples, tokenizer_digest=DIGEST)
+
+    async def Tokenize(self, request, context):
+        new = [ord(letter) for message in request.conversation.messages for letter in message.content]
+        return rollout_pb2.TokenizeResponse(token_ids=[*request.continues.ids, *new, 0], tokenizer_digest=DIGEST)
+
+    async def GetModel(self, request, context):
+        return rollout_pb2.GetModelResponse(model="double", tokenizer_digest=DIGEST)
+
+    async def GetStatus(self, request, context):
+        return rollout_pb2.GetStatusResponse(
+            replica=self.name,
+            state=self.state,
+            policy_version=self.version.to_proto(),
+            generated_tokens=len(self.calls),
+        )
+
+    async def SetWeightPolicy(self, request, context):
+        self.policies.append(request)
+        return rollout_pb2.SetWeightPolicyResponse(policy_version=self.version.to_proto())
+
+
+@dataclass
+class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
+    """Applies batches as soon as `permits` allow it and publishes each version to the replicas."""
+
+    replicas: list[RolloutDouble] = field(default_factory=list)
+    automatic: bool = True
+    publishes: bool = True
+    version: Version = BASE
+    checkpoint: Version = BASE
+    epochs: list[int] = field(default_factory=list)
+    waiting: list[tuple[trainer_pb2.BatchHeader, list[tokens_pb2.Trajectory]]] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    history: dict[int, list[tokens_pb2.Trajectory]] = field(default_factory=dict)
+    headers: list[trainer_pb2.BatchHeader] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    reports: dict[int, trainer_pb2.StepReport] = field(default_factory=dict)
+    phase: int = trainer_pb2.TRAINER_PHASE_READY
+    on_apply: Callable[[trainer_pb2.BatchHeader, list[tokens_pb2.Trajectory]], None] = lambda header, batch: None
+
+    async def BeginEpoch(self, request, context):
+        self.epochs.append(request.epoch)
+        origin = self.checkpoint
+        self.version = Version(request.epoch, origin.number)
+        self.waiting.clear()
+        self.known.clear()
+        self.reports = {}
+        self.history = {number: batch for number, batch in self.history.items() if number <= origin.number}
+        self.phase = trainer_pb2.TRAINER_PHASE_WAITING
+        self.publish()
+        return trainer_pb2.BeginEpochResponse(
+            policy_version=self.version.to_proto(),
+            restored_version=origin.to_proto(),
+            next_sequence_no=origin.number + 1,
+        )
+
+    def crash(self) -> None:
+        """Lose the epoch, as a process that was killed and came back."""
+        self.phase = trainer_pb2.TRAINER_PHASE_READY
+        self.version = BASE
+        self._wake()
+
+    async def SubmitBatch(self, request_iterator, context):
+        header, trajectories = None, []
+        async for part in request_iterator:
+            if part.WhichOneof("part") == "header":
+                header = part.header
+            else:
+                trajectories += part.trajectories.trajectories
+        if header.target_version.epoch != self.version.epoch:
+            raise SluiceError.failed_precondition("WRONG_EPOCH", "another epoch")
+        assert len(trajectories) == header.trajectory_count
+        self.headers.append(header)
+        if header.batch_id in self.known:
+            return trainer_pb2.SubmitBatchResponse(batch_id=header.batch_id, duplicate=True)
+        expected = self.version.number + len(self.waiting) + 1
+        if header.sequence_no != expected:
+            raise SluiceError.failed_precondition("WRONG_SEQUENCE_NO", f"expected {expected}")
+        if len(self.waiting) >= 2:
+            raise SluiceError.resource_exhausted("QUEUE_FULL", "full", 0.01)
+        self.known.add(header.batch_id)
+        self.waiting.append((header, trajectories))
+        if self.automatic:
+            self.run_freely()
+        return trainer_pb2.SubmitBatchResponse(batch_id=header.batch_id, queued_batches=len(self.waiting))
+
+    def run_freely(self) -> None:
+        """Apply what waits, and from now on whatever comes."""
+        self.automatic = True
+        while self.waiting:
+            self.apply()
+
+    def apply(self) -> None:
+        """Apply the oldest batch."""
+        header, trajectories = self.waiting.pop(0)
+        self.on_apply(header, trajectories)
+        self.version = Version(self.version.epoch, header.sequence_no)
+        self.history[header.sequence_no] = trajectories
+        self.reports[header.sequence_no] = trainer_pb2.StepReport(
+            policy_version=self.version.to_proto(),
+            batch_id=header.batch_id,
+            sequence_no=header.sequence_no,
+            metrics={"loss": 0.25, "mismatch_kl": 0.5},
+            results=[
+                trainer_pb2.TrajectoryResult(
+                    trajectory_id=each.trajectory_id,
+                    outcome=tokens_pb2.TRAJECTORY_OUTCOME_TRAINED,
+                    trained_tokens=sum(each.mask_runs[1::2]),
+                )
+                for each in trajectories
+            ],
+        )
+        if self.publishes:
+            self.publish()
+        self._wake()
+
+    def publish(self) -> None:
+        """Let the replicas serve the present version."""
+        for replica in self.replicas:
+            replica.version = self.version
+
+    async def GetTrainerState(self, request, context):
+        return trainer_pb2.GetTrainerStateResponse(phase=self.phase, policy_version=self.version.to_proto())
+
+    async def WatchSteps(self, request, context):
+        number, epoch = request.from_number, self.version.epoch
+        while True:
+            changed = self.changed
+            while number in self.reports:
+                yield trainer_pb2.WatchStepsResponse(step=self.reports[number])
+                number += 1
+            if self.phase == trainer_pb2.TRAINER_PHASE_READY or self.version.epoch != epoch:
+                raise SluiceError.aborted("EPOCH_CHANGED", "watch again")
+            await changed.wait()
+
+    async def SaveCheckpoint(self, request, context):
+        self.checkpoints.append(self.version.number)
+        self.checkpoint = self.version
+        name = f"step_{self.version.number}"
+        return trainer_pb2.SaveCheckpointResponse(
+            checkpoint=trainer_pb2.Checkpoint(name=name, policy_version=self.version.to_proto())
+        )
+
+    def _wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+@contextlib.asynccontextmanager
+async def served(*registrations) -> AsyncIterator[str]:
+    """Serve some servicers on a free loopback port; gives the address."""
+    server = RpcServer("double", ServerConfig(), SecurityConfig())
+    for add, servicer, name in registrations:
+        server.add(add, servicer, name, role="admin")
+    port = await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+def serve_rollout(replica: RolloutDouble):
+    """Serve one replica."""
+    return served(
+        (rollout_pb2_grpc.add_RolloutServiceServicer_to_server, replica, "sluice.v1.RolloutService"),
+        (rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, replica, "sluice.v1.RolloutAdminService"),
+    )
+
+
+def serve_trainer(trainer: TrainerDouble):
+    """Serve the trainer."""
+    return served((trainer_pb2_grpc.add_TrainerServiceServicer_to_server, trainer, "sluice.v1.TrainerService"))
+
+
+def common_settings(directory, trainer: str, replicas: list[str], orchestrator: str = "", **settings) -> CommonConfig:
+    """Common keys of a run between doubles."""
+    peers = PeersConfig(trainer=trainer, rollout=replicas, orchestrator=orchestrator or "127.0.0.1:1")
+    return CommonConfig(**{"run": "test", "output_dir": directory, "model": "double", "peers": peers, **settings})
+
+
+def orchestrator_settings(directory, port: int, **settings) -> OrchestratorConfig:
+    """A small run: two groups of two episodes a batch, four steps."""
+    environment = directory / "letters_env.py"
+    environment.write_text(ENVIRONMENT)
+    given = {
+        "environment": f"{environment}:Letters",
+        "batch_size": 2,
+        "group_size": 2,
+        "max_steps": 4,
+        "server": {"port": port},
+        "load_report_s": 0.05,
+        "deadlines": {"watchers_s": 2.0, "start_s": 20.0, "lost_s": 20.0},
+    }
+    return OrchestratorConfig.model_validate({**given, **settings})

@@ -1,0 +1,367 @@
+"""Whole runs of the orchestrator between a replica and a trainer that keep their contracts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+
+import grpc
+import pytest
+from orchestrator_doubles import (
+    RolloutDouble,
+    TrainerDouble,
+    common_settings,
+    orchestrator_settings,
+    serve_rollout,
+    serve_trainer,
+)
+
+from orchestrator_svc.app import serve
+from sluice.client import OrchestratorClient
+from sluice.config import ConfigError
+from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
+from sluice.versions import Version
+
+DEADLINE_S = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Scene:
+    """Doubles that are served, and an orchestrator that can be started between them."""
+
+    def __init__(self, directory, trainer, replicas, addresses) -> None:
+        self.directory, self.trainer, self.replicas = directory, trainer, replicas
+        self.trainer_address, self.replica_addresses = addresses
+        self.port = free_port()
+        self.run_dir = directory / "test"
+
+    def start(self, *, common: dict | None = None, **settings) -> asyncio.Task[None]:
+        """Begin a run; settings are those of the table [orchestrator]."""
+        config = orchestrator_settings(self.directory, self.port, **settings)
+        shared = common_settings(self.directory, self.trainer_address, self.replica_addresses, **(common or {}))
+        return asyncio.create_task(serve(shared, config))
+
+    async def run(self, **settings) -> dict:
+        """Run to the end; gives the report."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.start(**settings)
+        return self.report()
+
+    def report(self) -> dict:
+        return json.loads((self.run_dir / "report.json").read_text())
+
+    def client(self) -> OrchestratorClient:
+        return OrchestratorClient(f"127.0.0.1:{self.port}")
+
+    async def until(self, condition) -> None:
+        """Wait until something holds."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def events(self, kind: str | None = None) -> list[orchestrator_pb2.RunEvent]:
+        """All events of the run until it ends."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                with contextlib.suppress(SluiceError):
+                    async with self.client() as client:
+                        found = [answer.event async for answer in client.watch("test")]
+                    return [event for event in found if kind in (None, event.WhichOneof("kind"))]
+                await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+async def scene(tmp_path):
+    replicas = [RolloutDouble()]
+    async with contextlib.AsyncExitStack() as stack:
+        yield await make_scene(tmp_path, stack, replicas)
+
+
+async def make_scene(directory, stack, replicas) -> Scene:
+    trainer = TrainerDouble(replicas=replicas)
+    address = await stack.enter_async_context(serve_trainer(trainer))
+    targets = [await stack.enter_async_context(serve_rollout(each)) for each in replicas]
+    return Scene(directory, trainer, replicas, (address, targets))
+
+
+def trained(scene: Scene) -> list[str]:
+    return [each.trajectory_id for batch in scene.trainer.history.values() for each in batch]
+
+
+async def test_a_run_goes_to_its_end_and_leaves_what_people_need(scene) -> None:
+    events = asyncio.create_task(scene.events())
+    report = await scene.run()
+    assert (report["state"], report["steps"], report["seed"]) == ("succeeded", 4, 0)
+    assert report["trajectories_trained"] == report["trajectories_accepted"] == 16
+    assert len(trained(scene)) == len(set(trained(scene))) == 16
+    assert report["mismatch_kl_mean"] == 0.5
+    assert len(report["reward_curve"]) == 4
+    assert report["tokens_trained"] == report["tokens_generated"] == 8 * (2 + 3)
+    rows = [
+        json.loads(line) for line in (scene.run_dir / "trajectories" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 4
+    assert {(row["completion"], row["reward"]) for row in rows} == {("ab", 0.5), ("aab", 2 / 3)}
+    assert list((scene.run_dir / "tensorboard").iterdir())
+    assert scene.trainer.checkpoints == [4]
+    kinds = [event.WhichOneof("kind") for event in await events]
+    assert kinds.count("step_finished") == 4
+    assert kinds.count("group_scored") == 8
+    assert kinds.count("checkpoint_written") == 1
+    last = [event for event in await events if event.WhichOneof("kind") == "state_changed"][-1]
+    assert last.state_changed.state == orchestrator_pb2.RUN_STATE_SUCCEEDED
+
+
+async def test_advantages_are_those_of_each_group(scene) -> None:
+    await scene.run(advantage="centered")
+    for batch in scene.trainer.history.values():
+        for group in {each.group_id for each in batch}:
+            members = [each for each in batch if each.group_id == group]
+            mean = sum(each.reward for each in members) / len(members)
+            assert len(members) == 2
+            for each in members:
+                assert each.advantages == pytest.approx([each.reward - mean])
+
+
+async def test_without_staleness_every_batch_is_exactly_on_policy(scene) -> None:
+    scene.trainer.publishes = False
+    task = scene.start(common={"max_staleness": 0})
+    for number in range(4):
+        await scene.until(lambda number=number: scene.trainer.version.number == number + 1 or number == 4)
+        calls = len(scene.replicas[0].calls)
+        assert calls == 2 * (number + 1), "nothing is sampled before the replica serves the new version"
+        scene.trainer.publish()
+    await task
+    for number, batch in scene.trainer.history.items():
+        versions = {Version.from_proto(s.policy_version) for each in batch for s in each.version_spans}
+        assert versions == {Version(1, number - 1)}
+
+
+async def test_no_more_is_sampled_ahead_than_the_bound_allows(scene) -> None:
+    scene.trainer.automatic = False
+    task = scene.start(common={"max_staleness": 1}, max_steps=6)
+    for applied in range(6):
+        await scene.until(lambda: scene.trainer.waiting)
+        expected = min(12, (applied + 2) * 2)
+        await scene.until(lambda expected=expected: len(scene.replicas[0].calls) == expected)
+        scene.trainer.apply()
+    await task
+    assert scene.report()["max_staleness_seen"] == 1
+
+
+async def test_a_reward_that_fails_is_missing_and_its_group_goes_on_without_it(scene) -> None:
+    scene.replicas[0].text = lambda request, index: "abx" if index == 0 else "aaa"
+    report = await scene.run(environment_args={"fail": "x"}, group_size=3, max_steps=2)
+    assert report["trajectories_dropped"] == {"MISSING_REWARD": 4}
+    assert report["trajectories_trained"] == 8
+    assert all(each.reward == 1.0 for batch in scene.trainer.history.values() for each in batch)
+
+
+async def test_groups_that_say_nothing_can_be_drawn_anew(scene) -> None:
+    answers = iter(["same", "same"] + ["ab", "aab"] * 100)
+    scene.replicas[0].text = lambda request, index: next(answers)
+    report = await scene.run(filter={"drop_degenerate": True}, max_running=1)
+    assert report["trajectories_dropped"] == {"FILTERED": 2}
+    assert report["steps"] == 4
+
+
+async def test_work_of_a_failing_replica_goes_to_another(tmp_path) -> None:
+    replicas = [RolloutDouble("bad"), RolloutDouble("good")]
+    replicas[0].failures = [SluiceError.unavailable("ENGINE_FAILED", "broken")]
+    async with contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, replicas)
+        report = await scene.run()
+    assert report["state"] == "succeeded"
+    assert report["generation_retries"] > 0
+    assert len(replicas[1].calls) == 8
+
+
+async def test_an_interrupted_sample_goes_on_from_its_tokens(scene) -> None:
+    replica = scene.replicas[0]
+    replica.finish = lambda request: (
+        tokens_pb2.FINISH_REASON_STOP if request.token_ids.ids else tokens_pb2.FINISH_REASON_ABORT
+    )
+    report = await scene.run(max_steps=1, sampling={"max_tokens": 10})
+    assert report["samples_continued"] == 4
+    for each in scene.trainer.history[1]:
+        assert each.mask_runs[1] == len(each.logprobs)
+        assert sum(each.mask_runs) == len(each.token_ids)
+    continued = [call.request for call in replica.calls if call.request.token_ids.ids]
+    assert all(request.n == 1 and request.sampling.max_tokens < 10 for request in continued)
+
+
+async def test_a_trainer_that_comes_back_gets_what_its_checkpoint_lacks(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic = False
+    task = scene.start(common={"max_staleness": 3}, checkpoint={"every_steps": 2}, max_steps=6)
+    for number in range(1, 4):
+        await scene.until(lambda: trainer.waiting)
+        trainer.apply()
+        if number == 2:
+            await scene.until(lambda: trainer.checkpoints == [2])
+    ids = {header.batch_id for header in trainer.headers if header.sequence_no == 3}
+    trainer.crash()
+    await scene.until(lambda: len(trainer.epochs) == 2)
+    trainer.run_freely()
+    await task
+    assert {header.batch_id for header in trainer.headers if header.sequence_no == 3} == ids, "the same batch again"
+    report = scene.report()
+    assert (report["steps"], report["epochs"]) == (6, 2)
+    assert report["trajectories_trained"] == len(trained(scene)) == len(set(trained(scene))) == 24
+
+
+async def test_an_orchestrator_that_comes_back_rejoins_the_epoch(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic = False
+    first = scene.start(common={"max_staleness": 3}, max_steps=5)
+    await scene.until(lambda: len(trainer.waiting) == 2)
+    trainer.apply()
+    first.cancel()
+    await asyncio.wait({first})
+    assert scene.report()["state"] == "stopped"
+    trainer.run_freely()
+    async with asyncio.timeout(DEADLINE_S):
+        await scene.start(common={"max_staleness": 3}, max_steps=5)
+    report = scene.report()
+    assert trainer.epochs == [1], "the trainer's weights were not thrown away"
+    assert (report["state"], report["steps"]) == ("succeeded", 5)
+    assert report["trajectories_trained"] == len(trained(scene)) == len(set(trained(scene))) == 20
+    assert report["trajectories_accepted"] == 20
+
+
+async def test_an_existing_run_is_refused_when_told_to(scene) -> None:
+    await scene.run()
+    with pytest.raises(ConfigError, match="exists"):
+        await scene.run(existing_run="refuse")
+
+
+async def test_a_run_of_another_seed_does_not_continue_this_one(scene) -> None:
+    await scene.run()
+    with pytest.raises(ConfigError, match="seed"):
+        await scene.run(common={"seed": 1})
+
+
+async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
+    scene.replicas[0].failures = [SluiceError.invalid_argument("prompt", "too long")]
+    with pytest.raises(SluiceError, match="too long"):
+        await scene.run(max_failed_groups=3)
+    report = scene.report()
+    assert report["state"] == "failed"
+    assert "too long" in report["error"]
+
+
+async def test_an_episode_beyond_its_deadline_is_dropped_and_counted(scene) -> None:
+    scene.replicas[0].gate.clear()
+    task = scene.start(deadlines={"episode_s": 0.2, "watchers_s": 0.5}, max_failed_groups=1000, max_steps=1)
+    async with scene.client() as client:
+        await scene.until(lambda: len(scene.replicas[0].calls) > 4)
+        scene.replicas[0].gate.set()
+        await task
+        del client
+    assert scene.report()["groups_failed"]["EPISODE_DEADLINE"] >= 2
+
+
+async def test_pause_stops_dispatch_and_resume_begins_it_again(scene) -> None:
+    trainer, replica = scene.trainer, scene.replicas[0]
+    trainer.automatic = False
+    task = scene.start(common={"max_staleness": 0})
+    await scene.until(lambda: trainer.waiting)
+    async with scene.client() as client:
+        assert (await client.pause("test")).state == orchestrator_pb2.RUN_STATE_PAUSED
+        trainer.apply()
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.run("test")).step < 1:
+                await asyncio.sleep(0.01)
+        assert len(replica.calls) == 2
+        trainer.run_freely()
+        assert (await client.resume("test")).state == orchestrator_pb2.RUN_STATE_RUNNING
+    await task
+    assert scene.report()["steps"] == 4
+
+
+async def test_stop_trains_what_is_made_and_writes_checkpoint_and_report(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic = False
+    task = scene.start(common={"max_staleness": 3}, max_steps=50)
+    await scene.until(lambda: len(trainer.waiting) == 2)
+    async with scene.client() as client:
+        assert (await client.stop("test", "enough")).state == orchestrator_pb2.RUN_STATE_STOPPING
+    trainer.apply()
+    trainer.apply()
+    await task
+    report = scene.report()
+    assert (report["state"], report["steps"], report["stop_reason"]) == ("stopped", 2, "enough")
+    assert trainer.checkpoints == [2]
+
+
+async def test_evaluation_holds_a_replica_at_one_version(scene) -> None:
+    replica = scene.replicas[0]
+    events = asyncio.create_task(scene.events("evaluation_finished"))
+    report = await scene.run(
+        evaluation={"every_steps": 4, "prompts": 5, "samples": 2, "greedy": True}, common={"max_staleness": 1}
+    )
+    hold, follow = replica.policies
+    assert hold.mode == rollout_pb2.WEIGHT_POLICY_MODE_HOLD
+    assert hold.ttl.seconds > 0
+    assert follow.mode == rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
+    assert hold.owner == follow.owner
+    greedy = [call for call in replica.calls if call.request.sampling.temperature == 0]
+    assert len(greedy) == 5
+    (event,) = await events
+    assert event.evaluation_finished.metrics["reward_mean"] == pytest.approx((0.5 + 2 / 3) / 2)
+    assert report["evaluations"][0]["eval/greedy_reward_mean"] == 0.5
+    assert report["evaluation_held_all_replicas"] is True
+
+
+async def test_operators_can_look_into_a_run(scene) -> None:
+    trainer = scene.trainer
+    trainer.automatic = False
+    task = scene.start(common={"max_staleness": 1})
+    await scene.until(lambda: trainer.waiting)
+    trainer.apply()
+    async with scene.client() as client:
+        async with asyncio.timeout(DEADLINE_S):
+            while (run := await client.run("test")).step < 1:
+                await asyncio.sleep(0.01)
+        assert run.max_steps == 4
+        assert run.replicas[0].eligible
+        assert run.policy_version.epoch == 1
+        records = await client.trajectories("test", step=1)
+        assert len(records) == 4
+        assert records[0].conversation.messages[-1].role == "assistant"
+        assert len(await client.trajectories("test", reward_below=0.6)) == 2
+        with pytest.raises(SluiceError) as refused:
+            await client.run("another")
+        assert refused.value.code is grpc.StatusCode.NOT_FOUND
+        trainer.run_freely()
+    await task
+
+
+async def test_a_replica_may_announce_itself_and_leave(tmp_path) -> None:
+    replicas = [RolloutDouble("known"), RolloutDouble("late")]
+    replicas[0].gate.clear()
+    async with contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, replicas)
+        late = scene.replica_addresses.pop()
+        task = scene.start(replicas={"resolve_s": 0.05}, max_steps=2)
+        await scene.until(lambda: replicas[0].calls)
+        async with scene.client() as client:
+            stub = client._stub
+            request = orchestrator_pb2.RegisterReplicaRequest(run="runs/test", replica="late", address=late)
+            assert (await stub.RegisterReplica(request)).lease.seconds == 30
+            await stub.Heartbeat(orchestrator_pb2.HeartbeatRequest(run="runs/test", replica="late"))
+            with pytest.raises(grpc.aio.AioRpcError, match="RegisterReplica"):
+                await stub.Heartbeat(orchestrator_pb2.HeartbeatRequest(run="runs/test", replica="nobody"))
+            async with asyncio.timeout(DEADLINE_S):
+                while len((await client.run("test")).replicas) < 2:
+                    await asyncio.sleep(0.01)
+        replicas[0].gate.set()
+        await task
