@@ -62,7 +62,8 @@ def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever 
     module = _from_file(Path(module_name), what) if module_name.endswith(".py") else _from_name(module_name, what)
     found = getattr(module, attribute, None)
     if found is None:
-        names = [name for name, value in vars(module).items() if inspect.isclass(value) and not name.startswith("_")]
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        names = [value.__name__ for value in own if inspect.isclass(value) and not value.__name__.startswith("_")]
         raise ConfigError(f"{module_name} has no {attribute!r}; it defines {', '.join(names) or 'no classes'}")
     return found
 

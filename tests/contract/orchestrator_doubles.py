@@ -1,3 +1,4 @@
+# ruff: noqa: N802 - gRPC names the methods
 """A replica and a trainer that keep their contracts over real gRPC without a model: what they do is scripted by a test."""
 
 from __future__ import annotations

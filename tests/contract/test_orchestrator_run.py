@@ -64,8 +64,15 @@ class Scene:
     async def until(self, condition) -> None:
         """Wait until something holds."""
         async with asyncio.timeout(DEADLINE_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - any condition, of any double
                 await asyncio.sleep(0.005)
+
+    async def until_run(self, client: OrchestratorClient, condition) -> orchestrator_pb2.Run:
+        """Wait until something holds of the run as GetRun gives it."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition(run := await client.run("test")):  # noqa: ASYNC110 - GetRun is polled on purpose
+                await asyncio.sleep(0.01)
+            return run
 
     async def events(self, kind: str | None = None) -> list[orchestrator_pb2.RunEvent]:
         """All events of the run until it ends."""
@@ -277,9 +284,7 @@ async def test_pause_stops_dispatch_and_resume_begins_it_again(scene) -> None:
     async with scene.client() as client:
         assert (await client.pause("test")).state == orchestrator_pb2.RUN_STATE_PAUSED
         trainer.apply()
-        async with asyncio.timeout(DEADLINE_S):
-            while (await client.run("test")).step < 1:
-                await asyncio.sleep(0.01)
+        await scene.until_run(client, lambda run: run.step == 1)
         assert len(replica.calls) == 2
         trainer.run_freely()
         assert (await client.resume("test")).state == orchestrator_pb2.RUN_STATE_RUNNING
@@ -328,9 +333,7 @@ async def test_operators_can_look_into_a_run(scene) -> None:
     await scene.until(lambda: trainer.waiting)
     trainer.apply()
     async with scene.client() as client:
-        async with asyncio.timeout(DEADLINE_S):
-            while (run := await client.run("test")).step < 1:
-                await asyncio.sleep(0.01)
+        run = await scene.until_run(client, lambda run: run.step == 1)
         assert run.max_steps == 4
         assert run.replicas[0].eligible
         assert run.policy_version.epoch == 1
@@ -360,8 +363,6 @@ async def test_a_replica_may_announce_itself_and_leave(tmp_path) -> None:
             await stub.Heartbeat(orchestrator_pb2.HeartbeatRequest(run="runs/test", replica="late"))
             with pytest.raises(grpc.aio.AioRpcError, match="RegisterReplica"):
                 await stub.Heartbeat(orchestrator_pb2.HeartbeatRequest(run="runs/test", replica="nobody"))
-            async with asyncio.timeout(DEADLINE_S):
-                while len((await client.run("test")).replicas) < 2:
-                    await asyncio.sleep(0.01)
+            await scene.until_run(client, lambda run: len(run.replicas) == 2)
         replicas[0].gate.set()
         await task

@@ -15,6 +15,7 @@ from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
 IDENTITY = {"run": "r", "seed": "0"}
+FIRST = Version(1, 0)
 
 
 def open_journal(directory: Path, **settings) -> Journal:
@@ -28,7 +29,7 @@ def record(name: str, text: str = "hello") -> orchestrator_pb2.TrajectoryRecord:
     )
 
 
-def accept(journal: Journal, number: int, versions=(Version(1, 0),), count: int = 2) -> None:
+def accept(journal: Journal, number: int, versions=(FIRST,), count: int = 2) -> None:
     journal.draw(number, number - 1, number)
     journal.accept(number, versions, [record(f"g{number}-{index}") for index in range(count)])
 

@@ -64,7 +64,9 @@ class SimulatedRun(RuleBasedStateMachine):
         for number in [each for each in self.history if each > self.checkpoint.number]:
             del self.history[number]
         self.scheduler.open_epoch(self.epoch, self.checkpoint, lost)
-        self.made = {n: pair for n, pair in self.made.items() if n <= self.checkpoint.number or n in self.scheduler.batches}
+        self.made = {
+            n: pair for n, pair in self.made.items() if n <= self.checkpoint.number or n in self.scheduler.batches
+        }
 
     @property
     def trainer(self) -> Version:

@@ -1,0 +1,121 @@
+"""Environments and data sets are found by what the settings call them, and mistakes are told with a remedy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task, Turn
+from orchestrator_svc.envs.loading import load_environment
+from orchestrator_svc.task_stream import TaskStream
+from orchestrator_svc.workflows.choose import choose_workflow
+from orchestrator_svc.workflows.multi_turn import MultiTurn
+from orchestrator_svc.workflows.single_turn import SingleTurn
+from sluice.config import ConfigError
+
+
+class Countdown:
+    """Ends after three turns."""
+
+    name = "countdown"
+
+    def tasks(self, split, seed):
+        return [Task("t", {})]
+
+    def reset(self, task, seed):
+        return self
+
+    messages = ({"role": "user", "content": "go"},)
+
+    def step(self, completion):
+        return Turn(done=True, reward=1.0)
+
+
+def test_a_file_beside_which_others_lie_is_an_environment(tmp_path) -> None:
+    (tmp_path / "neighbour_of_env.py").write_text("WORD = 'hello'\n")
+    (tmp_path / "some_env.py").write_text(
+        "from neighbour_of_env import WORD\n"
+        "from orchestrator_svc.envs.base import Task\n"
+        "class Env:\n"
+        "    name = 'env'\n"
+        "    def __init__(self, count=1): self.count = count\n"
+        "    def tasks(self, split, seed): return [Task(WORD, {})] * self.count\n"
+        "    def messages(self, task): return []\n"
+        "    def score(self, task, completion): return 0.0\n"
+    )
+    environment = load_environment(f"{tmp_path}/some_env.py:Env", {"count": 2})
+    assert isinstance(environment, SingleTurnEnvironment)
+    assert [task.task_id for task in environment.tasks("train", 0)] == ["hello", "hello"]
+    with pytest.raises(ConfigError, match="refuses environment_args"):
+        load_environment(f"{tmp_path}/some_env.py:Env", {"size": 2})
+    with pytest.raises(ConfigError, match="it defines Env"):
+        load_environment(f"{tmp_path}/some_env.py:Other", {})
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("", "no environment is set"),
+        ("unheard_of", "there are: question_answer"),
+        ("no.such.module:Env", "cannot import"),
+        ("/no/such/file.py:Env", "there is no environment file"),
+        ("json:JSONDecoder", "is not an environment"),
+    ],
+)
+def test_what_is_no_environment_is_told_so(reference, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_environment(reference, {})
+
+
+def test_questions_come_from_a_file_of_lines(tmp_path) -> None:
+    rows = [{"q": f"{n}+{n}?", "a": str(2 * n)} for n in range(5)]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = {"dataset": str(path), "question": "q", "answer": "a", "system": "Add.", "limit": 3}
+    environment = load_environment("question_answer", arguments)
+    assert isinstance(environment, SingleTurnEnvironment)
+    tasks = environment.tasks("train", 1)
+    assert sorted(task.data["answer"] for task in tasks) == ["0", "2", "4"]
+    assert [message["role"] for message in environment.messages(tasks[0])] == ["system", "user"]
+    assert environment.score(tasks[0], tasks[0].data["answer"]) == 1.0
+    with pytest.raises(ConfigError, match="set environment_args question and answer"):
+        load_environment("question_answer", {"dataset": str(path)}).tasks("train", 0)
+
+
+def test_the_workflow_goes_by_what_the_environment_can_do() -> None:
+    environment = Countdown()
+    assert isinstance(environment, MultiTurnEnvironment)
+    assert not isinstance(environment, SingleTurnEnvironment)
+    assert isinstance(choose_workflow(OrchestratorConfig(), environment), MultiTurn)
+    with pytest.raises(ConfigError, match="does not fit"):
+        choose_workflow(OrchestratorConfig(workflow="single_turn"), environment)
+
+
+def test_single_turn_environments_get_the_single_turn_workflow() -> None:
+    class Single:
+        name = "single"
+
+        def tasks(self, split, seed):
+            return []
+
+        def messages(self, task):
+            return []
+
+        def score(self, task, completion):
+            return 0.0
+
+    assert isinstance(choose_workflow(OrchestratorConfig(), Single()), SingleTurn)
+
+
+def test_every_pass_has_each_task_once_in_an_order_of_its_own() -> None:
+    tasks = [Task(str(number)) for number in range(20)]
+    stream = TaskStream(tasks, seed=3)
+    passes = [[stream.at(20 * number + place).task_id for place in range(20)] for number in range(3)]
+    assert all(sorted(each) == sorted(task.task_id for task in tasks) for each in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert stream.at(7).task_id == passes[0][7], "any place can be found again"
+    assert TaskStream(tasks, seed=3).at(47).task_id == passes[2][7]
+    with pytest.raises(ValueError, match="no tasks"):
+        TaskStream([], 0)

@@ -1,0 +1,190 @@
+"""What people see of a run: events, recent trajectories, shares of waiting, summaries and the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from orchestrator_svc import events as events_module
+from orchestrator_svc.evaluation import EvalResult, EvalSample
+from orchestrator_svc.events import EventLog
+from orchestrator_svc.recent import RecentTrajectories
+from orchestrator_svc.report import build_report, read_metrics
+from orchestrator_svc.resolve_targets import resolve_targets
+from orchestrator_svc.staleness import Lineage
+from orchestrator_svc.step_summary import summarise
+from orchestrator_svc.waiting_shares import HeldTime, ShareSince, bottleneck
+from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
+from sluice.versions import BASE, Version
+
+
+def event(step: int) -> orchestrator_pb2.RunEvent:
+    return orchestrator_pb2.RunEvent(step_finished=orchestrator_pb2.StepFinished(step=step))
+
+
+async def test_watchers_read_the_past_and_the_future_at_their_own_pace() -> None:
+    log = EventLog()
+    log.append(event(1))
+
+    async def watch(start: int) -> list[int]:
+        return [each.sequence_no async for each in log.follow(start)]
+
+    early, late = asyncio.create_task(watch(0)), asyncio.create_task(watch(2))
+    await asyncio.sleep(0)
+    for step in (2, 3):
+        log.append(event(step))
+    assert not await log.all_read(0.0)
+    log.end()
+    assert await early == [1, 2, 3]
+    assert await late == [2, 3]
+    assert await log.all_read(1.0)
+    assert [each.step_finished.step async for each in log.follow(0)] == [1, 2, 3], "an ended run can still be read"
+
+
+async def test_a_watcher_of_a_long_run_gets_what_is_kept(monkeypatch) -> None:
+    monkeypatch.setattr(events_module, "KEPT", 3)
+    log = EventLog()
+    log._events = type(log._events)(maxlen=3)
+    for step in range(1, 11):
+        log.append(event(step))
+    log.end()
+    assert [each.sequence_no async for each in log.follow(2)] == [8, 9, 10]
+
+
+FIRST = Version(1, 0)
+
+
+def record(name: str, step: int = 1, reward: float | None = 0.5, spans=((0, FIRST),), tokens: int = 4):
+    trajectory = tokens_pb2.Trajectory(
+        trajectory_id=name,
+        group_id=name.partition("-")[0],
+        token_ids=range(2 + tokens),
+        mask_runs=[2, tokens],
+        reward=reward,
+        version_spans=[tokens_pb2.VersionSpan(start=start, policy_version=v.to_proto()) for start, v in spans],
+    )
+    return orchestrator_pb2.TrajectoryRecord(trajectory=trajectory, step=step)
+
+
+def names(answer: orchestrator_pb2.ListTrajectoriesResponse) -> list[str]:
+    return [each.trajectory.trajectory_id for each in answer.trajectories]
+
+
+def test_trajectories_are_listed_newest_first_in_pages() -> None:
+    recent = RecentTrajectories()
+    recent.add(record(f"g{number}-0", step=number, reward=number / 10) for number in range(1, 8))
+    request = orchestrator_pb2.ListTrajectoriesRequest(page_size=3)
+    first = recent.page(request)
+    assert names(first) == ["g7-0", "g6-0", "g5-0"]
+    recent.add([record("g8-0")])
+    request.page_token = first.next_page_token
+    second = recent.page(request)
+    assert names(second) == ["g4-0", "g3-0", "g2-0"], "new ones do not shift the pages"
+    request.page_token = second.next_page_token
+    last = recent.page(request)
+    assert (names(last), last.next_page_token) == (["g1-0"], "")
+    assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest(step=4))) == ["g4-0"]
+    assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest(reward_below=0.25))) == ["g2-0", "g1-0"]
+    with pytest.raises(SluiceError, match="list anew"):
+        recent.page(orchestrator_pb2.ListTrajectoriesRequest(page_token="x"))
+
+
+def test_old_trajectories_make_room_by_size() -> None:
+    size = record("g1-0").ByteSize()
+    recent = RecentTrajectories(max_bytes=3 * size)
+    recent.add(record(f"g{number}-0") for number in range(1, 6))
+    assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest())) == ["g5-0", "g4-0", "g3-0"]
+
+
+def test_shares_of_waiting_add_up_for_each_who_looks() -> None:
+    held = HeldTime(0.0)
+    often, seldom = ShareSince(held, 0.0), ShareSince(held, 0.0)
+    held.set(True, 1.0)
+    assert often.take(2.0) == 0.5
+    held.set(False, 3.0)
+    assert often.take(4.0) == 0.5
+    assert seldom.take(4.0) == 0.5
+    assert often.take(5.0) == 0.0
+    assert bottleneck(0.5, 0.2) == "rollout"
+    assert bottleneck(0.1, 0.6) == "trainer"
+    assert bottleneck(0.05, 0.05) == ""
+
+
+def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
+    lineage = Lineage()
+    lineage.open(1, BASE)
+    records = [
+        record("g1-0", spans=((0, Version(1, 1)), (1, Version(1, 3)))),
+        record("g1-1", spans=((0, Version(1, 3)),)),
+        record("g2-0", spans=((0, Version(1, 0)),)),
+    ]
+    trained, dropped = tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
+    step = trainer_pb2.StepReport(
+        policy_version=Version(1, 4).to_proto(),
+        sequence_no=4,
+        metrics={"loss": 1.5},
+        results=[
+            trainer_pb2.TrajectoryResult(trajectory_id="g1-0", outcome=trained, trained_tokens=4),
+            trainer_pb2.TrajectoryResult(trajectory_id="g1-1", outcome=trained, trained_tokens=4),
+            trainer_pb2.TrajectoryResult(trajectory_id="g2-0", outcome=dropped, reason="STALE"),
+        ],
+    )
+    summary = summarise(step, records, lineage, max_staleness=2)
+    assert (summary.trained, summary.dropped, summary.stale_groups) == (2, {"STALE": 1}, {"g2"})
+    assert summary.metrics["staleness/tokens_at_0"] == 7
+    assert summary.metrics["staleness/tokens_at_2"] == 1
+    assert summary.metrics["staleness/share_ge_1"] == pytest.approx(1 / 8)
+    assert summary.metrics["tokens/trained"] == 8
+    assert summary.metrics["trainer/loss"] == 1.5
+    assert [each.reason for each in records] == ["", "", "STALE"]
+
+
+def test_the_report_counts_a_step_that_was_trained_again_once(tmp_path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 1, "reward/mean": 0.1, "tokens/trained": 10.0, "staleness/tokens_at_0": 10.0},
+        {"step": 2, "reward/mean": 0.2, "tokens/trained": 10.0, "staleness/tokens_at_2": 10.0},
+        {"step": 2, "eval/reward_mean": 0.9},
+        {
+            "step": 2,
+            "reward/mean": 0.3,
+            "tokens/trained": 30.0,
+            "staleness/tokens_at_1": 30.0,
+            "trainer/mismatch_kl": 0.5,
+        },
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "rew')
+    report = build_report(read_metrics(path), {"steps": 2, "run": "r"})
+    assert report["reward_curve"] == [[1, 0.1], [2, 0.3]]
+    assert report["tokens_trained"] == 40
+    assert report["max_staleness_seen"] == 1
+    assert report["staleness_share_ge_1"] == 0.75
+    assert report["mismatch_kl_mean"] == 0.5
+    assert report["evaluations"] == [{"step": 2, "eval/reward_mean": 0.9}]
+
+
+def test_an_evaluation_counts_what_is_missing_and_treats_a_task_as_one_observation() -> None:
+    def sample(task: str, reward: float | None, *, greedy: bool = False) -> EvalSample:
+        return EvalSample(task, "p", "c", reward, greedy, truncated=False)
+
+    result = EvalResult([sample("a", 1.0), sample("a", 0.0), sample("b", 0.5), sample("b", None)])
+    result.samples.append(sample("a", 1.0, greedy=True))
+    metrics = result.metrics()
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["exact_share"] == pytest.approx(1 / 3)
+    assert metrics["reward_stderr"] == 0.0, "both tasks have the same mean"
+    assert metrics["greedy_reward_mean"] == metrics["greedy_exact_share"] == 1.0
+    assert metrics["missing_rewards"] == 1.0
+
+
+async def test_a_name_stands_for_all_its_addresses_and_a_literal_for_itself() -> None:
+    assert await resolve_targets(["127.0.0.1:7103", "unix:/tmp/x.sock", "[::1]:5"]) == [
+        "127.0.0.1:7103",
+        "unix:/tmp/x.sock",
+        "[::1]:5",
+    ]
+    assert "127.0.0.1:7103" in await resolve_targets(["dns:///localhost:7103"])
+    assert await resolve_targets(["no-such-host.invalid:7103"]) == []
