@@ -43,6 +43,9 @@ class EngineSupervisor:
     def __init__(self, engine: InferenceEngine, restarts: int, on_change: Callable[[bool], object]) -> None:
         self.current = engine
         self.restarts = 0
+        """Times that it was started again."""
+        self.failures = 0
+        """Deaths and failed starts since it was last seen alive."""
         self._allowed = restarts
         self._on_change = on_change
         self._recovering = False
@@ -72,25 +75,26 @@ class EngineSupervisor:
         Raises:
             EngineError: if it died more often in a row than allowed.
         """
-        failures = 0
         while True:
             await asyncio.sleep(LOOK_S)
             if self.current.status().healthy:
-                failures = 0
+                self.failures = 0
                 continue
-            failures += 1
-            if failures > self._allowed or not isinstance(self.current, Restartable):
-                raise EngineError(f"the engine died {failures} times in a row; see the log above for the first cause")
+            self.failures += 1
+            if self.failures > self._allowed or not isinstance(self.current, Restartable):
+                raise EngineError(
+                    f"the engine died {self.failures} times in a row; see the log above for the first cause"
+                )
             self._recovering = True
             self._on_change(False)
-            log.error("engine died, starting it again", attempt=failures)
+            log.error("engine died, starting it again", attempt=self.failures)
             try:
                 version = await restart(self.current.restart)
             except EngineError as error:
                 log.error("engine did not start", error=str(error))  # noqa: TRY400 - the message says it all
                 version = self.current.status().version
                 if not self.current.status().healthy:  # it may serve the base where it could not load what it served
-                    await asyncio.sleep(BACKOFF_S * failures)
+                    await asyncio.sleep(BACKOFF_S * self.failures)
                     continue
             self.restarts += 1
             self._recovering = False

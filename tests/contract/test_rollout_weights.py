@@ -1,0 +1,202 @@
+"""A replica and the weight service, both real: following, holding, going back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from rollout_stack import refused, running_engine, until
+from safetensors.torch import load_file
+from small_models import greedy, save_model
+from weightsync_stack import RUN, Stack, running_stack
+
+from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.config import LimitsConfig, RolloutConfig
+from rollout_svc.engines.base import GenerationRequest, InferenceEngine, PauseMode, Sampling
+from rollout_svc.prompts import Prompts
+from rollout_svc.servicer import RolloutServicer
+from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.weights import Weights
+from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
+from sluice.rpc import RpcServer, connect
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.versions import BASE, Version
+
+PROMPT = [5, 9, 17, 33]
+GREEDY = GenerationRequest("request", PROMPT, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
+TIMEOUT_S = 60.0
+MINUTE = Duration(seconds=60)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("weights")
+    return [save_model(root / f"v{number}", number + 1) for number in range(4)]
+
+
+@dataclass
+class Following:
+    """A replica that follows a weight service."""
+
+    models: list[Path]
+    engine: InferenceEngine
+    weights: Weights
+    sync: Stack
+    admin: rollout_pb2_grpc.RolloutAdminServiceAsyncStub
+
+    async def publish(self, number: int) -> Version:
+        version = Version(1, number)
+        tensors = load_file(self.models[number] / "model.safetensors")
+        await self.sync.publisher.push(version, tensors, deadline_s=TIMEOUT_S)
+        return version
+
+    @property
+    def version(self) -> Version:
+        return self.engine.status().version
+
+    async def until_serves(self, version: Version) -> None:
+        await until(lambda: self.version == version)
+
+    async def assert_samples(self, number: int) -> None:
+        sample = (await self.engine.agenerate(GREEDY)).samples[0]
+        assert sample.token_ids == greedy(self.models[number], PROMPT, 12)
+        assert [span.version for span in sample.spans] == [self.version]
+
+    async def set_policy(
+        self, mode: int, number: int | None = None, owner: str = "eval", ttl: Duration = MINUTE
+    ) -> None:
+        version = None if number is None else Version(1, number).to_proto()
+        request = rollout_pb2.SetWeightPolicyRequest(mode=mode, version=version, owner=owner, ttl=ttl)
+        await self.admin.SetWeightPolicy(request, timeout=TIMEOUT_S)
+
+    async def status(self) -> rollout_pb2.GetStatusResponse:
+        return await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+async def following(models: list[Path], tmp_path: Path) -> AsyncIterator[Following]:
+    async with running_engine(models[0]) as engine, running_stack(tmp_path / "outputs", model=str(models[0])) as sync:
+        common = CommonConfig(run=RUN, model=str(models[0]), peers=PeersConfig(weightsync=sync.target))
+        config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage")
+        supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
+        weights = Weights(common, config, supervisor)
+        requests = RolloutServicer(f"runs/{RUN}", supervisor, Prompts(None), LimitsConfig())
+        servicer = RolloutAdminServicer("one", supervisor, weights, requests)
+        server = RpcServer("rollout", ServerConfig(), SecurityConfig())
+        name = "sluice.v1.RolloutAdminService"
+        server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, servicer, name, role="admin")
+        await server.start()
+        task = asyncio.create_task(weights.run_forever())
+        async with connect(server.target, SecurityConfig()) as channel:
+            stub = rollout_pb2_grpc.RolloutAdminServiceStub(channel)
+            yield Following(models, engine, weights, sync, stub)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await weights.close()
+        await server.stop(0)
+
+
+async def test_each_published_version_is_taken(following):
+    for number in (1, 2):
+        await following.until_serves(await following.publish(number))
+        await following.assert_samples(number)
+    await until(lambda: following.weights.status().updates_applied == 2)
+    status = await following.status()
+    assert (status.updates_applied, status.last_error) == (2, "")
+    assert status.last_pause.ToNanoseconds() > 0
+    assert status.weight_policy == rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
+
+
+async def test_a_version_is_taken_while_requests_are_under_way(following):
+    long = GenerationRequest("long", PROMPT, Sampling(max_tokens=480, ignore_eos=True))
+    task = asyncio.create_task(following.engine.agenerate(long))
+    await until(lambda: following.engine.status().generated_tokens > 3)
+    await following.engine.pause(PauseMode.KEEP)  # the model is too fast: let the version come in the middle
+    version = await following.publish(1)
+    await following.until_serves(version)
+    await following.engine.resume()
+    sample = (await task).samples[0]
+    assert [span.version for span in sample.spans] == [BASE, version]
+    assert len(sample.token_ids) == 480
+
+
+async def test_a_held_replica_stays_and_tells_who_holds_it(following):
+    await following.until_serves(await following.publish(1))
+    await following.set_policy(rollout_pb2.WEIGHT_POLICY_MODE_HOLD)
+    newest = await following.publish(2)
+    status = await following.status()
+    assert (status.weight_policy, status.weight_policy_owner) == (rollout_pb2.WEIGHT_POLICY_MODE_HOLD, "eval")
+    update = rollout_pb2.UpdateWeightsRequest()
+    error = await refused(following.admin.UpdateWeights(update, timeout=TIMEOUT_S))
+    assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "POLICY_HELD")
+    assert "eval" in error.message
+    policy = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner="other", ttl=MINUTE)
+    error = await refused(following.admin.SetWeightPolicy(policy, timeout=TIMEOUT_S))
+    assert error.reason == "POLICY_HELD"
+    assert following.version == Version(1, 1)
+    await following.set_policy(rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW)
+    await following.until_serves(newest)
+
+
+async def test_a_hold_ends_by_its_time_to_live(following):
+    await following.set_policy(rollout_pb2.WEIGHT_POLICY_MODE_HOLD, ttl=Duration(nanos=300_000_000))
+    await following.until_serves(await following.publish(1))
+
+
+async def test_a_target_may_lie_behind(following):
+    for number in (1, 2):
+        await following.until_serves(await following.publish(number))
+    await following.set_policy(rollout_pb2.WEIGHT_POLICY_MODE_TARGET, 1)
+    await following.until_serves(Version(1, 1))
+    await following.assert_samples(1)
+
+
+async def test_an_update_is_answered_when_it_serves(following):
+    version = await following.publish(1)
+    update = rollout_pb2.UpdateWeightsRequest(version=version.to_proto())
+    answer = await following.admin.UpdateWeights(update, timeout=TIMEOUT_S)
+    assert Version.from_proto(answer.policy_version) == following.version == version
+    again = await following.admin.UpdateWeights(update, timeout=TIMEOUT_S)
+    assert again.pause.ToNanoseconds() == 0
+
+
+async def test_an_unknown_version_is_not_found_and_the_old_one_serves(following):
+    await following.until_serves(await following.publish(1))
+    update = rollout_pb2.UpdateWeightsRequest(version=Version(1, 77).to_proto())
+    error = await refused(following.admin.UpdateWeights(update, timeout=TIMEOUT_S))
+    assert error.code is grpc.StatusCode.NOT_FOUND
+    await following.assert_samples(1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "field"),
+    [
+        (rollout_pb2.SetWeightPolicyRequest(owner="a", ttl=MINUTE), "mode"),
+        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner="a"), "version"),
+        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, ttl=MINUTE), "version"),
+        (
+            rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_TARGET, owner="a", ttl=MINUTE),
+            "version",
+        ),
+    ],
+)
+async def test_a_policy_needs_mode_owner_and_end(following, policy, field):
+    error = await refused(following.admin.SetWeightPolicy(policy, timeout=TIMEOUT_S))
+    assert list(error.violations) == [field]
+
+
+async def test_a_model_of_another_shape_is_refused_and_the_old_one_serves(following):
+    await following.until_serves(await following.publish(1))
+    tensors = load_file(following.models[2] / "model.safetensors")
+    del tensors["model.norm.weight"]
+    await following.sync.publisher.push(Version(1, 2), tensors, deadline_s=TIMEOUT_S)
+    await until(lambda: "model.norm.weight" in following.weights.status().last_error)
+    await following.assert_samples(1)
+    await following.until_serves(await following.publish(3))
+    await following.assert_samples(3)
+    await until(lambda: not following.weights.status().last_error)
