@@ -29,6 +29,7 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0, description="Softmax temperature; trained tokens need one above 0.")
     max_tokens: int = Field(256, ge=1, description="Most tokens sampled per turn.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")
+    ignore_eos: bool = Field(False, description="Sample on past the token that ends a turn, up to the limit of tokens.")
     seeded: bool = Field(
         False, description="Send a seed with each request, derived from the run's seed, the task and the draw."
     )

@@ -68,6 +68,7 @@ class EpisodeRunner:
                 temperature=self._config.sampling.temperature,
                 max_tokens=self._config.sampling.max_tokens,
                 stop=tuple(self._config.sampling.stop),
+                ignore_eos=self._config.sampling.ignore_eos,
                 seeded=self._config.sampling.seeded,
             ),
             version=version,

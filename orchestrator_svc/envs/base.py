@@ -32,10 +32,12 @@ class Task:
     Attributes:
         task_id: Unique within the environment's split.
         data: What the environment needs to pose and score it; plain values (they travel to worker processes).
+        max_tokens: Most tokens sampled per turn of this task, in place of `orchestrator.sampling.max_tokens`.
     """
 
     task_id: str
     data: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,14 +40,16 @@ class Sampling:
 
     Attributes:
         temperature: Softmax temperature; 0 is greedy, for evaluation only.
-        max_tokens: Most tokens per turn.
+        max_tokens: Most tokens per turn, where the task does not set its own limit.
         stop: Strings that end a turn.
+        ignore_eos: Whether a turn goes on past the token that ends it.
         seeded: Whether requests carry a seed.
     """
 
     temperature: float
     max_tokens: int
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     seeded: bool = False
 
 
@@ -93,7 +95,10 @@ class RolloutWorkflow(Protocol):
 def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb2.SamplingParams:
     """The sampling of one request; the samples of one request use consecutive seeds."""
     params = tokens_pb2.SamplingParams(
-        temperature=data.sampling.temperature, max_tokens=data.sampling.max_tokens, stop=data.sampling.stop
+        temperature=data.sampling.temperature,
+        max_tokens=data.sampling.max_tokens if data.task.max_tokens is None else data.task.max_tokens,
+        stop=data.sampling.stop,
+        ignore_eos=data.sampling.ignore_eos,
     )
     if data.sampling.seeded:
         digest = hashlib.blake2b(f"{data.seed}/{data.group_id}/{episode}/{turn}".encode(), digest_size=6).digest()
