@@ -21,7 +21,7 @@ from sluice.cli.launch import shared_cores
 from sluice.cli.stage import StageError, Stages, run_quietly
 from sluice.config import ConfigError
 
-__all__ = ["COMMAND", "Quickstart", "run"]
+__all__ = ["COMMAND", "Quickstart", "make_room", "run"]
 
 RUN = "quickstart"
 ENVIRONMENT_FILE = "env.py"
@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     job = _job(options)
     console = Console()
-    _make_room(job.directory, console)
+    make_room(job.directory, console)
     began = time.monotonic()
     try:
         code, stages = _run_stages(job, console)
@@ -154,8 +154,12 @@ def _python(job: Quickstart, log: str, *argv: str) -> str:
     return run_quietly([*argv], job.directory / "logs" / f"{log}.log", shared_cores(os.environ))
 
 
-def _make_room(directory: Path, console: Console) -> None:
-    """Move what an earlier quickstart left aside: nothing is overwritten."""
+def make_room(directory: Path, console: Console) -> None:
+    """Move what an earlier quickstart left aside: nothing is overwritten.
+
+    Raises:
+        ConfigError: if a process is at work there.
+    """
     if not directory.exists() or not any(directory.iterdir()):
         return
     lock = directory / ".lock"

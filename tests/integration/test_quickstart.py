@@ -38,11 +38,6 @@ def test_the_quickstart_leaves_a_model_a_report_and_everything_it_names(tmp_path
     for expected in ("before RL", "after RL", "tensorboard --logdir", "reward.png", "v1.4"):
         assert expected in done.stdout
 
-    again = quickstart(tmp_path, "--seed", "4", "--lr", "0")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert f"moved the earlier {directory} to {directory}.1" in again.stdout
-    assert json.loads((tmp_path / "quickstart.1" / "report.json").read_text()) == report
-
 
 def test_ctrl_c_ends_the_quickstart_and_all_of_its_services(tmp_path: Path) -> None:
     argv = [*SLUICE, "quickstart", "--output-dir", str(tmp_path), *SMALL, "--steps", "100000"]

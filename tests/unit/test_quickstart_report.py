@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli import quickstart, quickstart_report
-from sluice.config import ConfigError
+from sluice.cli.run_directory import claim
+from sluice.config import ConfigError, load_run
 
 EVALUATION = {"reward_mean": 0.5, "exact_share": 0.3, "greedy_reward_mean": 0.45, "greedy_exact_share": 0.35}
 
@@ -65,3 +66,20 @@ def test_the_trained_model_is_the_newest_version_by_number(tmp_path: Path) -> No
 def test_without_the_example_the_error_says_where_to_run_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="root of the repository"):
         quickstart.run(["--example", str(tmp_path)])
+
+
+def test_an_earlier_quickstart_is_moved_aside_and_never_overwritten(tmp_path: Path) -> None:
+    directory, out = tmp_path / "quickstart", io.StringIO()
+    for number in (1, 2):
+        directory.mkdir()
+        (directory / "report.json").write_text(str(number))
+        quickstart.make_room(directory, Console(file=out, width=300))
+        assert not directory.exists()
+        assert (tmp_path / f"quickstart.{number}" / "report.json").read_text() == str(number)
+    assert out.getvalue().splitlines()[1] == f"moved the earlier {directory} to {directory}.2"
+
+
+def test_a_quickstart_that_another_process_runs_is_left_alone(tmp_path: Path) -> None:
+    run = load_run(["--output-dir", str(tmp_path), "--run", "quickstart"])
+    with claim(run, resume=True) as directory, pytest.raises(ConfigError, match="another process"):
+        quickstart.make_room(directory, Console(file=io.StringIO()))

@@ -1,0 +1,137 @@
+"""`sluice rl` with the real services, sampled by transformers: deaths, Ctrl-C, resume and refusals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SLUICE = (sys.executable, "-m", "sluice.cli.main")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "model"
+    subprocess.run([*SLUICE, "init-model", str(directory), "--layers", "1"], check=True, capture_output=True, cwd=ROOT)
+    return directory
+
+
+class Run:
+    """A run under way."""
+
+    def __init__(self, model: Path, output_dir: Path, *flags: str) -> None:
+        settings = ("@", "examples/reverse_text/rl.toml", "--model", str(model), "--output-dir", str(output_dir))
+        small = ("--rollout.engine", "transformers", "--orchestrator.batch-size", "2", "--orchestrator.group-size", "2")
+        argv = [*SLUICE, "rl", *settings, "--run", "small", *small, *flags]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            argv, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=os.environ
+        )
+        self.directory = output_dir / "small"
+        self.seen: list[str] = []
+
+    def lines(self) -> Iterator[str]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.seen.append(line.rstrip())
+            yield self.seen[-1]
+
+    def until(self, beginning: str) -> str:
+        for line in self.lines():
+            if line.startswith(beginning):
+                return line
+        raise AssertionError(f"no line begins with {beginning!r}:\n" + "\n".join(self.seen))
+
+    def end(self) -> int:
+        list(self.lines())
+        return self.process.wait(timeout=30)
+
+    def child(self, service: str) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        return next(child for child in children if service in child.cmdline())
+
+
+@pytest.fixture
+def started(model: Path, tmp_path: Path) -> Iterator:
+    runs: list[Run] = []
+
+    def start(*flags: str) -> Run:
+        runs.append(Run(model, tmp_path, *flags))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.terminate()
+        run.process.communicate(timeout=30)
+
+
+def test_a_run_ends_by_itself_and_is_refused_a_second_time(started) -> None:
+    run = started("--orchestrator.max-steps", "3", "--replicas", "2")
+    assert run.end() == 0, "\n".join(run.seen)
+    assert sum(line.startswith("step ") for line in run.seen) == 3
+    assert run.seen[-1].startswith("run small done: 3 steps")
+    assert json.loads((run.directory / "report.json").read_text())["steps"] == 3
+    settings = tomllib.loads((run.directory / "config.toml").read_text())
+    assert len(settings["peers"]["rollout"]) == 2
+    logs = {path.name for path in (run.directory / "logs").iterdir()}
+    assert logs == {"rollout-0.log", "rollout-1.log", "trainer.log", "orchestrator.log", "weightsync.log"}
+
+    second = started("--orchestrator.max-steps", "3")
+    assert second.end() == 2
+    assert "continue it with --resume" in second.seen[-1]
+
+
+def test_each_service_may_be_killed_once_and_the_run_goes_on_to_its_end(started) -> None:
+    run = started("--orchestrator.max-steps", "100", "--orchestrator.checkpoint.every-steps", "1")
+    run.until("step 2/")
+    for service in ("rollout", "weightsync", "trainer", "orchestrator"):
+        run.child(service).kill()
+        assert run.until(service).startswith(f"{service} ended with signal SIGKILL; start 1 of 3 again")
+        run.until(f"{service} serves")
+        run.until("step ")
+    assert run.end() == 0, "\n".join(run.seen)
+    assert json.loads((run.directory / "report.json").read_text())["steps"] == 100
+
+
+def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_nothing(started) -> None:
+    run = started("--orchestrator.max-steps", "100000", "--max-restarts", "0")
+    run.until("step 1/")
+    others = psutil.Process(run.process.pid).children(recursive=True)
+    run.child("trainer").kill()
+    assert run.end() == 1
+    said = "\n".join(run.seen)
+    assert "run small failed after" in said
+    assert "trainer ended with signal SIGKILL" in said
+    assert "trainer | model loaded" in said
+    assert "whole log:" in said
+    _, alive = psutil.wait_procs(others, timeout=5)
+    assert not alive
+
+
+def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> None:
+    run = started("--orchestrator.max-steps", "100000", "--orchestrator.checkpoint.every-steps", "1")
+    run.until("step 3/")
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    run.process.send_signal(signal.SIGINT)
+    list(run.lines())
+    assert run.process.wait(timeout=10) == 130
+    assert "continue it with --resume" in run.seen[-1]
+    assert not psutil.wait_procs(children, timeout=1)[1]
+    resumed = started("--orchestrator.max-steps", "6", "--resume")
+    assert resumed.end() == 0, "\n".join(resumed.seen)
+
+
+def test_a_wrong_setting_of_one_service_is_said_before_anything_starts(started) -> None:
+    run = started("--trainer.lr", "fast")
+    assert run.end() == 2
+    assert "trainer.lr" in run.seen[-1]
+    assert not run.directory.exists()
