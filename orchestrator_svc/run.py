@@ -128,7 +128,8 @@ class Run:
         """Dispatch and train side by side until the last batch is applied."""
         parts = self._parts
         if not self._stop_reason:
-            parts.status.enter(orchestrator_pb2.RUN_STATE_RUNNING)
+            running, paused = orchestrator_pb2.RUN_STATE_RUNNING, orchestrator_pb2.RUN_STATE_PAUSED
+            parts.status.enter(paused if parts.paused else running)
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(self._dispatcher.run()), tasks.create_task(self._report_load())]
             await self._training.run()

@@ -7,6 +7,7 @@ trajectory. See `staleness` for the bound and `formation` for the order.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class Group:
         stage: Where it stands.
         trajectories: Accepted trajectories.
         passed: Younger groups that were batched while it was running.
+        last_batch: The last batch that may train it; kept by the scheduler.
     """
 
     number: int
@@ -53,6 +55,7 @@ class Group:
     stage: Stage = Stage.RUNNING
     trajectories: int = 0
     passed: int = 0
+    last_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class Scheduler:
         self.is_open = False
         self.groups: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
+        self._stages: Counter[Stage] = Counter()
         self._window = window_size(bound.batch_groups, window_fraction)
         self._on_stale = on_stale
 
@@ -110,7 +114,7 @@ class Scheduler:
 
     def count(self, stage: Stage) -> int:
         """Live groups in a stage."""
-        return sum(group.stage is stage for group in self.groups.values())
+        return self._stages[stage]
 
     @property
     def at_capacity(self) -> bool:
@@ -138,19 +142,22 @@ class Scheduler:
         wanted = self.wanted_version()
         if wanted is None or version < wanted or number in self.groups:
             raise ValueError(f"group {number} may not start on version {version}: wanted is {wanted}")
-        group = self.groups[number] = Group(number, position, (version,))
+        group = Group(number, position, (version,))
+        self._add_group(group)
         return group
 
     def finish(self, number: int, versions: Iterable[Version], trajectories: int) -> None:
         """A group's trajectories were accepted: it is ready for a batch."""
         group = self.groups[number]
         group.versions = tuple(sorted(set(versions))) or group.versions
-        group.stage, group.trajectories = Stage.READY, trajectories
+        group.trajectories = trajectories
+        self._move(group, Stage.READY)
+        self._date(group)
         self.accounting.accept(trajectories)
 
     def drop(self, number: int, reason: str) -> Group:
         """A group that is in no batch is given up."""
-        group = self.groups.pop(number)
+        group = self._remove_group(number)
         if group.stage is Stage.RUNNING:
             self.accounting.failed_groups[reason] += 1
         else:
@@ -168,11 +175,13 @@ class Scheduler:
         stale = self._drop_stale(number)
         if number > self.max_steps:
             return Formation(None, stale)
+        if self.count(Stage.READY) < self.bound.batch_groups:
+            return Formation(None, stale)
         waiting = [group for group in self.groups.values() if group.stage is not Stage.BATCHED]
+        # Where stale tokens are cut rather than dropped, a late group is due at once.
+        earliest = number if self._on_stale is OnStale.TRUNCATE else 0
         candidates = [
-            Candidate(group.number, group.stage is Stage.READY, max(number, self._last_batch(group)), group.passed)
-            if self._on_stale is OnStale.TRUNCATE
-            else Candidate(group.number, group.stage is Stage.READY, self._last_batch(group), group.passed)
+            Candidate(group.number, group.stage is Stage.READY, max(earliest, group.last_batch), group.passed)
             for group in sorted(waiting, key=lambda each: each.number)
         ]
         chosen = choose(candidates, number, self.bound.batch_groups, self._window)
@@ -200,7 +209,7 @@ class Scheduler:
             raise ValueError(f"batch {sequence_no} was applied, but {self.applied + 1} is due")
         batch = self.batches.pop(sequence_no)
         for number in batch.groups:
-            del self.groups[number]
+            self._remove_group(number)
         self.applied = sequence_no
         self.accounting.apply(sequence_no, trained, dropped)
         return batch
@@ -215,7 +224,8 @@ class Scheduler:
         """
         for epoch, origin in epochs:
             self.lineage.open(epoch, origin)
-        self.groups = {group.number: group for group in ready}
+        for group in ready:
+            self._add_group(group)
         self.accounting = accounting
 
     def open_epoch(self, epoch: int, origin: Version, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
@@ -235,8 +245,10 @@ class Scheduler:
         self.epoch, self.applied, self.is_open = epoch, applied, True
         for batch in self.batches.values():
             for each in batch.groups:
-                del self.groups[each]
+                self._remove_group(each)
         self.batches.clear()
+        for group in self.groups.values():
+            self._date(group)
         for batch, groups in sorted(lost, key=lambda pair: pair[0].sequence_no):
             self._restore(batch, list(groups))
 
@@ -248,24 +260,37 @@ class Scheduler:
         """Put a batch back in its place, or its groups back in line where it no longer holds together."""
         for group in groups:
             group.stage = Stage.READY
-            self.groups[group.number] = group
+            self._add_group(group)
         whole = {group.number for group in groups} == set(batch.groups)
-        fresh = all(self._last_batch(group) >= batch.sequence_no for group in groups)
+        fresh = all(group.last_batch >= batch.sequence_no for group in groups)
         if whole and batch.sequence_no == self.next_batch and (fresh or self._on_stale is OnStale.TRUNCATE):
             self._add(batch)
 
     def _add(self, batch: Batch) -> None:
         self.batches[batch.sequence_no] = batch
         for number in batch.groups:
-            self.groups[number].stage = Stage.BATCHED
+            self._move(self.groups[number], Stage.BATCHED)
 
-    def _last_batch(self, group: Group) -> int:
-        return self.bound.last_batch(self.lineage.oldest(group.versions))
+    def _add_group(self, group: Group) -> None:
+        self.groups[group.number] = group
+        self._stages[group.stage] += 1
+        self._date(group)
+
+    def _remove_group(self, number: int) -> Group:
+        group = self.groups.pop(number)
+        self._stages[group.stage] -= 1
+        return group
+
+    def _move(self, group: Group, stage: Stage) -> None:
+        self._stages[group.stage] -= 1
+        self._stages[stage] += 1
+        group.stage = stage
+
+    def _date(self, group: Group) -> None:
+        group.last_batch = self.bound.last_batch(self.lineage.oldest(group.versions))
 
     def _drop_stale(self, number: int) -> tuple[Group, ...]:
         if self._on_stale is OnStale.TRUNCATE:
             return ()
-        late = [
-            group for group in self.groups.values() if group.stage is Stage.READY and self._last_batch(group) < number
-        ]
+        late = [group for group in self.groups.values() if group.stage is Stage.READY and group.last_batch < number]
         return tuple(self.drop(group.number, Reason.STALE) for group in late)

@@ -132,7 +132,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reports: dict[int, trainer_pb2.StepReport] = field(default_factory=dict)
     phase: int = trainer_pb2.TRAINER_PHASE_READY
-    on_apply: Callable[[trainer_pb2.BatchHeader, list[tokens_pb2.Trajectory]], None] = lambda header, batch: None
+    verdict: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
 
     async def BeginEpoch(self, request, context):
         self.epochs.append(request.epoch)
@@ -189,7 +189,6 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     def apply(self) -> None:
         """Apply the oldest batch."""
         header, trajectories = self.waiting.pop(0)
-        self.on_apply(header, trajectories)
         self.version = Version(self.version.epoch, header.sequence_no)
         self.history[header.sequence_no] = trajectories
         self.reports[header.sequence_no] = trainer_pb2.StepReport(
@@ -197,18 +196,21 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             batch_id=header.batch_id,
             sequence_no=header.sequence_no,
             metrics={"loss": 0.25, "mismatch_kl": 0.5},
-            results=[
-                trainer_pb2.TrajectoryResult(
-                    trajectory_id=each.trajectory_id,
-                    outcome=tokens_pb2.TRAJECTORY_OUTCOME_TRAINED,
-                    trained_tokens=sum(each.mask_runs[1::2]),
-                )
-                for each in trajectories
-            ],
+            results=[self._result(each) for each in trajectories],
         )
         if self.publishes:
             self.publish()
         self._wake()
+
+    def _result(self, trajectory: tokens_pb2.Trajectory) -> trainer_pb2.TrajectoryResult:
+        reason = self.verdict(trajectory)
+        trained, dropped = tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
+        return trainer_pb2.TrajectoryResult(
+            trajectory_id=trajectory.trajectory_id,
+            outcome=dropped if reason else trained,
+            reason=reason,
+            trained_tokens=0 if reason else sum(trajectory.mask_runs[1::2]),
+        )
 
     def publish(self) -> None:
         """Let the replicas serve the present version."""

@@ -172,6 +172,16 @@ async def test_a_reward_that_fails_is_missing_and_its_group_goes_on_without_it(s
     assert all(each.reward == 1.0 for batch in scene.trainer.history.values() for each in batch)
 
 
+async def test_what_the_trainer_found_too_old_is_counted_and_its_task_drawn_again(scene) -> None:
+    scene.trainer.verdict = lambda trajectory: "STALE" if trajectory.group_id == "g1" else ""
+    events = asyncio.create_task(scene.events("group_scored"))
+    report = await scene.run(on_stale="requeue", common={"max_staleness": 0})
+    assert report["trajectories_dropped"] == {"STALE": 2}
+    assert report["trajectories_trained"] == 14
+    tasks = [event.group_scored.task_id for event in await events]
+    assert tasks.count(tasks[0]) == 2
+
+
 async def test_groups_that_say_nothing_can_be_drawn_anew(scene) -> None:
     answers = iter(["same", "same"] + ["ab", "aab"] * 100)
     scene.replicas[0].text = lambda request, index: next(answers)

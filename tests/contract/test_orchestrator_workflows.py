@@ -1,0 +1,199 @@
+"""Episodes against a replica over gRPC: several turns, seeds, the choice of replicas, and `sluice eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
+
+from orchestrator_svc.config import ReplicasConfig
+from orchestrator_svc.envs.base import Task, Turn
+from orchestrator_svc.eval_command import COMMAND
+from orchestrator_svc.generation import PolicyEngine
+from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.workflows.base import EpisodeData, Sampling
+from orchestrator_svc.workflows.multi_turn import MultiTurn
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2, tokens_pb2
+from sluice.versions import BASE, Version
+
+
+class Dialogue:
+    """Says "again" until the third turn; the reward of a turn is its number."""
+
+    name = "dialogue"
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    def tasks(self, split, seed):
+        return [Task("t", {})]
+
+    def reset(self, task, seed):
+        return DialogueEpisode(self.turns)
+
+
+class DialogueEpisode:
+    def __init__(self, turns: int) -> None:
+        self.turns, self.turn = turns, 0
+        self.messages = [{"role": "user", "content": "go"}]
+
+    def step(self, completion):
+        self.turn += 1
+        if self.turn == self.turns:
+            return Turn(done=True, reward=float(self.turn))
+        return Turn(messages=[{"role": "user", "content": "again"}], reward=float(self.turn))
+
+
+@contextlib.asynccontextmanager
+async def engine_over(*replicas: RolloutDouble, **settings):
+    """An engine on a pool of served doubles."""
+    async with contextlib.AsyncExitStack() as stack:
+        targets = [await stack.enter_async_context(serve_rollout(each)) for each in replicas]
+        config = ReplicasConfig(poll_s=0.05, **settings)
+        pool = ReplicaPool(targets, SecurityConfig(), config, lambda _: None)
+        polling = asyncio.create_task(pool.run())
+        try:
+            async with asyncio.timeout(30):
+                while len([each for each in pool.replicas if each.seen]) < len(replicas):  # noqa: ASYNC110 - first polls
+                    await asyncio.sleep(0.01)
+                yield PolicyEngine(pool, "test", 10.0), pool
+        finally:
+            polling.cancel()
+            await asyncio.wait({polling})
+
+
+def episode(episodes: int = 2, **settings) -> EpisodeData:
+    sampling = Sampling(temperature=1.0, max_tokens=8, **settings)
+    return EpisodeData(Task("t", {}), "g1", episodes, sampling, BASE, "test/g1", seed=5)
+
+
+async def test_turns_are_appended_to_the_ids_that_were_sampled() -> None:
+    replica = RolloutDouble(version=Version(1, 3))
+    async with engine_over(replica) as (engine, _):
+        records = await MultiTurn(Dialogue(), max_turns=8, deadline_s=5.0).arun_episode(engine, episode())
+    assert len(records) == 2
+    for record in records:
+        trajectory = record.trajectory
+        assert sum(trajectory.mask_runs) == len(trajectory.token_ids)
+        assert trajectory.mask_runs[1::2] == [2, 2, 2], "three turns of two tokens"
+        assert trajectory.turn_runs == [2, 2, 2]
+        assert len(trajectory.logprobs) == 6
+        assert [(span.start, span.policy_version.number) for span in trajectory.version_spans] == [(0, 3)]
+        assert trajectory.reward == 1 + 2 + 3
+        assert [each.reward for each in trajectory.turn_rewards] == [1, 2, 3]
+        assert [each.role for each in record.conversation.messages] == ["user", "assistant"] * 3
+        assert trajectory.finish_reason == tokens_pb2.FINISH_REASON_STOP
+    prompts = [list(call.request.token_ids.ids) for call in replica.calls]
+    longest = max(prompts, key=len)
+    assert all(longest[: len(prompt)] == prompt for prompt in prompts), "every prompt begins the next one"
+
+
+async def test_a_version_that_changes_between_turns_is_kept_apart() -> None:
+    replica = RolloutDouble(version=Version(1, 3))
+
+    def text(request, index):
+        replica.version = Version(1, replica.version.number + 1)
+        return "ab"
+
+    replica.text = text
+    async with engine_over(replica) as (engine, _):
+        (record,) = await MultiTurn(Dialogue(), max_turns=8, deadline_s=5.0).arun_episode(engine, episode(1))
+    spans = [(span.start, span.policy_version.number) for span in record.trajectory.version_spans]
+    assert spans == [(0, 3), (2, 4), (4, 5)]
+
+
+async def test_an_episode_that_needs_more_turns_than_allowed_is_truncated() -> None:
+    async with engine_over(RolloutDouble()) as (engine, _):
+        (record,) = await MultiTurn(Dialogue(turns=5), max_turns=2, deadline_s=5.0).arun_episode(engine, episode(1))
+    assert record.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
+    assert len(record.trajectory.turn_runs) == 2
+
+
+async def test_seeds_differ_by_episode_and_turn_and_are_the_same_again() -> None:
+    seeds = []
+    for _ in range(2):
+        replica = RolloutDouble()
+        async with engine_over(replica) as (engine, _pool):
+            workflow = MultiTurn(Dialogue(), max_turns=8, deadline_s=5.0)
+            await workflow.arun_episode(engine, episode(2, seeded=True))
+        seeds.append(sorted(call.request.sampling.seed for call in replica.calls))
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 6
+
+
+async def test_requests_go_to_the_replica_with_the_least_to_do() -> None:
+    replicas = [RolloutDouble("one"), RolloutDouble("two")]
+    for each in replicas:
+        each.gate.clear()
+    async with engine_over(*replicas) as (engine, _):
+        request = rollout_pb2.GenerateRequest(text="x", n=1)
+        calls = []
+        for _ in range(6):
+            calls.append(
+                asyncio.create_task(
+                    engine.agenerate(rollout_pb2.GenerateRequest.FromString(request.SerializeToString()))
+                )
+            )
+            await asyncio.sleep(0)
+        while sum(len(each.calls) for each in replicas) < 6:  # noqa: ASYNC110 - the doubles wait for their gate
+            await asyncio.sleep(0.01)
+        assert [len(each.calls) for each in replicas] == [3, 3]
+        for each in replicas:
+            each.gate.set()
+        await asyncio.gather(*calls)
+
+
+async def test_only_replicas_that_are_new_enough_are_chosen() -> None:
+    old, new = RolloutDouble("old", version=Version(1, 1)), RolloutDouble("new", version=Version(1, 4))
+    async with engine_over(old, new) as (engine, pool):
+        for _ in range(3):
+            await engine.agenerate(rollout_pb2.GenerateRequest(text="x", min_policy_version=Version(1, 2).to_proto()))
+        assert (len(old.calls), len(new.calls)) == (0, 3)
+        assert pool.pick(Version(1, 5)) is None
+        waiting = asyncio.create_task(pool.choose(Version(1, 5)))
+        pool.wait_for(Version(1, 5))
+        old.version = Version(1, 5)
+        assert (await waiting).name == "old"
+
+
+async def test_a_request_that_is_at_fault_is_not_sent_around() -> None:
+    replica = RolloutDouble(failures=[SluiceError.invalid_argument("prompt", "too long")])
+    async with engine_over(replica) as (engine, _):
+        with pytest.raises(SluiceError, match="too long"):
+            await engine.agenerate(rollout_pb2.GenerateRequest(text="x"))
+        assert engine.counts.retried == 0
+
+
+async def test_a_replica_that_stops_answering_gets_no_work_and_rejoins() -> None:
+    replica = RolloutDouble()
+    async with engine_over(replica) as (_, pool):
+        replica.state = rollout_pb2.REPLICA_STATE_DRAINING
+        while pool.pick(BASE) is not None:  # noqa: ASYNC110 - the next poll tells
+            await asyncio.sleep(0.01)
+        assert "draining" in pool.replicas[0].why_not()
+        replica.state = rollout_pb2.REPLICA_STATE_SERVING
+        assert (await pool.choose(BASE)).name == "replica-0"
+
+
+async def test_eval_scores_a_running_server(tmp_path, capsys) -> None:
+    (tmp_path / "letters_eval_env.py").write_text(ENVIRONMENT)
+    settings = tmp_path / "eval.toml"
+    settings.write_text(f'environment = "{tmp_path}/letters_eval_env.py:Letters"\nprompts = 6\nsamples = 2\n')
+    output, samples = tmp_path / "eval.json", tmp_path / "samples.jsonl"
+    async with serve_rollout(RolloutDouble(version=Version(1, 7))) as address:
+        argv = ["@", str(settings), "--address", address, "--output", str(output), "--samples-output", str(samples)]
+        code = await asyncio.to_thread(COMMAND.run, argv)
+    result = json.loads(output.read_text())
+    assert code == 0
+    assert result["policy_version"] == "1.7"
+    assert result["metrics"]["reward_mean"] == pytest.approx((0.5 + 2 / 3) / 2)
+    assert result["metrics"]["greedy_reward_mean"] == 0.5
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(rows) == 6 * 3
+    assert sum(row["greedy"] for row in rows) == 6
+    assert "reward, greedy" in capsys.readouterr().out

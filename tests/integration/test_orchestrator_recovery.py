@@ -1,0 +1,166 @@
+"""The four real services, of which some are killed: the run goes on, nothing is lost, nothing is trained twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from sluice.cli.init_model import ModelShape, init_model
+from sluice.client import OrchestratorClient
+from sluice.rpc import SluiceError
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 200
+STEPS = 24
+
+ENVIRONMENT = """
+from orchestrator_svc.envs.base import Task
+
+class Vowels:
+    name = "vowels"
+
+    def tasks(self, split, seed):
+        return [Task(f"{split}-{index}", {"text": "abcdefgh"[: 1 + index % 8]}) for index in range(64)]
+
+    def messages(self, task):
+        return [{"role": "user", "content": task.data["text"]}]
+
+    def score(self, task, completion):
+        return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
+"""
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+class Services:
+    """One run's processes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.run_dir = directory / "out" / "recovery"
+        names = ("weightsync", "trainer", "rollout", "orchestrator")
+        self.ports = dict(zip(names, free_ports(4), strict=True))
+        self.processes: dict[str, asyncio.subprocess.Process] = {}
+        (directory / "vowels_env.py").write_text(ENVIRONMENT)
+        shape = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=128)
+        init_model(directory / "model", shape, seed=0)
+        (directory / "run.toml").write_text(self._settings())
+
+    def _settings(self) -> str:
+        address = {name: f"127.0.0.1:{port}" for name, port in self.ports.items()}
+        return f'''
+run = "recovery"
+model = "{self.directory / "model"}"
+output_dir = "{self.directory / "out"}"
+max_staleness = 2
+[peers]
+weightsync = "{address["weightsync"]}"
+trainer = "{address["trainer"]}"
+rollout = ["{address["rollout"]}"]
+orchestrator = "{address["orchestrator"]}"
+[orchestrator]
+environment = "{self.directory / "vowels_env.py"}:Vowels"
+batch_size = 4
+group_size = 4
+max_steps = {STEPS}
+sampling = {{ max_tokens = 16 }}
+checkpoint = {{ every_steps = 5 }}
+[trainer]
+lr = 1e-3
+[rollout]
+engine = "transformers"
+stage_dir = "{self.directory}"
+'''
+
+    async def start(self, name: str) -> None:
+        log = (self.directory / f"{name}.log").open("ab")
+        extra = ["--server.http-port", "none"] if name == "rollout" else []
+        self.processes[name] = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "sluice.cli.main", name, "@", str(self.directory / "run.toml"),
+            "--server.port", str(self.ports[name]), *extra,
+            stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        log.close()
+
+    async def kill(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGKILL)
+        await self.processes[name].wait()
+
+    async def stop(self) -> None:
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                async with asyncio.timeout(20):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+    async def reaches(self, step: int) -> None:
+        """Wait until a step is applied."""
+        while True:
+            with contextlib.suppress(SluiceError):
+                async with OrchestratorClient(f"127.0.0.1:{self.ports['orchestrator']}") as client:
+                    async for answer in client.watch("recovery"):
+                        if answer.event.step_finished.step >= step:
+                            return
+            assert self.processes["orchestrator"].returncode is None, self.log("orchestrator")
+            await asyncio.sleep(0.05)
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()[-4000:]
+
+
+@pytest.fixture
+async def services(tmp_path):
+    found = Services(tmp_path)
+    try:
+        yield found
+    finally:
+        await found.stop()
+
+
+async def test_a_run_survives_the_death_of_its_orchestrator_and_of_its_trainer(services) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        for name in services.ports:
+            await services.start(name)
+        await services.reaches(7)
+        await services.kill("orchestrator")
+        await services.start("orchestrator")
+        await services.reaches(14)
+        await services.kill("trainer")
+        await services.start("trainer")
+        code = await services.processes["orchestrator"].wait()
+    assert code == 0, services.log("orchestrator")
+    report = json.loads((services.run_dir / "report.json").read_text())
+    assert (report["state"], report["steps"]) == ("succeeded", STEPS)
+    assert report["epochs"] == 2, "only the trainer's death opens an epoch"
+    assert report["max_staleness_seen"] <= 2
+    dropped = sum(report["trajectories_dropped"].values())
+    assert report["trajectories_accepted"] == report["trajectories_trained"] + dropped
+    trained = [
+        row for step in range(1, STEPS + 1) for row in rows(services.run_dir, step) if row["outcome"] == "trained"
+    ]
+    assert len(trained) == len({row["trajectory_id"] for row in trained}) == report["trajectories_trained"]
+    assert all(row["staleness"] <= 2 for row in trained)
+
+
+def rows(run_dir: Path, step: int) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()]
