@@ -104,6 +104,7 @@ class Scheduler:
         self.groups: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
         self._stages: Counter[Stage] = Counter()
+        self._stale_sought_for = 0
         self._window = window_size(bound.batch_groups, window_fraction)
         self._on_stale = on_stale
 
@@ -288,9 +289,12 @@ class Scheduler:
 
     def _date(self, group: Group) -> None:
         group.last_batch = self.bound.last_batch(self.lineage.oldest(group.versions))
+        if group.last_batch < self.next_batch:
+            self._stale_sought_for = 0
 
     def _drop_stale(self, number: int) -> tuple[Group, ...]:
-        if self._on_stale is OnStale.TRUNCATE:
+        if self._on_stale is OnStale.TRUNCATE or self._stale_sought_for == number:
             return ()
+        self._stale_sought_for = number
         late = [group for group in self.groups.values() if group.stage is Stage.READY and group.last_batch < number]
         return tuple(self.drop(group.number, Reason.STALE) for group in late)
