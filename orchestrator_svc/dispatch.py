@@ -12,6 +12,7 @@ from orchestrator_svc.accounting import Reason
 from orchestrator_svc.episodes import ScoredGroup
 from orchestrator_svc.journal import DrawnTask, Recovery
 from orchestrator_svc.run_parts import RunParts, group_name
+from orchestrator_svc.scheduler import Stage
 from orchestrator_svc.step_summary import versions_of
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
@@ -71,7 +72,10 @@ class Dispatcher:
         replica = parts.pool.pick(wanted) if wanted is not None else None
         parts.pool.wait_for(wanted if replica is None else None)
         waits_for_version = wanted is not None and replica is None
-        parts.status.dispatch_blocked.set(running and (scheduler.at_capacity or waits_for_version), now)
+        blocked = running and (scheduler.at_capacity or waits_for_version)
+        parts.status.dispatch_blocked.set(blocked, now)
+        # At the bound, replicas may still be busy with what was dispatched before: then nobody waits for anybody.
+        parts.status.rollout_idle.set(blocked and not scheduler.count(Stage.RUNNING), now)
         self._check_lost(lost=waits_for_version and all(each.why_not() for each in parts.pool.replicas), now=now)
         return replica.version if replica is not None else None
 

@@ -54,6 +54,7 @@ def build_report(steps: Mapping[int, Mapping[str, float]], facts: Mapping[str, A
         "mismatch_kl_mean": _mean(trained, "trainer/mismatch_kl"),
         "step_s_mean": _mean(trained, "time/step_s"),
         "trainer_idle_share": _mean(trained, "load/trainer_idle"),
+        "rollout_idle_share": _mean(trained, "load/rollout_idle"),
         "dispatch_blocked_share": _mean(trained, "load/dispatch_blocked"),
         "reward_curve": [[step, values["reward/mean"]] for step, values in trained.items() if "reward/mean" in values],
         "evaluations": [

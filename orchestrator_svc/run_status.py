@@ -38,8 +38,8 @@ class RunStatus:
         self.max_staleness_seen = 0
         self.running_episodes = 0
         now = time.monotonic()
-        self.trainer_idle, self.dispatch_blocked = HeldTime(now), HeldTime(now)
-        self._load_shares = ShareSince(self.trainer_idle, now), ShareSince(self.dispatch_blocked, now)
+        self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
+        self._load_shares = self.shares()
         self._run, self._scheduler, self._max_steps = run, scheduler, max_steps
         self._started = Timestamp()
         self._started.GetCurrentTime()
@@ -50,6 +50,15 @@ class RunStatus:
     def watch_pool(self, pool: ReplicaPool) -> None:
         """The pool whose replicas are described."""
         self._pool = pool
+
+    def shares(self) -> tuple[ShareSince, ShareSince, ShareSince]:
+        """Shares of time since one looked last: trainer idle, dispatch blocked, rollout idle."""
+        now = time.monotonic()
+        return (
+            ShareSince(self.trainer_idle, now),
+            ShareSince(self.dispatch_blocked, now),
+            ShareSince(self.rollout_idle, now),
+        )
 
     def enter(self, state: RunState, message: str = "") -> None:
         """The run changed its state."""
@@ -96,8 +105,8 @@ class RunStatus:
         tokens = self._pool.generated_tokens() if self._pool is not None else 0
         then, before = self._last_load
         self._last_load = (now, tokens)
-        idle, blocked = (share.take(now) for share in self._load_shares)
-        self._bottleneck = bottleneck(idle, blocked)
+        idle, blocked, rollout_idle = (share.take(now) for share in self._load_shares)
+        self._bottleneck = bottleneck(idle, rollout_idle)
         scheduler = self._scheduler
         load = orchestrator_pb2.LoadReport(
             # A replica that restarts counts from 0 again.

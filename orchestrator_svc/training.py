@@ -16,7 +16,6 @@ from orchestrator_svc.run_parts import RunParts, group_name
 from orchestrator_svc.scheduler import Batch, Group, OnStale
 from orchestrator_svc.step_summary import StepSummary, summarise
 from orchestrator_svc.trainer_link import EpochLostError
-from orchestrator_svc.waiting_shares import ShareSince
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, trainer_pb2
 from sluice.versions import Version
@@ -42,10 +41,9 @@ class Training:
         self._parts, self._requeue, self._on_step = parts, requeue, on_step
         self._at_trainer: set[int] = set()
         self._digest = ""
-        self._last_step = now = time.monotonic()
+        self._last_step = time.monotonic()
         self._counted: Counter[str] = Counter()
-        self._idle = ShareSince(parts.status.trainer_idle, now)
-        self._blocked = ShareSince(parts.status.dispatch_blocked, now)
+        self._shares = parts.status.shares()
 
     @property
     def done(self) -> bool:
@@ -248,6 +246,7 @@ class Training:
         """Rates and counts of the time since the last applied batch."""
         now, counts = time.monotonic(), self._parts.engine.counts.of_policy()
         more, self._counted = counts - self._counted, counts
+        idle, blocked, rollout_idle = (share.take(now) for share in self._shares)
         elapsed, self._last_step = now - self._last_step, now
         return {
             "time/step_s": elapsed,
@@ -255,6 +254,7 @@ class Training:
             "tokens/generated_per_s": more["tokens"] / elapsed if elapsed > 0 else 0.0,
             "requests/count": float(more["requests"]),
             "requests/spanning": float(more["spanning"]),
-            "load/trainer_idle": self._idle.take(now),
-            "load/dispatch_blocked": self._blocked.take(now),
+            "load/trainer_idle": idle,
+            "load/dispatch_blocked": blocked,
+            "load/rollout_idle": rollout_idle,
         }

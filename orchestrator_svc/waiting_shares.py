@@ -50,8 +50,8 @@ class ShareSince:
         return min(1.0, gained / elapsed) if elapsed > 0 else 0.0
 
 
-def bottleneck(trainer_idle: float, dispatch_blocked: float) -> str:
+def bottleneck(trainer_idle: float, rollout_idle: float) -> str:
     """Whom the others wait for: "rollout", "trainer", or nobody in particular."""
-    if max(trainer_idle, dispatch_blocked) < _NOTABLE:
+    if max(trainer_idle, rollout_idle) < _NOTABLE:
         return ""
-    return "rollout" if trainer_idle >= dispatch_blocked else "trainer"
+    return "rollout" if trainer_idle >= rollout_idle else "trainer"
