@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import numpy as np
@@ -21,10 +21,12 @@ from google.protobuf.duration_pb2 import Duration
 
 from benchmarks.children import free_port, make_model, service
 from rollout_svc.engines.vllm_start import launch
-from rollout_svc.engines.vllm_types import Llm
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 __all__ = ["run"]
 
@@ -58,12 +60,12 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
         target = f"127.0.0.1:{port}"
         try:
             async with service("rollout", *arguments, health=target, log=Path(scratch) / "rollout.log"):
-                return await _compare(options, in_process.llm, target)
+                return await _compare(options, cast("AsyncLLM", in_process.llm), target)
         finally:
             await in_process.shut_down()
 
 
-async def _compare(options: argparse.Namespace, llm: Llm, target: str) -> Mapping[str, Any]:
+async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> Mapping[str, Any]:
     rng = np.random.default_rng(0)
     prompts = rng.integers(8, 100, size=(options.concurrency, options.prompt_tokens)).tolist()
     async with connect(target, SecurityConfig(), role="agent", default_deadline_s=120) as channel:
@@ -95,7 +97,7 @@ async def _compare(options: argparse.Namespace, llm: Llm, target: str) -> Mappin
     }
 
 
-def in_process_round(llm: Llm, new_tokens: int) -> Round:
+def in_process_round(llm: AsyncLLM, new_tokens: int) -> Round:
     """The fastest way to use ``AsyncLLM``: one final output per request."""
     from vllm.inputs import TokensPrompt  # noqa: PLC0415 - after `launch` set its environment
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: PLC0415

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
+from rollout_svc import greedy
 from rollout_svc.answers import chunk_message, generate_response
 from rollout_svc.config import LimitsConfig
 from rollout_svc.engines.base import EngineBusyError, EngineError, GenerationRequest, ModelInfo
@@ -38,7 +39,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self, run: str, engine: EngineSupervisor, prompts: Prompts, limits: LimitsConfig) -> None:
         self._run, self._engine, self._prompts, self._limits = run, engine, prompts, limits
-        self._repeats = Repeats(limits.answer_ttl_s, limits.max_answers)
+        self._repeats = Repeats(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
         self._live: dict[int, GenerationRequest] = {}
         self.samples = 0
         """Samples that callers wait for, queued or running."""
@@ -86,7 +87,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         asked = self._admit(request)
         self._enter(asked)
         try:
-            result = await self._engine.current.agenerate(asked)
+            result = await greedy.agenerate(self._engine.current, asked)
         except (EngineError, EngineBusyError, ValueError) as error:
             raise _translated(error) from error
         finally:
@@ -121,7 +122,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     tokenizer_digest=self._prompts.digest,
                 )
             )
-            async with contextlib.aclosing(self._engine.current.stream(asked, coalesce_s=coalesce)) as chunks:
+            async with contextlib.aclosing(greedy.stream(self._engine.current, asked, coalesce_s=coalesce)) as chunks:
                 async for chunk in chunks:
                     yield chunk_message(
                         chunk, text.after(chunk.index, chunk.token_ids, last=chunk.finish_reason is not None)
