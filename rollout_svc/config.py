@@ -25,6 +25,9 @@ class LimitsConfig(Section):
     max_answers: int = Field(
         4096, ge=1, description="Most answers kept for repeats of their request_id; the oldest go first."
     )
+    max_answer_bytes: int = Field(
+        256 << 20, ge=1, description="Bytes of the answers kept for repeats; the oldest go first."
+    )
     answer_ttl_s: float = Field(300.0, gt=0, description="Seconds that an answer is kept for a repeat.")
 
 

@@ -7,6 +7,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
+import xxhash
+
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
 
@@ -21,11 +23,13 @@ class Repeats:
     Args:
         ttl_s: How long an answer is kept, in seconds.
         most: How many are kept; the oldest go first.
+        most_bytes: Size of all that are kept; likewise.
         clock: Monotonic seconds.
     """
 
-    def __init__(self, ttl_s: float, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ttl_s, self._most, self._clock = ttl_s, most, clock
+    def __init__(self, ttl_s: float, most: int, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ttl_s, self._most, self._most_bytes, self._clock = ttl_s, most, most_bytes, clock
+        self._bytes = 0
         self._kept: OrderedDict[str, tuple[float, bytes, Answer]] = OrderedDict()
         self._running: dict[str, tuple[bytes, asyncio.Task[Answer], int]] = {}
 
@@ -42,6 +46,7 @@ class Repeats:
         Raises:
             SluiceError: ALREADY_EXISTS if the id was used for another request.
         """
+        content = xxhash.xxh3_128_digest(content)
         self._forget_old()
         if request_id in self._kept:
             _, kept_content, answer = self._kept[request_id]
@@ -59,7 +64,10 @@ class Repeats:
             answer = await asyncio.shield(task)
         finally:
             self._leave(request_id, task)
-        self._kept[request_id] = (self._clock() + self._ttl_s, content, answer)
+        if request_id not in self._kept:  # the first of several waiters keeps it
+            self._kept[request_id] = (self._clock() + self._ttl_s, content, answer)
+            self._bytes += answer.ByteSize()
+            self._forget_old()
         return answer
 
     def _leave(self, request_id: str, task: asyncio.Task[Answer]) -> None:
@@ -75,9 +83,11 @@ class Repeats:
         now = self._clock()
         while self._kept:
             oldest = next(iter(self._kept))
-            if self._kept[oldest][0] > now and len(self._kept) < self._most:
+            ends, _, answer = self._kept[oldest]
+            if ends > now and len(self._kept) <= self._most and self._bytes <= self._most_bytes:
                 return
             del self._kept[oldest]
+            self._bytes -= answer.ByteSize()
 
 
 async def _run(make: Callable[[], Awaitable[Answer]]) -> Answer:

@@ -47,8 +47,8 @@ class Clock:
         return self.now
 
 
-def repeats(clock: Callable[[], float] | None = None, most: int = 100) -> Repeats:
-    return Repeats(10.0, most, clock or Clock())
+def repeats(clock: Callable[[], float] | None = None, most: int = 100, most_bytes: int = 1 << 20) -> Repeats:
+    return Repeats(10.0, most, most_bytes, clock or Clock())
 
 
 async def started(waiting: Awaitable[Answer]) -> asyncio.Task[Answer]:
@@ -138,3 +138,20 @@ async def test_the_oldest_answers_give_way(sampler):
         await answers.once(name, b"x", sampler)
     assert (await answers.once("c", b"x", sampler)).request_id == "3"
     assert (await answers.once("a", b"x", sampler)).request_id == "4"
+
+
+async def test_answers_give_way_by_size_as_well(sampler):
+    size = Answer(request_id="1").ByteSize()
+    answers = repeats(most_bytes=2 * size)
+    sampler.let.set()
+    for name in ("a", "b", "c"):
+        await answers.once(name, b"x", sampler)
+    assert (await answers.once("b", b"x", sampler)).request_id == "2"
+    assert (await answers.once("a", b"x", sampler)).request_id == "4"
+
+
+async def test_an_answer_beyond_the_size_is_given_and_not_kept(sampler):
+    answers = repeats(most_bytes=1)
+    sampler.let.set()
+    assert (await answers.once("a", b"x", sampler)).request_id == "1"
+    assert (await answers.once("a", b"x", sampler)).request_id == "2"
