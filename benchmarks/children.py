@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -37,7 +37,13 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def service(
-    name: str, *arguments: str, health: str, log: Path, start_s: float = 180.0, cpus: set[int] | None = None
+    name: str,
+    *arguments: str,
+    health: str,
+    log: Path,
+    start_s: float = 180.0,
+    cpus: set[int] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run ``sluice <name> <arguments>`` until the block ends.
 
@@ -48,6 +54,7 @@ async def service(
         log: File that takes its output.
         start_s: How long it may take to serve.
         cpus: Cores that it may use; None leaves all.
+        environment: Its environment variables; None inherits ours.
 
     Raises:
         RuntimeError: if it ends or does not serve in time; the end of its log is in the message.
@@ -55,7 +62,15 @@ async def service(
     pin = (lambda: os.sched_setaffinity(0, cpus)) if cpus else None
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sluice.cli.main", name, *arguments, stdout=output, stderr=output, preexec_fn=pin
+            sys.executable,
+            "-m",
+            "sluice.cli.main",
+            name,
+            *arguments,
+            stdout=output,
+            stderr=output,
+            preexec_fn=pin,
+            env=environment,
         )
     try:
         await _healthy(child, health, log, start_s)

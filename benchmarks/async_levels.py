@@ -1,0 +1,195 @@
+"""Wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths and one core for each side.
+
+Four services do real training on real samples. Rounds alternate between the levels, each with the same lengths in the
+same order; neighbours in time are compared. The yardstick beside is synchronous training with both cores for each side,
+and the bound that `overlap` computes from the same lengths and the measured speed of each side alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.async_fleet import Fleet, Placement, fleet
+from benchmarks.children import MODEL_2M, make_model
+from benchmarks.long_tail import QUESTION, lengths
+from benchmarks.overlap import EngineSpeed, Workload, finish_times
+from sluice.client import RolloutClient
+from sluice.v1 import tokens_pb2
+
+__all__ = ["run"]
+
+LEVELS = (0, 1, 2)
+FILL, DRAIN = 3, 3
+"""Steps of a session before and after the measured ones: the pipeline is neither filling nor running dry while we look."""
+
+LONGEST = 480
+PROMPT_TOKENS = 10
+WINDOW_FRACTION = 0.3
+
+Metrics = Mapping[str, float]
+
+
+def run(argv: list[str]) -> Mapping[str, Any]:
+    """Measure and print; returns what the JSON line holds."""
+    parser = argparse.ArgumentParser(prog="sluice bench async", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=2, help="sessions of each level")
+    parser.add_argument("--steps", type=int, default=12, help="measured steps per session; a multiple of 6 is best")
+    parser.add_argument("--batch", type=int, default=8, help="groups per batch")
+    parser.add_argument("--group", type=int, default=4, help="samples per group")
+    parser.add_argument("--median", type=int, default=40, help="median length in tokens")
+    parser.add_argument("--p99", type=int, default=400, help="99th percentile of the length in tokens")
+    parser.add_argument("--lr", type=float, default=1e-6, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the lengths")
+    parser.add_argument("--keep", type=Path, help="directory to keep everything in (logs, metrics)")
+    options = parser.parse_args(argv)
+    if len(os.sched_getaffinity(0)) < 2:
+        raise RuntimeError("sluice bench async gives each side a core of its own: run it with two or more")
+    if options.keep is not None:
+        options.keep.mkdir(parents=True)
+        return asyncio.run(_measure(options, options.keep))
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
+        return asyncio.run(_measure(options, Path(scratch)))
+
+
+async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:
+    one, other = sorted(os.sched_getaffinity(0))[:2]
+    model = make_model(directory / "model", MODEL_2M)
+    per_session = options.steps + FILL + DRAIN
+    answer_tokens = lengths(
+        per_session * options.batch, seed=options.seed, median=options.median, p99=options.p99, longest=LONGEST
+    )
+    settings = _orchestrator_settings(options, answer_tokens)
+    pinned = Placement("pinned", {one}, {other}, threads=1)
+    both = Placement("both", None, None, threads=2)
+    async with (
+        fleet(pinned, directory, model, orchestrator=settings, lr=options.lr) as apart,
+        fleet(both, directory, model, orchestrator=settings, lr=options.lr) as together,
+    ):
+        speed = await _engine_speed(apart.rollout)
+        sessions = await _sessions(options, apart, together, per_session)
+    return _results(options, sessions, _bounds(options, answer_tokens, speed, sessions["0"]), speed)
+
+
+def _orchestrator_settings(options: argparse.Namespace, answer_tokens: Sequence[int]) -> dict[str, Any]:
+    return {
+        "environment": "benchmarks.long_tail:LongTail",
+        "environment-args": {"answer_tokens": list(answer_tokens), "sessions": options.rounds},
+        "batch-size": options.batch,
+        "group-size": options.group,
+        "window-fraction": WINDOW_FRACTION,
+        "sampling.ignore-eos": True,
+        "checkpoint.final": False,
+        "write-trajectories": False,
+    }
+
+
+async def _engine_speed(target: str) -> EngineSpeed:
+    """Tokens per second of the replica alone by number of samples, through the same RPC that the run uses."""
+    found: dict[int, float] = {}
+    async with RolloutClient(target) as client:
+        for samples in (1, 1, 2, 4, 8, 16, 32, 64, 128):
+            tokens = min(256, max(48, 2048 // samples))
+            sampling = tokens_pb2.SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True)
+            begun = time.perf_counter()
+            await client.generate([{"role": "user", "content": QUESTION}], sampling, n=samples, timeout_s=120)
+            found[samples] = samples * tokens / (time.perf_counter() - begun)
+    print("engine alone, tokens/s by samples: " + "  ".join(f"{n}: {rate:,.0f}" for n, rate in found.items()))
+    return EngineSpeed(found)
+
+
+async def _sessions(
+    options: argparse.Namespace, apart: Fleet, together: Fleet, per_session: int
+) -> dict[str, list[list[Metrics]]]:
+    """The measured steps of each session by kind: a level, or ``both_cores``."""
+    sessions: dict[str, list[list[Metrics]]] = {"0": [], "both_cores": [], "1": [], "2": []}
+    for number in range(options.rounds):
+        for kind, done in sessions.items():
+            where, level = (together, 0) if kind == "both_cores" else (apart, int(kind))
+            done.append((await where.session(level, per_session))[FILL : FILL + options.steps])
+            print(f"round {number + 1}, {_name(kind)}: {_describe(done[-1])}", flush=True)
+    return sessions
+
+
+def _name(kind: str) -> str:
+    return "synchronous on both cores" if kind == "both_cores" else f"max_staleness {kind}"
+
+
+def _describe(steps: Sequence[Metrics]) -> str:
+    return (
+        f"{_step_s(steps):.2f} s a step, trainer busy {_trainer_s(steps):.2f} s of it,"
+        f" {_mean(steps, 'tokens/trained'):.0f} tokens, staleness {_mean(steps, 'staleness/mean'):.2f}"
+    )
+
+
+def _mean(steps: Sequence[Metrics], name: str) -> float:
+    return statistics.fmean(step[name] for step in steps)
+
+
+def _step_s(steps: Sequence[Metrics]) -> float:
+    return _mean(steps, "time/step_s")
+
+
+def _trainer_s(steps: Sequence[Metrics]) -> float:
+    return statistics.fmean(map(_train_s, steps))
+
+
+def _train_s(step: Metrics) -> float:
+    return step["trainer/tokens"] / step["trainer/tokens_per_second"]
+
+
+def _bounds(
+    options: argparse.Namespace, answer_tokens: Sequence[int], speed: EngineSpeed, synchronous: list[list[Metrics]]
+) -> dict[int, float]:
+    """Least seconds per step by level, over the same steps that were measured."""
+    # Tokens cost the trainer about the same wherever they are; a step at rest is known for the measured batches only.
+    per_token = statistics.median(_train_s(step) / step["trainer/tokens"] for steps in synchronous for step in steps)
+    train_s = []
+    for first in range(0, len(answer_tokens), options.batch):
+        tokens = sum(answer_tokens[first : first + options.batch]) + options.batch * PROMPT_TOKENS
+        train_s.append(per_token * tokens * options.group)
+    work = Workload(answer_tokens, options.group, options.batch, train_s, WINDOW_FRACTION)
+    bounds = {}
+    for level in LEVELS:
+        times = finish_times(work, speed, level)
+        bounds[level] = (times[FILL + options.steps - 1] - times[FILL - 1]) / options.steps
+        print(f"bound for max_staleness {level}: {bounds[level]:.2f} s a step")
+    print(f"trainer alone: {statistics.fmean(train_s):.2f} s a step")
+    return bounds
+
+
+def _results(
+    options: argparse.Namespace,
+    sessions: Mapping[str, list[list[Metrics]]],
+    bounds: Mapping[int, float],
+    speed: EngineSpeed,
+) -> Mapping[str, Any]:
+    ratios: dict[str, float] = {}
+    for level in LEVELS[1:]:
+        ratios[f"speedup_{level}"] = _paired(sessions["0"], sessions[str(level)])
+        ratios[f"speedup_{level}_over_both_cores"] = _paired(sessions["both_cores"], sessions[str(level)])
+        ratios[f"bound_{level}"] = bounds[0] / bounds[level]
+    return {
+        "ratios": {name: round(value, 3) for name, value in ratios.items()},
+        "step_s": {kind: [round(_step_s(steps), 3) for steps in done] for kind, done in sessions.items()},
+        "bound_step_s": {level: round(value, 3) for level, value in bounds.items()},
+        "trainer_s": {kind: round(statistics.fmean(map(_trainer_s, done)), 3) for kind, done in sessions.items()},
+        "staleness": {
+            kind: round(statistics.fmean(_mean(steps, "staleness/mean") for steps in done), 3)
+            for kind, done in sessions.items()
+        },
+        "engine_tokens_per_s": {samples: round(rate) for samples, rate in speed.tokens_per_s.items()},
+        **{name: value for name, value in vars(options).items() if name != "keep"},
+    }
+
+
+def _paired(slow: list[list[Metrics]], fast: list[list[Metrics]]) -> float:
+    """Median ratio over the rounds: neighbours in time saw the same machine."""
+    return statistics.median(_step_s(one) / _step_s(other) for one, other in zip(slow, fast, strict=True))

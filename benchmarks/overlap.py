@@ -1,0 +1,145 @@
+"""How fast a run could be at a staleness bound, given its lengths and the speed of its two sides: no time for anything else.
+
+The orchestrator's own scheduler decides what starts and what makes a batch; around it an engine that shares its speed
+among the samples under way, and a trainer that takes one batch after the other. Publishing, transport, scoring and
+record keeping take no time, and neither side slows the other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage
+from orchestrator_svc.staleness import StalenessBound
+from sluice.versions import BASE, Version
+
+__all__ = ["EngineSpeed", "Workload", "finish_times"]
+
+EPOCH = 1
+QUEUED = 2
+"""Batches that the trainer holds, one of them in progress, as in a real run."""
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """Measured throughput.
+
+    Attributes:
+        tokens_per_s: Tokens per second of the whole engine by number of samples under way.
+    """
+
+    tokens_per_s: Mapping[int, float]
+
+    def of_one(self, samples: int) -> float:
+        """Tokens per second of each of `samples` samples: the time of a step is linear between the measured points."""
+        known = sorted(self.tokens_per_s)
+        step_s = [count / self.tokens_per_s[count] for count in known]
+        above = bisect.bisect_left(known, samples)
+        if above == 0:
+            return 1 / step_s[0]
+        if above == len(known):
+            return self.tokens_per_s[known[-1]] / samples
+        share = (samples - known[above - 1]) / (known[above] - known[above - 1])
+        return 1 / (step_s[above - 1] + share * (step_s[above] - step_s[above - 1]))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run has to do.
+
+    Attributes:
+        answer_tokens: Length of each group's samples, in order of dispatch.
+        group_size: Samples per group.
+        batch_groups: Groups per batch.
+        train_s: Seconds of the trainer by batch.
+        window_fraction: Share of a batch by which younger groups may pass an older one.
+    """
+
+    answer_tokens: Sequence[int]
+    group_size: int
+    batch_groups: int
+    train_s: Sequence[float]
+    window_fraction: float
+
+
+def finish_times(work: Workload, speed: EngineSpeed, max_staleness: int) -> list[float]:
+    """Seconds from the start at which each batch is applied."""
+    return _Simulation(work, speed, max_staleness).run()
+
+
+@dataclass
+class _Simulation:
+    work: Workload
+    speed: EngineSpeed
+    max_staleness: int
+    now: float = 0.0
+    left: dict[int, float] = field(default_factory=dict)
+    """Tokens that each running group still has to sample."""
+    began: dict[int, int] = field(default_factory=dict)
+    """Number of the version that each running group began on."""
+    queue: deque[Batch] = field(default_factory=deque)
+    trained_at: float = math.inf
+
+    def run(self) -> list[float]:
+        self.scheduler = self._scheduler()
+        applied: list[float] = []
+        while len(applied) < len(self.work.train_s):
+            self._start_what_may()
+            if self._advance():
+                batch = self.queue.popleft()
+                self.scheduler.apply(batch.sequence_no, trained=0, dropped={})
+                self.trained_at = math.inf
+                applied.append(self.now)
+        return applied
+
+    def _scheduler(self) -> Scheduler:
+        batches = len(self.work.train_s)
+        scheduler = Scheduler(
+            StalenessBound(self.max_staleness, self.work.batch_groups, max_concurrent=len(self.work.answer_tokens)),
+            window_fraction=self.work.window_fraction,
+            on_stale=OnStale.DROP,
+            max_steps=batches,
+            max_running=len(self.work.answer_tokens),
+        )
+        scheduler.open_epoch(EPOCH, BASE, [])
+        return scheduler
+
+    def _start_what_may(self) -> None:
+        scheduler = self.scheduler
+        present = Version(EPOCH, scheduler.applied)
+        while (wanted := scheduler.wanted_version()) is not None and wanted <= present:
+            number = scheduler.applied * self.work.batch_groups + len(scheduler.groups)
+            scheduler.start(number, number, present)
+            self.left[number] = self.work.answer_tokens[number]
+            self.began[number] = present.number
+        while len(self.queue) < QUEUED and (batch := scheduler.form().batch) is not None:
+            self.queue.append(batch)
+        if self.queue and self.trained_at == math.inf:
+            self.trained_at = self.now + self.work.train_s[self.queue[0].sequence_no - 1]
+
+    def _advance(self) -> bool:
+        """Go to the next event; returns whether it is the end of a batch rather than of a group."""
+        rate = self.speed.of_one(len(self.left) * self.work.group_size) if self.left else 0.0
+        generated_at = self.now + min(self.left.values()) / rate if self.left else math.inf
+        until = min(generated_at, self.trained_at)
+        if until == math.inf:
+            raise RuntimeError("neither side has anything to do: the lengths do not fill the batches")
+        if self.left:
+            first = min(self.left, key=lambda number: self.left[number])
+            self.left = {number: tokens - (until - self.now) * rate for number, tokens in self.left.items()}
+        self.now = until
+        if generated_at <= self.trained_at:
+            self._finish(first)
+            return False
+        return True
+
+    def _finish(self, number: int) -> None:
+        del self.left[number]
+        versions = range(self.began.pop(number), self.scheduler.applied + 1)
+        self.scheduler.finish(number, [Version(EPOCH, each) for each in versions], self.work.group_size)
+        if self.scheduler.groups[number].stage is not Stage.READY:
+            raise RuntimeError(f"group {number} is finished but not ready")

@@ -1,0 +1,69 @@
+"""The bound of `sluice bench async`: what overlap alone can give, by cases that are worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.long_tail import LongTail, lengths
+from benchmarks.overlap import EngineSpeed, Workload, finish_times
+from orchestrator_svc.task_stream import TaskStream
+
+UNSHARED = EngineSpeed({1: 1.0, 64: 64.0})
+"""One token per second and sample, however many there are."""
+
+
+def even(generate_s: int, train_s: float, batches: int = 12) -> Workload:
+    return Workload([generate_s] * 2 * batches, 1, 2, [train_s] * batches, window_fraction=0.0)
+
+
+def step_s(work: Workload, max_staleness: int, speed: EngineSpeed = UNSHARED) -> float:
+    """Seconds per step over six steps: batches may end in bunches of max_staleness + 1."""
+    times = finish_times(work, speed, max_staleness)
+    return (times[9] - times[3]) / 6
+
+
+def test_without_staleness_the_sides_take_turns() -> None:
+    assert finish_times(even(4, 3.0), UNSHARED, 0)[:3] == [7.0, 14.0, 21.0]
+
+
+@pytest.mark.parametrize(
+    ("generate_s", "train_s", "max_staleness", "expected"),
+    [
+        (4, 4.0, 1, 4.0),  # the sides overlap in full
+        (2, 6.0, 1, 6.0),  # the trainer is the limit
+        (2, 6.0, 2, 6.0),
+        (8, 2.0, 1, 5.0),  # two batches on their way, 10 s each
+        (8, 2.0, 2, 10 / 3),  # three
+    ],
+)
+def test_staleness_hides_the_shorter_side(generate_s, train_s, max_staleness, expected) -> None:
+    assert step_s(even(generate_s, train_s), max_staleness) == pytest.approx(expected)
+
+
+def test_an_engine_that_is_full_gains_nothing_from_more_samples() -> None:
+    full = EngineSpeed({1: 1.0, 64: 1.0})
+    assert step_s(even(4, 1.0), 0, full) == pytest.approx(9.0)
+    assert step_s(even(4, 1.0), 2, full) == pytest.approx(8.0)
+
+
+def test_a_straggler_is_passed_where_the_window_allows() -> None:
+    answer_tokens = [1] * 120
+    answer_tokens[5] = 20  # in the first batch, whose groups may also be trained in the second and the third
+    strict = Workload(answer_tokens, 1, 10, [1.0] * 12, window_fraction=0.0)
+    windowed = Workload(answer_tokens, 1, 10, [1.0] * 12, window_fraction=0.3)
+    assert finish_times(strict, UNSHARED, 2)[0] == pytest.approx(21.0)
+    assert finish_times(windowed, UNSHARED, 2)[0] == pytest.approx(2.0)
+
+
+def test_speed_between_measured_points_follows_the_time_of_a_step() -> None:
+    speed = EngineSpeed({1: 100.0, 3: 100.0})  # a step takes 10 ms with one sample and 30 ms with three
+    assert speed.of_one(2) == pytest.approx(50.0)
+    assert speed.of_one(6) == pytest.approx(100 / 6)
+
+
+def test_every_session_asks_for_the_same_lengths_in_the_same_order() -> None:
+    wanted = lengths(30, seed=5, median=40, p99=400, longest=448)
+    assert wanted == lengths(30, seed=5, median=40, p99=400, longest=448)
+    assert max(wanted) <= 448
+    stream = TaskStream(LongTail(wanted, sessions=3).tasks("train", 7), 7)
+    assert [stream.at(position).max_tokens for position in range(90)] == wanted * 3
