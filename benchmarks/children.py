@@ -93,7 +93,7 @@ async def _healthy(child: asyncio.subprocess.Process, target: str, log: Path, st
             if child.returncode is not None:
                 raise RuntimeError(f"the service ended with code {child.returncode}:\n{_tail(log)}")
             with contextlib.suppress(grpc.aio.AioRpcError):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)  # type: ignore[attr-defined]  # as in sluice.cli.launch
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             await asyncio.sleep(0.1)

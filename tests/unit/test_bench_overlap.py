@@ -48,7 +48,7 @@ def test_an_engine_that_is_full_gains_nothing_from_more_samples() -> None:
 
 def test_a_straggler_is_passed_where_the_window_allows() -> None:
     answer_tokens = [1] * 120
-    answer_tokens[5] = 20  # in the first batch, whose groups may also be trained in the second and the third
+    answer_tokens[9] = 20  # the last of the first batch, whose groups may also be trained in the second and the third
     strict = Workload(answer_tokens, 1, 10, [1.0] * 12, window_fraction=0.0)
     windowed = Workload(answer_tokens, 1, 10, [1.0] * 12, window_fraction=0.3)
     assert finish_times(strict, UNSHARED, 2)[0] == pytest.approx(21.0)
