@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_svc.admin_servicer import UNIMPLEMENTED, RolloutAdminServicer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
+from rollout_svc.metrics import ReplicaMetrics
 from rollout_svc.prompts import Prompts, load_tokenizer
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -104,6 +105,7 @@ async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceE
     await server.start()
     if http is not None:
         await http.start()
+    metrics = ReplicaMetrics(supervisor, weights)
     failed = asyncio.Event()
     duties = [
         weights.run_forever(),
@@ -125,6 +127,7 @@ async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceE
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
+        metrics.close()
         await weights.close()
     for result in results:
         if isinstance(result, Exception):
