@@ -73,17 +73,19 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """
     if not common.model:
         raise ConfigError("no model is named: set model to a Hugging Face directory or hub id")
+    server = _server(common, config)
     engine = build_engine(common.model, config)
     await engine.start()
     try:
         prompts = Prompts(await load_tokenizer(common.model))
-        await _serve(common, config, engine, prompts)
+        await _serve(common, config, server, engine, prompts)
     finally:
         await engine.stop()
 
 
-async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceEngine, prompts: Prompts) -> None:
-    server = RpcServer(
+def _server(common: CommonConfig, config: RolloutConfig) -> RpcServer:
+    """The server, not started: whether it may listen there is known before the engine takes its time."""
+    return RpcServer(
         "rollout",
         config.server,
         common.security,
@@ -91,6 +93,11 @@ async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceE
         unimplemented=UNIMPLEMENTED,
         run=f"runs/{common.run}",
     )
+
+
+async def _serve(
+    common: CommonConfig, config: RolloutConfig, server: RpcServer, engine: InferenceEngine, prompts: Prompts
+) -> None:
     supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
     weights = Weights(common, config, supervisor)
     requests = RolloutServicer(f"runs/{common.run}", supervisor, prompts, config.limits)
@@ -102,9 +109,14 @@ async def _serve(common: CommonConfig, config: RolloutConfig, engine: InferenceE
         rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, "sluice.v1.RolloutAdminService", role="admin"
     )
     http = _http_server(common, config, requests, admin)
-    await server.start()
-    if http is not None:
-        await http.start()
+    try:
+        await server.start()
+        if http is not None:
+            await http.start()
+    except BaseException:
+        await server.stop(0)
+        await weights.close()
+        raise
     metrics = ReplicaMetrics(supervisor, weights)
     failed = asyncio.Event()
     duties = [

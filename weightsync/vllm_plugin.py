@@ -60,6 +60,9 @@ def _after_fork() -> None:
     """Run in a forked child: the flag of the forking thread came along, and goes on to grandchildren."""
     if getattr(_forking, "tied", False):
         _die_with_parent()
+        # The loop's wake-up socket came along too: a SIGTERM that ends this child would be written into it, and the
+        # parent's loop would take it for its own.
+        signal.set_wakeup_fd(-1)
 
 
 def _die_with_parent() -> None:

@@ -50,14 +50,26 @@ def serve(name: str, argv: list[str]) -> int:
 
 
 async def _until_stopped(service: Service, run: RunConfig, section: Section) -> None:
-    """Serve; a signal before the service takes its own care of signals (it is still loading) cancels it."""
+    """Serve; a signal before the service takes its own care of signals (it is still loading) cancels it.
+
+    Raises:
+        RuntimeError: if the service was cancelled though no signal asked for it.
+    """
     serving = asyncio.ensure_future(service.serve(run, section))
+    asked = asyncio.Event()
+
+    def stop() -> None:
+        asked.set()
+        serving.cancel()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, serving.cancel)
+        loop.add_signal_handler(number, stop)
     try:
         await serving
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
+        if not asked.is_set():
+            raise RuntimeError("the service was cancelled from inside, without a signal; this is a defect") from error
         log.info("stopped while starting")
 
 
