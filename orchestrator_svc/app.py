@@ -30,7 +30,7 @@ from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.workflows.choose import choose_workflow
 from sluice.client import TrainerClient
-from sluice.config import CommonConfig, ConfigError, Service
+from sluice.config import CommonConfig, ConfigError, Service, UnfinishedError
 from sluice.rpc import RpcServer
 from sluice.v1 import orchestrator_pb2_grpc
 
@@ -43,11 +43,12 @@ log = structlog.get_logger(__name__)
 
 
 async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
-    """Run the run; returns when it has ended and its watchers know, or after a signal.
+    """Run the run; returns when it has ended and its watchers know.
 
     Raises:
         ConfigError: if settings, environment or an existing run do not fit.
         SluiceError: what ended the run early.
+        UnfinishedError: if a signal did.
     """
     environment = load_environment(config.environment, config.environment_args)
     async with _parts(common, config, environment) as (parts, evaluation):
@@ -66,8 +67,9 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
             for task in (running, pool):
                 task.cancel()
             await asyncio.wait({running, pool})
-        if not running.cancelled():
-            running.result()
+        if running.cancelled():
+            raise UnfinishedError("a signal came before the last step; start it again to go on")
+        running.result()
 
 
 async def _to_the_end(run: Run, parts: RunParts, ended: asyncio.Event) -> None:

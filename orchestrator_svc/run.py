@@ -56,17 +56,20 @@ class Run:
             await self._begin()
             await self._work()
             await self._end()
-        except* asyncio.CancelledError:
+        except asyncio.CancelledError:
             await self._milestones.cancel()
             await self._report("stopped")
             raise
-        except* Exception as group:
-            error = _first(group)
+        except Exception as failure:
+            # Not `except*`, which would wrap what is raised here in a group of its own.
+            error = _first(failure)
             await self._milestones.cancel()
             self._parts.status.error = str(error)
             self._parts.status.enter(orchestrator_pb2.RUN_STATE_FAILED, str(error))
             await self._report("failed")
-            raise error from group
+            if error is failure:
+                raise
+            raise error from failure
 
     def pause(self) -> None:
         """Start no more groups."""
@@ -189,7 +192,6 @@ class Run:
         }
 
 
-def _first(group: BaseExceptionGroup[Exception]) -> Exception:
-    """The first error itself; the others followed from it."""
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+def _first(error: Exception) -> Exception:
+    """The first error itself where several came together; the others followed from it."""
+    return _first(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

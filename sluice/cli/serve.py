@@ -10,11 +10,23 @@ from collections.abc import Callable
 
 import structlog
 
-from sluice.config import ConfigError, RunConfig, Section, ServerConfig, Service, load_run, load_service
+from sluice.config import (
+    ConfigError,
+    RunConfig,
+    Section,
+    ServerConfig,
+    Service,
+    UnfinishedError,
+    load_run,
+    load_service,
+)
 from sluice.rpc import SluiceError
 from sluice.telemetry import configure_logging, start_metrics_server
 
 __all__ = ["serve"]
+
+EXIT_UNFINISHED = 143
+"""Exit code of a service that a signal ended before its work was done, as shells give it for SIGTERM."""
 
 log = structlog.get_logger(__name__)
 
@@ -23,7 +35,7 @@ def serve(name: str, argv: list[str]) -> int:
     """Run a service until SIGTERM or SIGINT.
 
     Returns:
-        0 after a clean stop, 1 after a failure, which is logged.
+        0 after a clean stop, 1 after a failure, which is logged, 143 if a signal came before the service's work was done.
 
     Raises:
         ConfigError: if the settings are wrong.
@@ -40,6 +52,9 @@ def serve(name: str, argv: list[str]) -> int:
             runner.run(_until_stopped(service, run, section))
     except ConfigError:
         raise
+    except UnfinishedError as stop:
+        log.info("stopped before the end", reason=str(stop))
+        return EXIT_UNFINISHED
     except SluiceError as error:
         log.error("service failed", code=error.code.name, reason=error.reason, message=error.message)  # noqa: TRY400 - a typed error says all
         return 1

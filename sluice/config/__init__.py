@@ -14,7 +14,7 @@ from sluice.config.errors import ConfigError
 from sluice.config.load import RunConfig, load_command, load_run, run_config_class
 from sluice.config.reference import markdown_reference
 from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
-from sluice.config.services import Service, load_service, service_configs, service_names
+from sluice.config.services import Service, UnfinishedError, load_service, service_configs, service_names
 
 __all__ = [
     "CommonConfig",
@@ -25,6 +25,7 @@ __all__ = [
     "SecurityConfig",
     "ServerConfig",
     "Service",
+    "UnfinishedError",
     "dump_toml",
     "load_command",
     "load_run",

@@ -11,10 +11,14 @@ from typing import Any
 from sluice.config.errors import ConfigError
 from sluice.config.sections import CommonConfig, Section
 
-__all__ = ["SERVICE_GROUP", "Service", "load_service", "service_configs", "service_names"]
+__all__ = ["SERVICE_GROUP", "Service", "UnfinishedError", "load_service", "service_configs", "service_names"]
 
 SERVICE_GROUP = "sluice.services"
 """Entry points of this group name one `Service` each; the entry point's name is the name of its table."""
+
+
+class UnfinishedError(Exception):
+    """A signal ended a service whose work has an end, before that end; starting it again goes on from there."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Service:
     Attributes:
         name: Name of the command, of the table in the file and of the entry point.
         config_class: The table's class.
-        serve: Builds everything, serves until SIGTERM or SIGINT, drains and returns.
+        serve: Builds everything, serves until SIGTERM or SIGINT, drains and returns; a service whose work has an end
+            returns then, and raises `UnfinishedError` if a signal came first.
     """
 
     name: str

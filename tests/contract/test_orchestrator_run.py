@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import socket
 
 import grpc
@@ -20,7 +21,7 @@ from orchestrator_doubles import (
 
 from orchestrator_svc.app import serve
 from sluice.client import OrchestratorClient
-from sluice.config import ConfigError
+from sluice.config import ConfigError, UnfinishedError
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version
@@ -252,6 +253,17 @@ async def test_an_orchestrator_that_comes_back_rejoins_the_epoch(scene) -> None:
     assert (report["state"], report["steps"]) == ("succeeded", 5)
     assert report["trajectories_trained"] == len(trained(scene)) == len(set(trained(scene))) == 20
     assert report["trajectories_accepted"] == 20
+
+
+async def test_a_signal_ends_the_run_without_a_failure_and_says_that_it_is_unfinished(scene) -> None:
+    scene.trainer.automatic = False
+    task = scene.start(common={"max_staleness": 1})
+    await scene.until(lambda: scene.trainer.waiting)
+    signal.raise_signal(signal.SIGTERM)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(UnfinishedError):
+            await task
+    assert scene.report()["state"] == "stopped"
 
 
 async def test_an_existing_run_is_refused_when_told_to(scene) -> None:

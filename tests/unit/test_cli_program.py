@@ -93,6 +93,28 @@ async def test_a_service_that_fails_ends_with_code_one_and_its_traceback_in_the_
     assert "the disk is full" in err
 
 
+async def test_a_service_that_a_signal_ended_before_its_work_was_done_tells_by_its_exit_code(site):
+    (site / "toy_svc" / "app.py").write_text(
+        "from sluice.config import Service, UnfinishedError\nfrom toy_svc.config import ToyConfig\n"
+        "async def serve(common, config):\n    raise UnfinishedError('a signal came at step 3 of 9')\n"
+        "SERVICE = Service('toy', ToyConfig, serve)\n"
+    )
+    code, _, err = await sluice(site, "toy")
+    assert code == 143
+    assert "Traceback" not in err
+
+
+async def test_a_service_that_cancels_itself_does_not_pass_for_one_that_was_stopped(site):
+    (site / "toy_svc" / "app.py").write_text(
+        "import asyncio\nfrom sluice.config import Service\nfrom toy_svc.config import ToyConfig\n"
+        "async def serve(common, config):\n    raise asyncio.CancelledError\n"
+        "SERVICE = Service('toy', ToyConfig, serve)\n"
+    )
+    code, _, err = await sluice(site, "toy")
+    assert code == 1
+    assert "without a signal" in err
+
+
 async def test_a_service_that_is_still_loading_stops_on_a_signal(site):
     (site / "toy_svc" / "app.py").write_text(
         "import asyncio\nfrom sluice.config import Service\nfrom toy_svc.config import ToyConfig\n"
