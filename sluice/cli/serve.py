@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import importlib.util
 import signal
@@ -61,6 +62,9 @@ def serve(name: str, argv: list[str]) -> int:
     except Exception:
         log.exception("service failed")
         return 1
+    finally:
+        # The process ends next. Without this the interpreter looks through all that torch and vLLM ever made, for seconds.
+        gc.freeze()
     return 0
 
 
