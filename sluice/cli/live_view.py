@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from textwrap import shorten
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,6 +25,8 @@ __all__ = ["RunView", "render"]
 
 _REFRESH_S = 0.25
 _SPARK_WIDTH = 48
+_REASON_WIDTH = 56
+"""Characters of the reason why a replica gets no work; the log has the rest."""
 
 _CHILD_STYLES = {
     ChildState.STARTING: "yellow",
@@ -172,9 +175,9 @@ def _waiting(progress: RunProgress) -> RenderableType | None:
 
 def _replicas(progress: RunProgress) -> RenderableType | None:
     shown = [
-        f"{name} at {each.policy_version.epoch}.{each.policy_version.number}, {each.running} running"
-        + ("" if each.eligible else f" ({each.reason})")
-        for name, each in sorted(progress.replicas.items())
+        f"{each.replica or address} at {each.policy_version.epoch}.{each.policy_version.number}, {each.running} running"
+        + ("" if each.eligible else f" ({shorten(each.reason, _REASON_WIDTH)})")
+        for address, each in sorted(progress.replicas.items())
     ]
     return "\n".join(shown) or None
 

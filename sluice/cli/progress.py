@@ -57,7 +57,7 @@ class RunProgress:
         metrics: Metrics of the last step.
         rewards: Mean reward of each step, the last few hundred.
         load: The last report of the load.
-        replicas: Replicas by name.
+        replicas: Replicas by address: that is known before the name is.
         evaluations: Finished evaluations.
     """
 
@@ -77,7 +77,7 @@ class RunProgress:
         """Take in the run as GetRun gives it."""
         self.max_steps, self.max_staleness = run.max_steps, run.max_staleness
         self.state = _STATES.get(run.state, self.state)
-        self.replicas = {each.replica: each for each in run.replicas}
+        self.replicas = {each.address: each for each in run.replicas}
 
     def apply(self, event: orchestrator_pb2.RunEvent) -> bool:
         """Take in an event.
@@ -95,7 +95,7 @@ class RunProgress:
                 if event.evaluation_finished not in self.evaluations:
                     self.evaluations.append(event.evaluation_finished)
             case "replica_changed":
-                self.replicas[event.replica_changed.replica.replica] = event.replica_changed.replica
+                self.replicas[event.replica_changed.replica.address] = event.replica_changed.replica
             case "load":
                 self.load = event.load
             case _:

@@ -75,6 +75,17 @@ def test_a_step_is_one_plain_line(progress: RunProgress) -> None:
     )
 
 
+def test_a_replica_is_one_row_from_before_its_name_is_known(progress: RunProgress) -> None:
+    address = "127.0.0.1:5001"
+    for name, eligible in ((address, False), ("rollout-0", True)):
+        replica = pb.Replica(replica=name, address=address, eligible=eligible, reason="does not answer " * 20)
+        progress.apply(pb.RunEvent(replica_changed=pb.ReplicaChanged(replica=replica)))
+        text = drawn(progress)
+        assert text.count("0 running") == 1
+        assert name in text
+        assert ("does not answer" in text) is not eligible
+
+
 def test_a_story_told_again_adds_nothing(progress: RunProgress) -> None:
     rewards = list(progress.rewards)
     assert not progress.apply(step(3, 106, **{"reward/mean": 0.3}))
