@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ FILL, DRAIN = 3, 3
 """Steps of a session before and after the measured ones: the pipeline is neither filling nor running dry while we look."""
 
 LONGEST = 480
-PROMPT_TOKENS = 10
+PROMPT_TOKENS = 8
+"""Of the question in the chat template."""
+
 WINDOW_FRACTION = 0.3
 
 Metrics = Mapping[str, float]
@@ -122,7 +125,7 @@ async def _engine_speed(target: str) -> dict[int, float]:
 
 
 def _name(kind: str) -> str:
-    return "synchronous on both cores" if kind == "both_cores" else f"max_staleness {kind}"
+    return f"max_staleness {kind}" if kind.isdigit() else kind.replace("_", " ").replace("both", "synchronous on both")
 
 
 def _describe(steps: Sequence[Metrics]) -> str:
@@ -150,8 +153,8 @@ def _train_s(step: Metrics) -> float:
 
 def _bounds(
     options: argparse.Namespace, answer_tokens: Sequence[int], speed: EngineSpeed, synchronous: list[list[Metrics]]
-) -> dict[int, float]:
-    """Least seconds per step by level, over the same steps that were measured."""
+) -> dict[str, float]:
+    """Least seconds per step by level, and of each side alone, over the same steps that were measured."""
     # Tokens cost the trainer about the same wherever they are. Of the sessions the one that was disturbed least.
     per_token = min(statistics.median(1 / step["trainer/tokens_per_second"] for step in steps) for steps in synchronous)
     train_s = []
@@ -159,30 +162,34 @@ def _bounds(
         tokens = sum(answer_tokens[first : first + options.batch]) + options.batch * PROMPT_TOKENS
         train_s.append(per_token * tokens * options.group)
     work = Workload(answer_tokens, options.group, options.batch, train_s, WINDOW_FRACTION)
-    bounds = {}
-    for level in LEVELS:
+    end = FILL + int(options.steps)
+
+    def step_s(work: Workload, level: int) -> float:
         times = finish_times(work, speed, level)
-        bounds[level] = (times[FILL + options.steps - 1] - times[FILL - 1]) / options.steps
-        print(f"bound for max_staleness {level}: {bounds[level]:.2f} s a step")
-    print(f"trainer alone: {statistics.fmean(train_s):.2f} s a step")
+        return (times[end - 1] - times[FILL - 1]) / (end - FILL)
+
+    bounds = {str(level): step_s(work, level) for level in LEVELS}
+    bounds["trainer_alone"] = statistics.fmean(train_s[FILL:end])
+    bounds["engine_alone"] = step_s(replace(work, train_s=[0.0] * len(train_s)), LEVELS[-1])
+    print("bounds, s a step: " + "  ".join(f"{_name(kind)} {value:.2f}" for kind, value in bounds.items()))
     return bounds
 
 
 def _results(
     options: argparse.Namespace,
     sessions: Mapping[str, list[list[Metrics]]],
-    bounds: Mapping[int, float],
+    bounds: Mapping[str, float],
     speed: EngineSpeed,
 ) -> Mapping[str, Any]:
     ratios: dict[str, float] = {}
     for level in LEVELS[1:]:
         ratios[f"speedup_{level}"] = _paired(sessions["0"], sessions[str(level)])
         ratios[f"speedup_{level}_over_both_cores"] = _paired(sessions["both_cores"], sessions[str(level)])
-        ratios[f"bound_{level}"] = bounds[0] / bounds[level]
+        ratios[f"bound_{level}"] = bounds["0"] / bounds[str(level)]
     return {
         "ratios": {name: round(value, 3) for name, value in ratios.items()},
         "step_s": {kind: [round(_step_s(steps), 3) for steps in done] for kind, done in sessions.items()},
-        "bound_step_s": {level: round(value, 3) for level, value in bounds.items()},
+        "bound_step_s": {kind: round(value, 3) for kind, value in bounds.items()},
         "trainer_s": {kind: round(statistics.fmean(map(_trainer_s, done)), 3) for kind, done in sessions.items()},
         "staleness": {
             kind: round(statistics.fmean(_mean(steps, "staleness/mean") for steps in done), 3)
