@@ -1,1 +1,28 @@
 """Lies here so that modules beside it, such as `small_models`, can be imported by the tests of every folder."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+
+@pytest.fixture(autouse=True)
+def logging_ends_with_the_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that configures logging writes to a stream that pytest closes afterwards: nothing of it may stay."""
+    configure = structlog.configure
+
+    def configure_uncached(**settings: Any) -> None:
+        configure(**{**settings, "cache_logger_on_first_use": False})
+
+    monkeypatch.setattr(structlog, "configure", configure_uncached)
+    root = logging.getLogger()
+    level = root.level
+    yield
+    structlog.reset_defaults()
+    root.setLevel(level)
+    for handler in list(root.handlers):
+        # pytest's own handlers come and go by themselves
+        if type(handler) is logging.StreamHandler:
+            root.removeHandler(handler)
