@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
+from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.episodes import EpisodeRunner
 from orchestrator_svc.generation import PolicyEngine
@@ -142,13 +142,25 @@ async def _parts(
                 pool=pool,
                 engine=engine,
                 episodes=EpisodeRunner(workflow, engine, scorer, config, common.seed),
-                tasks=TaskStream(tasks, common.seed),
+                tasks=_task_stream(tasks, common.seed),
                 trainer=TrainerLink(trainer, common.run, config.deadlines),
                 recorder=recorder,
                 changed=changed,
             ),
             evaluation,
         )
+
+
+def _task_stream(tasks: Sequence[Task], seed: int) -> TaskStream:
+    """The tasks in their order.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    try:
+        return TaskStream(tasks, seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _scheduler(common: CommonConfig, config: OrchestratorConfig) -> Scheduler:

@@ -83,6 +83,9 @@ class FilterConfig(Section):
     max_reward_mean: float | None = Field(
         None, description="Drop groups whose mean reward is above this, in reward units."
     )
+    max_in_a_row: int = Field(
+        1024, ge=1, description="Groups that may be dropped one after another before the run is given up."
+    )
 
 
 class ReplicasConfig(Section):
@@ -169,7 +172,9 @@ class OrchestratorConfig(Section):
         description="Share of a batch by which younger groups may pass an older unfinished one; 0 is strict first in, first out.",
     )
     max_failed_groups: int = Field(
-        64, ge=1, description="Groups that may fail one after another before the run is given up."
+        64,
+        ge=1,
+        description="Groups that may fail, or end without one reward, one after another before the run is given up.",
     )
     max_lost_epochs: int = Field(
         5,

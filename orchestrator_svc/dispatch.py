@@ -38,7 +38,7 @@ class Dispatcher:
         self._again: deque[DrawnTask] = deque()
         self._next_group = 1
         self._next_position = 0
-        self._failed_in_a_row = 0
+        self._fruitless: Counter[str] = Counter()
         self._lost_since: float | None = None
         self._journaled: Counter[str] = Counter()
 
@@ -143,14 +143,16 @@ class Dispatcher:
 
     def _accept(self, number: int, task_id: str, scored: ScoredGroup) -> None:
         parts = self._parts
-        self._failed_in_a_row = 0
         parts.status.group_scored(group_name(number), task_id, scored.rewards)
         for reason, count in scored.dropped.items():
             parts.scheduler.drop_trajectories(reason, count)
             parts.journal.drop_trajectories(reason, count)
         if not scored.records:
-            self._drop(number, next(iter(scored.dropped), Reason.EPISODE_FAILED))
+            reason = next(iter(scored.dropped), Reason.EPISODE_FAILED)
+            self._drop(number, reason)
+            self._count_fruitless(reason, f"{reason} of all episodes of task {task_id}; see the warnings above")
             return
+        self._fruitless.clear()
         versions = {version for record in scored.records for version in versions_of(record.trajectory)}
         parts.scheduler.finish(number, versions, len(scored.records))
         parts.keep_records(number, scored.records)
@@ -159,11 +161,20 @@ class Dispatcher:
     def _fail(self, number: int, reason: str, problem: str) -> None:
         log.warning("group failed", group=group_name(number), reason=reason, problem=problem)
         self._drop(number, reason)
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row >= self._parts.config.max_failed_groups:
+        self._count_fruitless(reason, problem)
+
+    def _count_fruitless(self, reason: str, problem: str) -> None:
+        """Give the run up when group after group brings nothing to train: it would go on for ever."""
+        config = self._parts.config
+        if reason == Reason.FILTERED:
+            setting, limit = "filter.max_in_a_row", config.filter.max_in_a_row
+        else:
+            setting, limit = "max_failed_groups", config.max_failed_groups
+        self._fruitless[setting] += 1
+        if self._fruitless[setting] >= limit:
             raise SluiceError.aborted(
                 "GROUPS_FAIL",
-                f"{self._failed_in_a_row} groups failed one after the other (orchestrator.max_failed_groups), the last one: {problem}",
+                f"{limit} groups brought nothing to train one after the other (orchestrator.{setting}), the last one: {problem}",
             )
 
     def _drop(self, number: int, reason: str) -> None:

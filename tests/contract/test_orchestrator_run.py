@@ -287,6 +287,29 @@ async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
     assert "too long" in report["error"]
 
 
+async def test_a_score_that_always_fails_ends_the_run_instead_of_drawing_tasks_for_ever(scene) -> None:
+    with pytest.raises(SluiceError, match="MISSING_REWARD"):
+        await scene.run(environment_args={"fail": "b"}, max_failed_groups=3)
+    report = scene.report()
+    assert (report["state"], report["steps"]) == ("failed", 0)
+    assert report["trajectories_dropped"]["MISSING_REWARD"] >= 6
+
+
+async def test_a_filter_that_lets_nothing_through_ends_the_run(scene) -> None:
+    with pytest.raises(SluiceError, match="max_in_a_row"):
+        await scene.run(filter={"min_reward_mean": 5.0, "max_in_a_row": 3})
+    assert scene.report()["state"] == "failed"
+
+
+async def test_a_split_without_tasks_is_a_wrong_setting(scene) -> None:
+    (scene.directory / "empty.py").write_text(
+        "class Empty:\n    name = 'empty'\n    def tasks(self, split, seed):\n        return []\n"
+        "    def messages(self, task):\n        return []\n    def score(self, task, completion):\n        return 0.0\n"
+    )
+    with pytest.raises(ConfigError, match="has no tasks"):
+        await scene.run(environment=f"{scene.directory / 'empty.py'}:Empty")
+
+
 async def test_an_episode_beyond_its_deadline_is_dropped_and_counted(scene) -> None:
     scene.replicas[0].gate.clear()
     task = scene.start(deadlines={"episode_s": 0.2, "watchers_s": 0.5}, max_failed_groups=1000, max_steps=1)
