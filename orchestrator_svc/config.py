@@ -64,7 +64,9 @@ class CheckpointConfig(Section):
     """When the trainer is asked for checkpoints."""
 
     every_steps: int = Field(
-        0, ge=0, description="Steps between checkpoints; 0 writes them only at the end (see `final`)."
+        25,
+        ge=0,
+        description="Steps between checkpoints: what a crash of the trainer may cost; 0 writes them only at the end (see `final`).",
     )
     final: bool = Field(True, description="Write a checkpoint after the last step.")
     deadline_s: float = Field(1800.0, gt=0, description="Seconds that one checkpoint may take.")

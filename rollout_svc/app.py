@@ -15,7 +15,7 @@ from rollout_svc.prompts import Prompts, load_tokenizer
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import Weights
-from sluice.config import CommonConfig, ConfigError, Service
+from sluice.config import CommonConfig, Service, check_model
 from sluice.rpc import RpcServer
 from sluice.v1 import rollout_pb2_grpc
 
@@ -69,10 +69,9 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     The port opens when the engine has started: on a CPU its process is forked, and would hold sockets open.
 
     Raises:
-        ConfigError: if no model is named.
+        ConfigError: if the model cannot be one.
     """
-    if not common.model:
-        raise ConfigError("no model is named: set model to a Hugging Face directory or hub id")
+    check_model(common.model)
     server = _server(common, config)
     engine = build_engine(common.model, config)
     await engine.start()

@@ -7,7 +7,7 @@ import os
 
 import structlog
 
-from sluice.config import CommonConfig, ConfigError, Service
+from sluice.config import CommonConfig, Service, check_model
 from sluice.rpc import RpcServer, connect
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
@@ -29,10 +29,9 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     The port is open while the model loads, so that the state can be asked for; health says SERVING from then on.
 
     Raises:
-        ConfigError: if no model is named.
+        ConfigError: if the model cannot be one.
     """
-    if not common.model:
-        raise ConfigError("no model is named: set model to a Hugging Face directory or hub id")
+    check_model(common.model)
     channel = connect(common.peers.weightsync, common.security)
     trainer = Trainer(common, config, WeightPublisher(channel, common.run))
     server = RpcServer(

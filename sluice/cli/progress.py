@@ -51,7 +51,8 @@ class RunProgress:
     Attributes:
         max_steps: Batches to apply in all; 0 until it is known.
         max_staleness: Bound on the staleness of trained tokens.
-        step: Batches applied.
+        step: Last step that was told of.
+        applied: Batches applied, those of earlier processes of the run included.
         state: State in a word.
         message: Reason of the state.
         metrics: Metrics of the last step.
@@ -64,6 +65,7 @@ class RunProgress:
     max_steps: int = 0
     max_staleness: int = 0
     step: int = 0
+    applied: int = 0
     state: str = "starting"
     message: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -76,6 +78,7 @@ class RunProgress:
     def describe(self, run: orchestrator_pb2.Run) -> None:
         """Take in the run as GetRun gives it."""
         self.max_steps, self.max_staleness = run.max_steps, run.max_staleness
+        self.applied = max(self.applied, run.step)
         self.state = _STATES.get(run.state, self.state)
         self.replicas = {each.address: each for each in run.replicas}
 
@@ -106,7 +109,7 @@ class RunProgress:
         finished = event.step_finished
         if finished.step <= self.step:
             return False
-        self.step = finished.step
+        self.step = self.applied = finished.step
         self.metrics = dict(finished.metrics)
         self._times.append((finished.step, event.time.seconds + event.time.nanos / 1e9))
         reward = self.metric("reward")

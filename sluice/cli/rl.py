@@ -16,10 +16,10 @@ from sluice.cli.command import Command
 from sluice.cli.launch import child_specs, free_addresses
 from sluice.cli.live_view import RunView
 from sluice.cli.restart_policy import RestartLimits
-from sluice.cli.run_directory import claim, write_settings
+from sluice.cli.run_directory import claim, newest_checkpoint, write_settings
 from sluice.cli.supervisor import Ending, Outcome, Supervisor, run_until_signal
 from sluice.cli.watch import follow_run
-from sluice.config import ConfigError, RunConfig, dump_toml, load_run, service_names
+from sluice.config import ConfigError, RunConfig, check_model, dump_toml, load_run, service_names
 
 __all__ = ["COMMAND", "run"]
 
@@ -77,8 +77,7 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(f"`sluice rl` needs the services {', '.join(missing)}, which are not installed here")
     for name in NEEDED:
         config.section(name)
-    if not config.model:
-        raise ConfigError('model is not set: give --model DIRECTORY, or model = "..." in the file')
+    check_model(config.model)
 
 
 @contextlib.contextmanager
@@ -115,17 +114,25 @@ async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -
 
 def _tell(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) -> None:
     """The last words."""
-    done = f"{view.progress.step} steps in {seconds:.1f} s"
+    done = f"{view.progress.applied} steps in {seconds:.1f} s"
     match outcome.ending:
         case Ending.SUCCEEDED:
             view.say(f"run {config.run} done: {done}; results in {config.run_dir}", style="green")
         case Ending.STOPPED:
-            view.say(f"run {config.run} stopped after {done}; continue it with --resume", style="yellow")
+            view.say(f"run {config.run} stopped after {done}; {_what_resume_does(config)}", style="yellow")
         case Ending.FAILED:
             view.say(f"run {config.run} failed after {done}: {outcome.child} {outcome.reason}", style="bold red")
             for line in outcome.tail:
                 view.say(f"{outcome.child:>12} | {line}", style="red")
             view.say(f"whole log: {config.run_dir / 'logs' / outcome.child}.log", style="red")
+
+
+def _what_resume_does(config: RunConfig) -> str:
+    """From where a stopped run would go on."""
+    checkpoint = newest_checkpoint(config.run_dir)
+    if checkpoint:
+        return f"--resume goes on from {checkpoint}"
+    return "there is no checkpoint yet (orchestrator.checkpoint.every_steps): --resume trains from the start"
 
 
 def _parser() -> argparse.ArgumentParser:

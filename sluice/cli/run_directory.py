@@ -10,9 +10,11 @@ from pathlib import Path
 
 from sluice.config import ConfigError, RunConfig, dump_toml
 
-__all__ = ["claim", "write_settings"]
+__all__ = ["claim", "newest_checkpoint", "write_settings"]
 
 CONFIG_FILE = "config.toml"
+JOURNAL_FILE = "journal.sqlite"
+"""Written by the orchestrator; what has none never began, such as a run whose settings were wrong."""
 
 
 @contextlib.contextmanager
@@ -39,13 +41,19 @@ def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
             raise ConfigError(
                 f"another process runs {run.run!r} in {directory}: stop it, or choose another name with --run NAME"
             ) from error
-        if (directory / CONFIG_FILE).exists() and not resume:
+        if (directory / JOURNAL_FILE).exists() and not resume:
             raise ConfigError(
                 f"run {run.run!r} exists in {directory}: continue it with --resume, or choose another with --run NAME"
             )
         yield directory
     finally:
         os.close(lock)
+
+
+def newest_checkpoint(directory: Path) -> str:
+    """Name of a run's newest complete checkpoint, such as ``step_50``; empty if there is none."""
+    complete = [path.parent.name for path in directory.glob("checkpoints/step_*/manifest.json")]
+    return max(complete, key=lambda name: int(name.removeprefix("step_")), default="")
 
 
 def write_settings(run: RunConfig) -> Path:

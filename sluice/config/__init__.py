@@ -12,6 +12,7 @@ from __future__ import annotations
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError
 from sluice.config.load import RunConfig, load_command, load_run, run_config_class
+from sluice.config.model import check_model
 from sluice.config.reference import markdown_reference
 from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
 from sluice.config.services import Service, UnfinishedError, load_service, service_configs, service_names
@@ -26,6 +27,7 @@ __all__ = [
     "ServerConfig",
     "Service",
     "UnfinishedError",
+    "check_model",
     "dump_toml",
     "load_command",
     "load_run",

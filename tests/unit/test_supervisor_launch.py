@@ -7,7 +7,7 @@ import pytest
 
 from sluice.cli import rl
 from sluice.cli.launch import child_environment, free_addresses, serves
-from sluice.cli.run_directory import claim, write_settings
+from sluice.cli.run_directory import claim, newest_checkpoint, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.rpc import RpcServer
 
@@ -43,12 +43,29 @@ def test_what_the_user_exported_stays_unless_a_flag_says_otherwise() -> None:
 
 def test_a_run_that_exists_is_refused_with_both_remedies_or_resumed(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    with claim(run, resume=False):
-        write_settings(run)
+    with claim(run, resume=False) as directory:
+        (directory / "journal.sqlite").touch()
     with pytest.raises(ConfigError, match=r"--resume.*--run NAME"), claim(run, resume=False):
         pass
     with claim(run, resume=True) as directory:
         assert directory == tmp_path / "r"
+
+
+def test_a_run_that_never_began_is_begun_again_without_a_flag(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    with claim(run, resume=False):
+        write_settings(run)
+    with claim(run, resume=False):
+        pass
+
+
+def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path) == ""
+    for step in (9, 10):
+        (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step}" / "manifest.json").touch()
+    (tmp_path / "checkpoints" / "step_11").mkdir()
+    assert newest_checkpoint(tmp_path) == "step_10"
 
 
 def test_two_supervisors_cannot_hold_one_run(tmp_path: Path) -> None:
@@ -73,6 +90,8 @@ def test_the_settings_on_disk_load_back(tmp_path: Path) -> None:
     ("argv", "message"),
     [
         ([], "model is not set"),
+        (["--model", "/not/there"], "there is no directory /not/there"),
+        (["--model", "/"], "no config.json"),
         (["--model", "m", "--trainer.lrr", "1"], "did you mean 'trainer.lr'"),
         (["--model", "m", "--peers.rollout", "[]"], "at least one rollout replica"),
     ],
