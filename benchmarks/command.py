@@ -9,6 +9,7 @@ from typing import Any
 
 from sluice.cli.command import Command
 from sluice.config import ConfigError
+from sluice.telemetry import configure_logging
 
 __all__ = ["COMMAND"]
 
@@ -30,6 +31,7 @@ def run(argv: list[str]) -> int:
     name, *arguments = argv
     if name not in BENCHMARKS:
         raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+    configure_logging("bench", "warning")  # a line per call would be measured too
     result: Mapping[str, Any] = importlib.import_module(BENCHMARKS[name][0]).run(arguments)
     print(json.dumps({"bench": name, **result}))
     return 0
