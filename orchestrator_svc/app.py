@@ -30,8 +30,8 @@ from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.workflows.choose import choose_workflow
 from sluice.client import TrainerClient
-from sluice.config import CommonConfig, ConfigError, Service, UnfinishedError
-from sluice.rpc import RpcServer
+from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
+from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import orchestrator_pb2_grpc
 
 __all__ = ["SERVICE"]
@@ -47,8 +47,8 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
 
     Raises:
         ConfigError: if settings, environment or an existing run do not fit.
-        SluiceError: what ended the run early.
-        UnfinishedError: if a signal did.
+        FailedForGoodError: if the run was given up; it says why.
+        UnfinishedError: if a signal ended it early.
     """
     environment = load_environment(config.environment, config.environment_args)
     async with _parts(common, config, environment) as (parts, evaluation):
@@ -69,7 +69,11 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
             await asyncio.wait({running, pool})
         if running.cancelled():
             raise UnfinishedError("a signal came before the last step; start it again to go on")
-        running.result()
+        try:
+            running.result()
+        except SluiceError as error:
+            # Whatever could pass by waiting has been waited for.
+            raise FailedForGoodError(str(error)) from error
 
 
 async def _to_the_end(run: Run, parts: RunParts, ended: asyncio.Event) -> None:

@@ -79,7 +79,7 @@ class Scorer:
             if reward is not None:
                 return reward[0]
         self.failures["missing"] += 1
-        log.warning("reward is missing", task=task.task_id)
+        log.info("reward is missing", task=task.task_id)
         return None
 
     async def _attempt(self, task: Task, completions: Sequence[str]) -> list[float] | None:

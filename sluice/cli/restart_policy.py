@@ -10,6 +10,9 @@ __all__ = ["Exit", "GiveUp", "RestartLimits", "RestartPolicy", "StartAgain"]
 EXIT_CONFIG = 2
 """Exit code of a child whose settings are wrong: a second try would read the same ones."""
 
+EXIT_FOR_GOOD = 3
+"""Exit code of a child that gave its work up: a second try would end the same way."""
+
 
 @dataclass(frozen=True)
 class RestartLimits:
@@ -85,6 +88,8 @@ class RestartPolicy:
         """
         if exit_.code == EXIT_CONFIG:
             return GiveUp("its settings are wrong")
+        if exit_.code == EXIT_FOR_GOOD:
+            return GiveUp("it gave the work up")
         if self.limits.restarts == 0:
             return GiveUp("")
         if exit_.code > 0 and not exit_.was_ready:

@@ -13,6 +13,7 @@ import structlog
 
 from sluice.config import (
     ConfigError,
+    FailedForGoodError,
     RunConfig,
     Section,
     ServerConfig,
@@ -26,6 +27,9 @@ from sluice.telemetry import configure_logging, start_metrics_server
 
 __all__ = ["serve"]
 
+EXIT_FOR_GOOD = 3
+"""Exit code of a service that gave its work up: started again it would fail again."""
+
 EXIT_UNFINISHED = 143
 """Exit code of a service that a signal ended before its work was done, as shells give it for SIGTERM."""
 
@@ -36,7 +40,7 @@ def serve(name: str, argv: list[str]) -> int:
     """Run a service until SIGTERM or SIGINT.
 
     Returns:
-        0 after a clean stop, 1 after a failure, which is logged, 143 if a signal came before the service's work was done.
+        0 after a clean stop, 1 after a failure, which is logged, 3 if the work was given up, 143 if a signal came before the service's work was done.
 
     Raises:
         ConfigError: if the settings are wrong.
@@ -56,6 +60,9 @@ def serve(name: str, argv: list[str]) -> int:
     except UnfinishedError as stop:
         log.info("stopped before the end", reason=str(stop))
         return EXIT_UNFINISHED
+    except FailedForGoodError as error:
+        log.error("gave up", reason=str(error))  # noqa: TRY400 - what ended the work is told by the message
+        return EXIT_FOR_GOOD
     except SluiceError as error:
         log.error("service failed", code=error.code.name, reason=error.reason, message=error.message)  # noqa: TRY400 - a typed error says all
         return 1

@@ -15,11 +15,19 @@ from sluice.config.load import RunConfig, load_command, load_run, run_config_cla
 from sluice.config.model import check_model
 from sluice.config.reference import markdown_reference
 from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
-from sluice.config.services import Service, UnfinishedError, load_service, service_configs, service_names
+from sluice.config.services import (
+    FailedForGoodError,
+    Service,
+    UnfinishedError,
+    load_service,
+    service_configs,
+    service_names,
+)
 
 __all__ = [
     "CommonConfig",
     "ConfigError",
+    "FailedForGoodError",
     "PeersConfig",
     "RunConfig",
     "Section",

@@ -11,7 +11,15 @@ from typing import Any
 from sluice.config.errors import ConfigError
 from sluice.config.sections import CommonConfig, Section
 
-__all__ = ["SERVICE_GROUP", "Service", "UnfinishedError", "load_service", "service_configs", "service_names"]
+__all__ = [
+    "SERVICE_GROUP",
+    "FailedForGoodError",
+    "Service",
+    "UnfinishedError",
+    "load_service",
+    "service_configs",
+    "service_names",
+]
 
 SERVICE_GROUP = "sluice.services"
 """Entry points of this group name one `Service` each; the entry point's name is the name of its table."""
@@ -19,6 +27,10 @@ SERVICE_GROUP = "sluice.services"
 
 class UnfinishedError(Exception):
     """A signal ended a service whose work has an end, before that end; starting it again goes on from there."""
+
+
+class FailedForGoodError(Exception):
+    """A service gave its work up; starting it again would not help. The cause is the exception's ``__cause__``."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Service:
         name: Name of the command, of the table in the file and of the entry point.
         config_class: The table's class.
         serve: Builds everything, serves until SIGTERM or SIGINT, drains and returns; a service whose work has an end
-            returns then, and raises `UnfinishedError` if a signal came first.
+            returns then, raises `UnfinishedError` if a signal came first, and `FailedForGoodError` if it gave up.
     """
 
     name: str

@@ -21,7 +21,7 @@ from orchestrator_doubles import (
 
 from orchestrator_svc.app import serve
 from sluice.client import OrchestratorClient
-from sluice.config import ConfigError, UnfinishedError
+from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version
@@ -280,7 +280,7 @@ async def test_a_run_of_another_seed_does_not_continue_this_one(scene) -> None:
 
 async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
     scene.replicas[0].failures = [SluiceError.invalid_argument("prompt", "too long")]
-    with pytest.raises(SluiceError, match="too long"):
+    with pytest.raises(FailedForGoodError, match="too long"):
         await scene.run(max_failed_groups=3)
     report = scene.report()
     assert report["state"] == "failed"
@@ -288,7 +288,7 @@ async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
 
 
 async def test_a_score_that_always_fails_ends_the_run_instead_of_drawing_tasks_for_ever(scene) -> None:
-    with pytest.raises(SluiceError, match="MISSING_REWARD"):
+    with pytest.raises(FailedForGoodError, match="MISSING_REWARD"):
         await scene.run(environment_args={"fail": "b"}, max_failed_groups=3)
     report = scene.report()
     assert (report["state"], report["steps"]) == ("failed", 0)
@@ -296,7 +296,7 @@ async def test_a_score_that_always_fails_ends_the_run_instead_of_drawing_tasks_f
 
 
 async def test_a_filter_that_lets_nothing_through_ends_the_run(scene) -> None:
-    with pytest.raises(SluiceError, match="max_in_a_row"):
+    with pytest.raises(FailedForGoodError, match="max_in_a_row"):
         await scene.run(filter={"min_reward_mean": 5.0, "max_in_a_row": 3})
     assert scene.report()["state"] == "failed"
 

@@ -93,14 +93,16 @@ async def test_a_service_that_fails_ends_with_code_one_and_its_traceback_in_the_
     assert "the disk is full" in err
 
 
-async def test_a_service_that_a_signal_ended_before_its_work_was_done_tells_by_its_exit_code(site):
+@pytest.mark.parametrize(("error", "exit_code"), [("UnfinishedError", 143), ("FailedForGoodError", 3)])
+async def test_a_service_whose_work_did_not_end_well_tells_by_its_exit_code(site, error, exit_code):
     (site / "toy_svc" / "app.py").write_text(
-        "from sluice.config import Service, UnfinishedError\nfrom toy_svc.config import ToyConfig\n"
-        "async def serve(common, config):\n    raise UnfinishedError('a signal came at step 3 of 9')\n"
+        f"from sluice.config import Service, {error}\nfrom toy_svc.config import ToyConfig\n"
+        f"async def serve(common, config):\n    raise {error}('it ended at step 3 of 9')\n"
         "SERVICE = Service('toy', ToyConfig, serve)\n"
     )
     code, _, err = await sluice(site, "toy")
-    assert code == 143
+    assert code == exit_code
+    assert "it ended at step 3 of 9" in err
     assert "Traceback" not in err
 
 

@@ -38,7 +38,12 @@ def test_wrong_settings_are_not_tried_again() -> None:
     assert decision == GiveUp("its settings are wrong")
 
 
-@pytest.mark.parametrize("code", [1, 3, 127])
+def test_work_that_was_given_up_is_not_tried_again() -> None:
+    decision = RestartPolicy(RestartLimits()).on_exit(Exit(code=3, was_ready=True), 0.0)
+    assert decision == GiveUp("it gave the work up")
+
+
+@pytest.mark.parametrize("code", [1, 4, 127])
 def test_a_failure_before_it_ever_served_is_not_tried_again(code: int) -> None:
     assert isinstance(RestartPolicy(RestartLimits()).on_exit(Exit(code, was_ready=False), 0.0), GiveUp)
 
