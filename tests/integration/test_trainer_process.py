@@ -210,5 +210,5 @@ async def test_a_model_that_cannot_be_loaded_ends_the_process_with_the_reason(tm
     (tmp_path / "tiny" / "config.json").unlink()
     async with programs.program("trainer") as trainer:
         async with asyncio.timeout(START_S):
-            assert await trainer.wait() == 1
+            assert await trainer.wait() == 2
     assert "config.json" in (tmp_path / "trainer.log").read_text()
