@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,9 +44,20 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
+def lend_the_torch_wheel() -> None:
+    """Builds take the CPU wheel of torch from this machine's sources where PyTorch's own index is out of reach."""
+    pins = (ROOT / "requirements" / "cpu.lock").read_text().splitlines()
+    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    wheels = ROOT / "deploy" / "docker" / "wheels"
+    if not any(wheels.glob("torch-*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(wheels), torch]
+        subprocess.run(command, check=False, timeout=300)
+
+
 @pytest.fixture(scope="module")
 def compose(port: int) -> Iterator[DockerCompose]:
     os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
+    lend_the_torch_wheel()
     os.environ["ORCHESTRATOR_PORT"] = str(port)
     os.environ["COMPOSE_PROJECT_NAME"] = "sluice-test"
     stack = DockerCompose(ROOT, compose_file_name="deploy/compose.yaml", build=True, wait=True, keep_volumes=False)
