@@ -207,14 +207,15 @@ class OrchestratorConfig(Section):
             raise ValueError(
                 f"there is no advantage estimator {self.advantage!r}; choose one of {', '.join(estimator_names())}"
             )
-        if self.advantage == "rloo" and self.group_size < 2:
-            raise ValueError("rloo compares the episodes of a group: set group_size to 2 or more")
+        if self.group_size < 2:
+            raise ValueError(
+                f"{self.advantage} compares the episodes of a group: of a single one every advantage is 0 and nothing is"
+                " learned; set group_size to 2 or more"
+            )
         if self.max_concurrent < self.batch_size:
             raise ValueError(
                 f"max_concurrent ({self.max_concurrent}) below batch_size ({self.batch_size}) could never fill a batch"
             )
-        if self.group_size == 1 and self.filter.drop_degenerate:
-            raise ValueError("filter.drop_degenerate drops every group of one episode: set group_size to 2 or more")
         return self
 
 

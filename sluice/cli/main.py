@@ -7,6 +7,7 @@ A command is, in this order, built in (a module of `sluice.cli`), added by an in
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points, version
@@ -70,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Who read our output has left, as in `sluice rl --help | head`; the interpreter must not write to it either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
 
 
 def _dispatch(words: list[str]) -> int:

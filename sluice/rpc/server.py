@@ -130,9 +130,10 @@ class RpcServer:
                 server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
             )
         except RuntimeError as error:
-            raise ConfigError(
-                f"cannot listen on {wanted}: {error}; is the port taken? port 0 picks a free one"
-            ) from error
+            doubt = "is the port taken? port 0 picks a free one"
+            if credentials is not None:
+                doubt += "; or does security.tls_key not belong to security.tls_cert?"
+            raise ConfigError(f"cannot listen on {wanted}: {error}; {doubt}") from error
         if wanted.startswith(binding.UNIX):
             self.target = wanted
             return 0

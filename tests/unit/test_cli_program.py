@@ -143,6 +143,21 @@ async def test_the_metrics_port_is_served_beside_the_service(site):
     assert process.returncode == 0
 
 
+async def test_a_reader_that_leaves_gets_no_traceback(site):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "sluice.cli.main", "toy", "--help"),
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=writing,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    os.close(writing)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
+    assert err == b""
+    assert process.returncode == 1
+
+
 async def test_health_tells_a_server_that_is_not_ready_or_not_there(capsys):
     server = RpcServer("toy", ServerConfig(), SecurityConfig())
     await server.set_serving(False)

@@ -92,6 +92,7 @@ def test_the_settings_on_disk_load_back(tmp_path: Path) -> None:
         ([], "model is not set"),
         (["--model", "/not/there"], "there is no directory /not/there"),
         (["--model", "/"], "no config.json"),
+        (["--model", "m", "--orchestrator.group-size", "1"], "set group_size to 2 or more"),
         (["--model", "m", "--trainer.lrr", "1"], "did you mean 'trainer.lr'"),
         (["--model", "m", "--peers.rollout", "[]"], "at least one rollout replica"),
     ],
