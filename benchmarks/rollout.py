@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+Request = Callable[[list[int]], Awaitable[int]]
+"""Samples one prompt and returns the number of sampled tokens."""
+
 Round = Callable[[list[list[int]]], Awaitable[int]]
 """Samples every prompt at once and returns the number of sampled tokens."""
 
@@ -40,7 +43,8 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--concurrency", type=int, default=64, help="requests at a time")
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=8, help="rounds of each way")
+    parser.add_argument("--repeats", type=int, default=3, help="requests that each of them sends, one after the other")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each way")
     return asyncio.run(_measure(parser.parse_args(argv)))
 
 
@@ -70,9 +74,9 @@ async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> M
     prompts = rng.integers(8, 100, size=(options.concurrency, options.prompt_tokens)).tolist()
     async with connect(target, SecurityConfig(), role="agent", default_deadline_s=120) as channel:
         ways: dict[str, Round] = {
-            "inprocess": in_process_round(llm, options.new_tokens),
-            "grpc": unary_round(channel, options.new_tokens),
-            "grpc_stream": stream_round(channel, options.new_tokens),
+            "inprocess": together(in_process(llm, options.new_tokens), options.repeats),
+            "grpc": together(unary(channel, options.new_tokens), options.repeats),
+            "grpc_stream": together(stream(channel, options.new_tokens), options.repeats),
         }
         for sample in ways.values():
             await sample(prompts)
@@ -97,7 +101,19 @@ async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> M
     }
 
 
-def in_process_round(llm: AsyncLLM, new_tokens: int) -> Round:
+def together(request: Request, repeats: int) -> Round:
+    """All prompts at once, each sent again as soon as it has ended: a steady load rather than one burst."""
+
+    async def worker(prompt: list[int]) -> int:
+        return sum([await request(prompt) for _ in range(repeats)])
+
+    async def sample(prompts: list[list[int]]) -> int:
+        return sum(await asyncio.gather(*(worker(prompt) for prompt in prompts)))
+
+    return sample
+
+
+def in_process(llm: AsyncLLM, new_tokens: int) -> Request:
     """The fastest way to use ``AsyncLLM``: one final output per request."""
     from vllm.inputs import TokensPrompt  # noqa: PLC0415 - after `launch` set its environment
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: PLC0415
@@ -117,13 +133,10 @@ def in_process_round(llm: AsyncLLM, new_tokens: int) -> Round:
             tokens = len(output.outputs[0].token_ids)
         return tokens
 
-    async def sample(prompts: list[list[int]]) -> int:
-        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
-
-    return sample
+    return one
 
 
-def unary_round(channel: grpc.aio.Channel, new_tokens: int) -> Round:
+def unary(channel: grpc.aio.Channel, new_tokens: int) -> Request:
     """One Generate call per prompt."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
@@ -131,13 +144,10 @@ def unary_round(channel: grpc.aio.Channel, new_tokens: int) -> Round:
         response = await stub.Generate(_request(prompt, new_tokens))
         return len(response.samples[0].token_ids)
 
-    async def sample(prompts: list[list[int]]) -> int:
-        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
-
-    return sample
+    return one
 
 
-def stream_round(channel: grpc.aio.Channel, new_tokens: int) -> Round:
+def stream(channel: grpc.aio.Channel, new_tokens: int) -> Request:
     """One GenerateStream call per prompt, chunks coalesced over 20 ms."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
@@ -150,10 +160,7 @@ def stream_round(channel: grpc.aio.Channel, new_tokens: int) -> Round:
             tokens += len(response.chunk.delta.token_ids)
         return tokens
 
-    async def sample(prompts: list[list[int]]) -> int:
-        return sum(await asyncio.gather(*(one(prompt) for prompt in prompts)))
-
-    return sample
+    return one
 
 
 def _request(prompt: list[int], new_tokens: int) -> rollout_pb2.GenerateRequest:
