@@ -34,8 +34,8 @@ def test_a_program_answers_with_its_last_line_and_its_log_keeps_all(tmp_path: Pa
 
 
 def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
-    with pytest.raises(StageError, match=r"exit code 3; .*x\.log ends with\n  \| the reason"):
-        run_quietly(["-c", "import sys; print('the reason'); sys.exit(3)"], tmp_path / "x.log", {})
+    with pytest.raises(StageError, match=r"exit code 5; .*x\.log ends with\n  \| the reason"):
+        run_quietly(["-c", "import sys; print('the reason'); sys.exit(5)"], tmp_path / "x.log", {})
 
 
 def test_a_signal_ends_the_program_and_is_an_interruption(tmp_path: Path) -> None:
