@@ -97,7 +97,7 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         pool = ReplicaPool([target], config.security, ReplicasConfig(poll_s=0.2), lambda _: None)
         polling = asyncio.create_task(pool.run())
         stack.push_async_callback(_ended, polling)
-        await wait_ready(pool, replica, config.start_s)
+        await wait_ready(pool, replica, config.connect_s if replica is None else config.start_s)
         engine = PolicyEngine(pool, RUN if replica is not None else "", _GENERATE_S)
         plan = EvalPlan(
             samples=config.samples,

@@ -47,7 +47,8 @@ class EvalConfig(Section):
     samples_output: Path | None = Field(
         None, description="JSONL file for every attempt with its text; none writes none."
     )
-    start_s: float = Field(600.0, gt=0, description="Seconds for the replica to be ready.")
+    start_s: float = Field(600.0, gt=0, description="Seconds for the replica of `model` to be ready.")
+    connect_s: float = Field(30.0, gt=0, description="Seconds for the server at `address` to answer.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for the evaluation itself.")
     security: SecurityConfig = Field(
         default_factory=SecurityConfig, description="Tokens and TLS, for a server at `address`."

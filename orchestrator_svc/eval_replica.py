@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestrator_svc.eval_config import EvalConfig
 from orchestrator_svc.replicas import ReplicaPool
+from sluice.cli.child_process import Watchdog
 from sluice.config import ConfigError
 from sluice.versions import BASE
 
@@ -58,7 +59,7 @@ class StartedReplica:
 
 @contextlib.asynccontextmanager
 async def started_replica(config: EvalConfig) -> AsyncIterator[StartedReplica]:
-    """Start ``sluice rollout`` on the model, without weight sync; it is ended on the way out."""
+    """Start ``sluice rollout`` on the model, without weight sync; it is ended on the way out, also if we are killed."""
     port = _free_port()
     argv = [sys.executable, "-m", "sluice.cli.main", "rollout", "--model", config.model, "--run", RUN]
     settings = {
@@ -74,15 +75,21 @@ async def started_replica(config: EvalConfig) -> AsyncIterator[StartedReplica]:
         argv += [f"--rollout.{name}", value]
     with tempfile.TemporaryDirectory(prefix="sluice-eval-") as directory:
         log_path = Path(directory) / "rollout.log"
-        with log_path.open("wb") as log:
-            process = await asyncio.create_subprocess_exec(
-                *argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
-            )
-        replica = StartedReplica(process, f"{LOOPBACK}:{port}", log_path)
+        watchdog = await Watchdog.start()
         try:
-            yield replica
+            with log_path.open("wb") as log:
+                process = await asyncio.create_subprocess_exec(
+                    *argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            watchdog.note("+", process.pid)
+            replica = StartedReplica(process, f"{LOOPBACK}:{port}", log_path)
+            try:
+                yield replica
+            finally:
+                await replica.stop()
+                watchdog.note("-", process.pid)
         finally:
-            await replica.stop()
+            await watchdog.stop()
 
 
 async def wait_ready(pool: ReplicaPool, replica: StartedReplica | None, deadline_s: float) -> None:

@@ -79,6 +79,12 @@ def answer_errors(app: FastAPI) -> None:
         message = "; ".join(dict.fromkeys(texts[:8]))
         return JSONResponse(_body(message, BAD_REQUEST, parameters[0] or None, "INVALID_REQUEST"), 400)
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def not_text(_request: Request, error: UnicodeEncodeError) -> JSONResponse:
+        lone = error.object[error.start : error.end]
+        message = f"{lone!a} is half of a character, which JSON can escape and UTF-8 cannot hold: send whole characters"
+        return JSONResponse(_body(message, BAD_REQUEST, None, "INVALID_REQUEST"), 400)
+
     @app.exception_handler(HTTPException)
     async def http(_request: Request, error: HTTPException) -> JSONResponse:
         known = {404: "UNKNOWN_PATH", 405: "METHOD_NOT_ALLOWED", 413: "BODY_TOO_LARGE"}

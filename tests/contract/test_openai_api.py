@@ -323,7 +323,7 @@ class TestRefusals:
         with pytest.raises(openai.NotFoundError, match="small"):
             await chat(client, model="gpt-x")
 
-    @pytest.mark.parametrize("content", [b"{", b"", b"[]", b"\xff\xfe", b'"text"'])
+    @pytest.mark.parametrize("content", [b"{", b"", b"[]", b"\xff\xfe", b'"text"', b'{"prompt": "\\ud800"}'])
     async def test_what_is_not_a_json_object_is_refused(self, replica, content):
         async with httpx.AsyncClient() as http:
             response = await http.post(
