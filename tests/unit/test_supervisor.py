@@ -91,10 +91,10 @@ async def test_a_killed_child_is_started_again_and_the_run_goes_on(tmp_path: Pat
 
 async def test_after_the_last_restart_the_outcome_names_the_child_why_and_its_last_lines(tmp_path: Path) -> None:
     witness = Witness()
-    dies = spec(tmp_path, "dies", READY + "time.sleep(0.2); print('the reason'); sys.exit(3)")
+    dies = spec(tmp_path, "dies", READY + "time.sleep(0.2); print('the reason'); sys.exit(5)")
     outcome = await run([dies], witness, limits=RestartLimits(restarts=1, first_delay_s=0.01))
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "dies")
-    assert "exit code 3" in outcome.reason
+    assert "exit code 5" in outcome.reason
     assert outcome.tail[-1] == "the reason"
     assert dies.log_path.read_text().splitlines() == ["the reason"] * 2
 
