@@ -70,7 +70,8 @@ def render_row(renderer: ChatRenderer, row: Row) -> Rendered:
     if isinstance(prompt, list) and isinstance(completion, list):
         return renderer.render_sft([*prompt, *completion], row.get("tools"))
     raise TemplateError(
-        f"a row needs `messages`, or `prompt` and `completion`; this one has {', '.join(row) or 'nothing'}"
+        "a row needs `messages`, or `prompt` and `completion`, both texts or both lists of messages; this one has "
+        + (", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing")
     )
 
 

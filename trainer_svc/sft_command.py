@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
-from pydantic import ValidationError
-
 from sluice.cli.command import Command
-from sluice.config import ConfigError, dump_toml
-from sluice.config.flags import parse_command_line
-from sluice.config.layers import environment_layer
-from sluice.config.merge import deep_merge
-from sluice.config.reference import help_text
+from sluice.config import ConfigError, check_model, load_command
 from trainer_svc.sft_config import SftConfig
 
 __all__ = ["COMMAND", "load_sft"]
-
-ENVIRONMENT_PREFIX = "SLUICE_SFT__"
-"""Of the run's variables only these are read: the others belong to the services."""
 
 
 def load_sft(argv: list[str]) -> SftConfig:
     """Resolve the settings: flags > files (later wins) > `SLUICE_SFT__*` > defaults.
 
     Raises:
-        ConfigError: if anything is unknown, malformed or out of range.
+        ConfigError: if anything is unknown, malformed or out of range, or the model cannot be one.
         SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
     """
-    line = parse_command_line(SftConfig, argv, None)
-    if line.help:
-        sys.stdout.write(help_text(SftConfig, None).replace("`sluice rl`", "`sluice sft`"))
-        raise SystemExit(0)
-    environment = {
-        "SLUICE_" + name.removeprefix(ENVIRONMENT_PREFIX): value
-        for name, value in os.environ.items()
-        if name.startswith(ENVIRONMENT_PREFIX)
-    }
-    values = environment_layer(SftConfig, environment).data
-    for layer in line.files:
-        values = deep_merge(values, layer.data)
-    try:
-        config = SftConfig.model_validate(deep_merge(values, line.flags))
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, each['loc'])) or 'settings'}: {each['msg']}" for each in error.errors())
-        raise ConfigError("\n".join(problems)) from error
-    if line.dry_run:
-        sys.stdout.write(dump_toml(config))
-        raise SystemExit(0)
+    config = load_command(SftConfig, argv, "sft")
+    check_model(config.model)
     return config
 
 

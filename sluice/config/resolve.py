@@ -61,9 +61,9 @@ def resolve_layers(model: type[_Config], layers: list[Layer]) -> _Config:
 def _describe(problem: ErrorDetails, layers: list[Layer]) -> str:
     location = problem["loc"]
     name = ".".join(str(part) for part in location) or "settings"
-    source = next((layer.label for layer in layers if location and layer.contains(location)), "defaults")
+    sources = [f" (from {layer.label})" for layer in layers if location and layer.contains(location)][:1]
     value = problem.get("input")
     given = f"; got {value!r}" if isinstance(value, str | int | float | bool) else ""
     if location and is_secret_name(str(location[-1])):
         given = f"; got {REDACTED}"
-    return f"{name}: {problem['msg']}{given} (from {source})"
+    return f"{name}: {problem['msg'].removeprefix('Value error, ')}{given}{''.join(sources)}"

@@ -136,3 +136,5 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
         load_sft(["@", str(config), "--epoch", "3"])
     with pytest.raises(ConfigError, match="model is not set"):
         load_sft(["--data", "x.jsonl"])
+    with pytest.raises(ConfigError, match="there is no directory /not/there"):
+        load_sft(["--data", "x.jsonl", "--model", "/not/there"])
