@@ -125,7 +125,7 @@ def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> 
     list(run.lines())
     assert run.process.wait(timeout=10) == 130
     assert "--resume goes on from step_" in run.seen[-1]
-    assert not psutil.wait_procs(children, timeout=1)[1]
+    assert not psutil.wait_procs(children, timeout=5)[1]
     resumed = started("--orchestrator.max-steps", "6", "--resume")
     assert resumed.end() == 0, "\n".join(resumed.seen)
 
