@@ -6,9 +6,11 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.vllm_args import engine_arguments, prepare_environment, require_tested_version, workers_of
+from rollout_svc.engines.vllm_start import threads_as_in_environment
 
 
 @dataclass
@@ -60,3 +62,16 @@ def test_several_workers_need_their_own_processes():
     assert environment["OMP_NUM_THREADS"] == "3"
     prepare_environment(environment, workers=workers_of({}))
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize(("given", "threads"), [("1", 1), ("3,1", 3), ("", 2), ("0", 2), ("many", 2)])
+def test_the_engine_is_forked_with_the_threads_that_the_environment_says(monkeypatch, given, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    had = torch.get_num_threads()
+    torch.set_num_threads(2)  # loaded before the variable was set
+    try:
+        with threads_as_in_environment():
+            assert torch.get_num_threads() == threads
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(had)
