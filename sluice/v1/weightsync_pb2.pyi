@@ -66,6 +66,8 @@ class _TensorEncodingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tensor
     """DENSE, then zstd."""
     TENSOR_ENCODING_DELTA: _TensorEncoding.ValueType  # 3
     """Gaps and steps of the changed values, then zstd."""
+    TENSOR_ENCODING_UNCHANGED: _TensorEncoding.ValueType  # 4
+    """Same bytes as in the base version; the file has no entry for it."""
 
 class TensorEncoding(_TensorEncoding, metaclass=_TensorEncodingEnumTypeWrapper):
     """How a tensor's bytes are encoded in a shard."""
@@ -78,6 +80,8 @@ TENSOR_ENCODING_DENSE_ZSTD: TensorEncoding.ValueType  # 2
 """DENSE, then zstd."""
 TENSOR_ENCODING_DELTA: TensorEncoding.ValueType  # 3
 """Gaps and steps of the changed values, then zstd."""
+TENSOR_ENCODING_UNCHANGED: TensorEncoding.ValueType  # 4
+"""Same bytes as in the base version; the file has no entry for it."""
 Global___TensorEncoding: _TypeAlias = TensorEncoding  # noqa: Y015
 
 class _ReplicaPhase:
@@ -127,7 +131,7 @@ class TensorSlice(_message.Message):
     dtype: _builtins.str
     """Data type as safetensors names it, such as "BF16" or "F32"."""
     encoding: Global___TensorEncoding.ValueType
-    """Encoding of its bytes."""
+    """Encoding of its bytes. DENSE_ZSTD and DELTA are entries of type U8 with one dimension in the file."""
     digest: _builtins.str
     """xxh3-128 of the slice's dense bytes, hexadecimal."""
     entry: _builtins.str
@@ -236,18 +240,24 @@ class Manifest(_message.Message):
     DENSE_BYTES_FIELD_NUMBER: _builtins.int
     COMMIT_TIME_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    PUSH_TIMINGS_FIELD_NUMBER: _builtins.int
+    COMMIT_TIME_TAKEN_FIELD_NUMBER: _builtins.int
+    ADAPTER_CONFIG_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     kind: Global___VersionKind.ValueType
     """What it consists of."""
     digest: _builtins.str
-    """xxh3-128, hexadecimal, over one line per tensor as it is after applying, sorted by name: `name dtype [d0,d1] digest`
-    and a line feed; `[]` is the shape of a scalar.
+    """xxh3-128, hexadecimal, over one line per tensor as it is after applying, sorted by bytes: `name dtype [d0,d1] digest`
+    and a line feed; `[]` is the shape of a scalar. A tensor that is cut has one line per slice, with offsets and sizes
+    behind its shape: `name dtype [d0,d1] [o0,o1] [s0,s1] digest`.
     """
     size_bytes: _builtins.int
     """Size of all files."""
     dense_bytes: _builtins.int
     """Size that a dense copy has."""
+    adapter_config: _builtins.str
+    """Of an adapter: its `adapter_config.json` as PEFT writes it."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """The version."""
@@ -268,6 +278,14 @@ class Manifest(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Free facts, such as "optimizer_steps"."""
 
+    @_builtins.property
+    def push_timings(self) -> Global___PushTimings:
+        """What the trainer's side cost."""
+
+    @_builtins.property
+    def commit_time_taken(self) -> _duration_pb2.Duration:
+        """Time that the commit took; set by the service."""
+
     def __init__(
         self,
         *,
@@ -281,14 +299,85 @@ class Manifest(_message.Message):
         dense_bytes: _builtins.int = ...,
         commit_time: _timestamp_pb2.Timestamp | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        push_timings: Global___PushTimings | None = ...,
+        commit_time_taken: _duration_pb2.Duration | None = ...,
+        adapter_config: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "commit_time", b"commit_time", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "commit_time", b"commit_time", "commit_time_taken", b"commit_time_taken", "push_timings", b"push_timings", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "commit_time", b"commit_time", "dense_bytes", b"dense_bytes", "digest", b"digest", "kind", b"kind", "labels", b"labels", "run", b"run", "shards", b"shards", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_config", b"adapter_config", "base", b"base", "commit_time", b"commit_time", "commit_time_taken", b"commit_time_taken", "dense_bytes", b"dense_bytes", "digest", b"digest", "kind", b"kind", "labels", b"labels", "push_timings", b"push_timings", "run", b"run", "shards", b"shards", "size_bytes", b"size_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
+
+@_typing.final
+class PushTimings(_message.Message):
+    """What publishing a version cost its trainer; of several ranks, the slowest."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIFF_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
+    CHANGED_FRACTION_FIELD_NUMBER: _builtins.int
+    changed_fraction: _builtins.float
+    """Values that differ from the base version, of all; 1 for an anchor."""
+    @_builtins.property
+    def diff(self) -> _duration_pb2.Duration:
+        """Time of comparing with the version before and encoding; the weights must not change meanwhile."""
+
+    @_builtins.property
+    def push(self) -> _duration_pb2.Duration:
+        """Time from the first byte sent to the last byte stored."""
+
+    def __init__(
+        self,
+        *,
+        diff: _duration_pb2.Duration | None = ...,
+        push: _duration_pb2.Duration | None = ...,
+        changed_fraction: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "push", b"push"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed_fraction", b"changed_fraction", "diff", b"diff", "push", b"push"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushTimings: _TypeAlias = PushTimings  # noqa: Y015
+
+@_typing.final
+class LocalFile(_message.Message):
+    """A file that another process of the same host may read in place of a transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    INODE_FIELD_NUMBER: _builtins.int
+    shard: _builtins.str
+    """Name of the shard that it is."""
+    path: _builtins.str
+    """Absolute path."""
+    device: _builtins.int
+    """Device and inode as stat(2) gives them; a path at which other numbers are found is another host's."""
+    inode: _builtins.int
+    """See device."""
+    def __init__(
+        self,
+        *,
+        shard: _builtins.str = ...,
+        path: _builtins.str = ...,
+        device: _builtins.int = ...,
+        inode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "inode", b"inode", "path", b"path", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalFile: _TypeAlias = LocalFile  # noqa: Y015
 
 @_typing.final
 class PushWeightsRequest(_message.Message):
@@ -332,6 +421,7 @@ class PushHeader(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
     RESUME_OFFSET_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     resume_offset: _builtins.int
@@ -344,6 +434,12 @@ class PushHeader(_message.Message):
     def shard(self) -> Global___Shard:
         """The file, its digest and what it holds. The digest may be empty and is then given in CommitVersion."""
 
+    @_builtins.property
+    def local(self) -> Global___LocalFile:
+        """The whole shard as a file below a directory that the service is configured to read from; it is then copied from
+        there and no chunks follow. FAILED_PRECONDITION NO_LOCAL_FILE where the service does not see the file: send chunks.
+        """
+
     def __init__(
         self,
         *,
@@ -351,10 +447,11 @@ class PushHeader(_message.Message):
         version: _common_pb2.PolicyVersion | None = ...,
         shard: Global___Shard | None = ...,
         resume_offset: _builtins.int = ...,
+        local: Global___LocalFile | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "shard", b"shard", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["resume_offset", b"resume_offset", "run", b"run", "shard", b"shard", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["local", b"local", "resume_offset", b"resume_offset", "run", b"run", "shard", b"shard", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -542,10 +639,17 @@ class ReplicaVersion(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     AGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    VERSIONS_BEHIND_FIELD_NUMBER: _builtins.int
+    RELAY_ADDRESS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica."""
     error: _builtins.str
     """Last failure, empty if none."""
+    versions_behind: _builtins.int
+    """Versions that were committed after the one that it serves."""
+    relay_address: _builtins.str
+    """Address at which it gives out versions itself; empty unless it is a relay."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version that it serves."""
@@ -554,6 +658,10 @@ class ReplicaVersion(_message.Message):
     def age(self) -> _duration_pb2.Duration:
         """Time since its last report."""
 
+    @_builtins.property
+    def timings(self) -> Global___UpdateTimings:
+        """What its last update cost."""
+
     def __init__(
         self,
         *,
@@ -561,14 +669,69 @@ class ReplicaVersion(_message.Message):
         version: _common_pb2.PolicyVersion | None = ...,
         error: _builtins.str = ...,
         age: _duration_pb2.Duration | None = ...,
+        timings: Global___UpdateTimings | None = ...,
+        versions_behind: _builtins.int = ...,
+        relay_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "timings", b"timings", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "error", b"error", "replica", b"replica", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "error", b"error", "relay_address", b"relay_address", "replica", b"replica", "timings", b"timings", "version", b"version", "versions_behind", b"versions_behind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaVersion: _TypeAlias = ReplicaVersion  # noqa: Y015
+
+@_typing.final
+class UpdateTimings(_message.Message):
+    """What taking a version cost a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PULL_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
+    APPLY_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
+    pulled_bytes: _builtins.int
+    """Bytes that came over the wire."""
+    @_builtins.property
+    def pull(self) -> _duration_pb2.Duration:
+        """Time from the announcement to the last byte."""
+
+    @_builtins.property
+    def stage(self) -> _duration_pb2.Duration:
+        """Time from the last byte to a verified file in shared memory."""
+
+    @_builtins.property
+    def pause(self) -> _duration_pb2.Duration:
+        """Time during which no token was sampled."""
+
+    @_builtins.property
+    def apply(self) -> _duration_pb2.Duration:
+        """Time of the copy into the engine alone."""
+
+    @_builtins.property
+    def total(self) -> _duration_pb2.Duration:
+        """Time from the announcement to service."""
+
+    def __init__(
+        self,
+        *,
+        pull: _duration_pb2.Duration | None = ...,
+        stage: _duration_pb2.Duration | None = ...,
+        pause: _duration_pb2.Duration | None = ...,
+        apply: _duration_pb2.Duration | None = ...,
+        total: _duration_pb2.Duration | None = ...,
+        pulled_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "pause", b"pause", "pull", b"pull", "stage", b"stage", "total", b"total"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "pause", b"pause", "pull", b"pull", "pulled_bytes", b"pulled_bytes", "stage", b"stage", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateTimings: _TypeAlias = UpdateTimings  # noqa: Y015
 
 @_typing.final
 class GetManifestRequest(_message.Message):
@@ -749,7 +912,7 @@ class PullWeightsRequest(_message.Message):
 
     @_builtins.property
     def base(self) -> _common_pb2.PolicyVersion:
-        """Version that the puller holds, for a delta from it. Unset: the shard as stored."""
+        """Base of the delta whose shard is wanted. Unset: a shard of the version's dense form, or of an adapter."""
 
     def __init__(
         self,
@@ -768,6 +931,152 @@ class PullWeightsRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullWeightsRequest: _TypeAlias = PullWeightsRequest  # noqa: Y015
+
+@_typing.final
+class GetUpdatePathRequest(_message.Message):
+    """Request of WeightDeliveryService.GetUpdatePath."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """`runs/{run}`."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PolicyVersion:
+        """The version wanted. Unset: the newest."""
+
+    @_builtins.property
+    def held(self) -> _common_pb2.PolicyVersion:
+        """Version that the caller holds, whole and verified. Unset: none."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        version: _common_pb2.PolicyVersion | None = ...,
+        held: _common_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "run", b"run", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUpdatePathRequest: _TypeAlias = GetUpdatePathRequest  # noqa: Y015
+
+@_typing.final
+class GetUpdatePathResponse(_message.Message):
+    """One step of the way to a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def manifest(self) -> Global___Manifest:
+        """What to apply."""
+
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalFile]:
+        """Its shards as files of the service's host."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Global___Manifest | None = ...,
+        files: _abc.Iterable[Global___LocalFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "manifest", b"manifest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetUpdatePathResponse: _TypeAlias = GetUpdatePathResponse  # noqa: Y015
+
+@_typing.final
+class ListSourcesRequest(_message.Message):
+    """Request of WeightDeliveryService.ListSources."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """`runs/{run}`."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSourcesRequest: _TypeAlias = ListSourcesRequest  # noqa: Y015
+
+@_typing.final
+class ListSourcesResponse(_message.Message):
+    """Where versions can be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightSource]:
+        """This service first."""
+
+    def __init__(
+        self,
+        *,
+        sources: _abc.Iterable[Global___WeightSource] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListSourcesResponse: _TypeAlias = ListSourcesResponse  # noqa: Y015
+
+@_typing.final
+class WeightSource(_message.Message):
+    """A service that gives out versions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    WATCHERS_FIELD_NUMBER: _builtins.int
+    NEWEST_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """`host:port` or `unix:path`; empty for the service that answers."""
+    host: _builtins.str
+    """What tells hosts apart, such as a machine id; equal for services of one host."""
+    watchers: _builtins.int
+    """WatchVersions streams that it has."""
+    @_builtins.property
+    def newest(self) -> _common_pb2.PolicyVersion:
+        """Newest version that it gives out."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        host: _builtins.str = ...,
+        watchers: _builtins.int = ...,
+        newest: _common_pb2.PolicyVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["newest", b"newest"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "newest", b"newest", "watchers", b"watchers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightSource: _TypeAlias = WeightSource  # noqa: Y015
 
 @_typing.final
 class PullWeightsResponse(_message.Message):
@@ -807,6 +1116,10 @@ class ReportVersionRequest(_message.Message):
     STAGE_TIME_FIELD_NUMBER: _builtins.int
     PAUSE_TIME_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    RELAY_ADDRESS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    WATCHERS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     replica: _builtins.str
@@ -815,6 +1128,12 @@ class ReportVersionRequest(_message.Message):
     """What became of it."""
     error: _builtins.str
     """Failure, for people to read."""
+    relay_address: _builtins.str
+    """Set by a relay: the address at which it gives out versions."""
+    host: _builtins.str
+    """Set by a relay: what tells its host apart; see WeightSource."""
+    watchers: _builtins.int
+    """Set by a relay: its WatchVersions streams."""
     @_builtins.property
     def version(self) -> _common_pb2.PolicyVersion:
         """Version that the report is about."""
@@ -831,6 +1150,10 @@ class ReportVersionRequest(_message.Message):
     def serving(self) -> _common_pb2.PolicyVersion:
         """Version that the replica serves now."""
 
+    @_builtins.property
+    def timings(self) -> Global___UpdateTimings:
+        """What the update cost, in parts; stage_time and pause_time are the same figures for callers that give no more."""
+
     def __init__(
         self,
         *,
@@ -842,10 +1165,14 @@ class ReportVersionRequest(_message.Message):
         stage_time: _duration_pb2.Duration | None = ...,
         pause_time: _duration_pb2.Duration | None = ...,
         serving: _common_pb2.PolicyVersion | None = ...,
+        timings: Global___UpdateTimings | None = ...,
+        relay_address: _builtins.str = ...,
+        host: _builtins.str = ...,
+        watchers: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pause_time", b"pause_time", "serving", b"serving", "stage_time", b"stage_time", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pause_time", b"pause_time", "serving", b"serving", "stage_time", b"stage_time", "timings", b"timings", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "pause_time", b"pause_time", "phase", b"phase", "replica", b"replica", "run", b"run", "serving", b"serving", "stage_time", b"stage_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "host", b"host", "pause_time", b"pause_time", "phase", b"phase", "relay_address", b"relay_address", "replica", b"replica", "run", b"run", "serving", b"serving", "stage_time", b"stage_time", "timings", b"timings", "version", b"version", "watchers", b"watchers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

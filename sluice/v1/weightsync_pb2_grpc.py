@@ -306,6 +306,16 @@ class WeightDeliveryServiceStub:
                 request_serializer=sluice_dot_v1_dot_weightsync__pb2.WatchVersionsRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_weightsync__pb2.WatchVersionsResponse.FromString,
                 _registered_method=True)
+        self.GetUpdatePath = channel.unary_stream(
+                '/sluice.v1.WeightDeliveryService/GetUpdatePath',
+                request_serializer=sluice_dot_v1_dot_weightsync__pb2.GetUpdatePathRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_weightsync__pb2.GetUpdatePathResponse.FromString,
+                _registered_method=True)
+        self.ListSources = channel.unary_unary(
+                '/sluice.v1.WeightDeliveryService/ListSources',
+                request_serializer=sluice_dot_v1_dot_weightsync__pb2.ListSourcesRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_weightsync__pb2.ListSourcesResponse.FromString,
+                _registered_method=True)
         self.PullWeights = channel.unary_stream(
                 '/sluice.v1.WeightDeliveryService/PullWeights',
                 request_serializer=sluice_dot_v1_dot_weightsync__pb2.PullWeightsRequest.SerializeToString,
@@ -330,9 +340,28 @@ class WeightDeliveryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUpdatePath(self, request, context):
+        """Streams, in the order in which they are applied, the manifests that lead from what the caller holds to a version:
+        deltas alone where there is such a chain, else a dense form and the deltas behind it, whichever has fewer bytes; one
+        manifest of kind ADAPTER for an adapter. Empty if the caller holds the version. No side effects.
+        Errors: NOT_FOUND (version).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSources(self, request, context):
+        """Names the services that give out the same versions, this one first and its relays behind it, so that an engine finds
+        the nearest. No side effects.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PullWeights(self, request, context):
         """Streams bytes of one shard of a committed version from an offset on. No side effects.
-        Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset).
+        Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset),
+        FAILED_PRECONDITION NO_DELTA (base is not what the delta is based on).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -352,6 +381,16 @@ def add_WeightDeliveryServiceServicer_to_server(servicer, server):
                     servicer.WatchVersions,
                     request_deserializer=sluice_dot_v1_dot_weightsync__pb2.WatchVersionsRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_weightsync__pb2.WatchVersionsResponse.SerializeToString,
+            ),
+            'GetUpdatePath': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetUpdatePath,
+                    request_deserializer=sluice_dot_v1_dot_weightsync__pb2.GetUpdatePathRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_weightsync__pb2.GetUpdatePathResponse.SerializeToString,
+            ),
+            'ListSources': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSources,
+                    request_deserializer=sluice_dot_v1_dot_weightsync__pb2.ListSourcesRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_weightsync__pb2.ListSourcesResponse.SerializeToString,
             ),
             'PullWeights': grpc.unary_stream_rpc_method_handler(
                     servicer.PullWeights,
@@ -392,6 +431,60 @@ class WeightDeliveryService:
             '/sluice.v1.WeightDeliveryService/WatchVersions',
             sluice_dot_v1_dot_weightsync__pb2.WatchVersionsRequest.SerializeToString,
             sluice_dot_v1_dot_weightsync__pb2.WatchVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUpdatePath(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/sluice.v1.WeightDeliveryService/GetUpdatePath',
+            sluice_dot_v1_dot_weightsync__pb2.GetUpdatePathRequest.SerializeToString,
+            sluice_dot_v1_dot_weightsync__pb2.GetUpdatePathResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSources(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.WeightDeliveryService/ListSources',
+            sluice_dot_v1_dot_weightsync__pb2.ListSourcesRequest.SerializeToString,
+            sluice_dot_v1_dot_weightsync__pb2.ListSourcesResponse.FromString,
             options,
             channel_credentials,
             insecure,

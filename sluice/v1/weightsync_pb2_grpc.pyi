@@ -166,9 +166,20 @@ class WeightDeliveryServiceStub:
     """Streams each newly committed version, the newest at once. Versions that were overtaken may be left out. A
     message without a version is a sign of life, sent at least every 10 seconds.
     """
+    GetUpdatePath: _grpc.UnaryStreamMultiCallable[_weightsync_pb2.GetUpdatePathRequest, _weightsync_pb2.GetUpdatePathResponse]
+    """Streams, in the order in which they are applied, the manifests that lead from what the caller holds to a version:
+    deltas alone where there is such a chain, else a dense form and the deltas behind it, whichever has fewer bytes; one
+    manifest of kind ADAPTER for an adapter. Empty if the caller holds the version. No side effects.
+    Errors: NOT_FOUND (version).
+    """
+    ListSources: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ListSourcesRequest, _weightsync_pb2.ListSourcesResponse]
+    """Names the services that give out the same versions, this one first and its relays behind it, so that an engine finds
+    the nearest. No side effects.
+    """
     PullWeights: _grpc.UnaryStreamMultiCallable[_weightsync_pb2.PullWeightsRequest, _weightsync_pb2.PullWeightsResponse]
     """Streams bytes of one shard of a committed version from an offset on. No side effects.
-    Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset).
+    Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset),
+    FAILED_PRECONDITION NO_DELTA (base is not what the delta is based on).
     """
     ReportVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ReportVersionRequest, _weightsync_pb2.ReportVersionResponse]
     """Says what a replica serves or failed to take. Idempotent; also renews the replica's lease."""
@@ -182,9 +193,20 @@ class WeightDeliveryServiceAsyncStub(WeightDeliveryServiceStub):
     """Streams each newly committed version, the newest at once. Versions that were overtaken may be left out. A
     message without a version is a sign of life, sent at least every 10 seconds.
     """
+    GetUpdatePath: _aio.UnaryStreamMultiCallable[_weightsync_pb2.GetUpdatePathRequest, _weightsync_pb2.GetUpdatePathResponse]  # type: ignore[assignment]
+    """Streams, in the order in which they are applied, the manifests that lead from what the caller holds to a version:
+    deltas alone where there is such a chain, else a dense form and the deltas behind it, whichever has fewer bytes; one
+    manifest of kind ADAPTER for an adapter. Empty if the caller holds the version. No side effects.
+    Errors: NOT_FOUND (version).
+    """
+    ListSources: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ListSourcesRequest, _weightsync_pb2.ListSourcesResponse]  # type: ignore[assignment]
+    """Names the services that give out the same versions, this one first and its relays behind it, so that an engine finds
+    the nearest. No side effects.
+    """
     PullWeights: _aio.UnaryStreamMultiCallable[_weightsync_pb2.PullWeightsRequest, _weightsync_pb2.PullWeightsResponse]  # type: ignore[assignment]
     """Streams bytes of one shard of a committed version from an offset on. No side effects.
-    Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset).
+    Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset),
+    FAILED_PRECONDITION NO_DELTA (base is not what the delta is based on).
     """
     ReportVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ReportVersionRequest, _weightsync_pb2.ReportVersionResponse]  # type: ignore[assignment]
     """Says what a replica serves or failed to take. Idempotent; also renews the replica's lease."""
@@ -203,13 +225,36 @@ class WeightDeliveryServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def GetUpdatePath(
+        self,
+        request: _weightsync_pb2.GetUpdatePathRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_weightsync_pb2.GetUpdatePathResponse], _abc.AsyncIterator[_weightsync_pb2.GetUpdatePathResponse]]:
+        """Streams, in the order in which they are applied, the manifests that lead from what the caller holds to a version:
+        deltas alone where there is such a chain, else a dense form and the deltas behind it, whichever has fewer bytes; one
+        manifest of kind ADAPTER for an adapter. Empty if the caller holds the version. No side effects.
+        Errors: NOT_FOUND (version).
+        """
+
+    @_abc_1.abstractmethod
+    def ListSources(
+        self,
+        request: _weightsync_pb2.ListSourcesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weightsync_pb2.ListSourcesResponse, _abc.Awaitable[_weightsync_pb2.ListSourcesResponse]]:
+        """Names the services that give out the same versions, this one first and its relays behind it, so that an engine finds
+        the nearest. No side effects.
+        """
+
+    @_abc_1.abstractmethod
     def PullWeights(
         self,
         request: _weightsync_pb2.PullWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weightsync_pb2.PullWeightsResponse], _abc.AsyncIterator[_weightsync_pb2.PullWeightsResponse]]:
         """Streams bytes of one shard of a committed version from an offset on. No side effects.
-        Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset).
+        Errors: NOT_FOUND (version or shard; it may have been deleted: watch again), INVALID_ARGUMENT (offset),
+        FAILED_PRECONDITION NO_DELTA (base is not what the delta is based on).
         """
 
     @_abc_1.abstractmethod
