@@ -1,15 +1,15 @@
 """What a manifest must satisfy: exact cover of every tensor, and the digest of the version.
 
 The digest of a version is the xxh3-128 of one line per tensor, ``name dtype shape digest`` and a line feed, sorted by bytes;
-the shape is written ``[2,3]``, ``[]`` for a scalar; the digest is that of the whole tensor's dense bytes. It does not depend
-on how the tensors are cut into shards.
+the shape is written ``[2,3]``, ``[]`` for a scalar; the digest is that of the whole tensor's dense bytes. A tensor that is
+cut has one line per slice, ``name dtype shape offsets sizes digest``. It does not depend on which shard holds what.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -29,6 +29,7 @@ __all__ = [
     "entry_name",
     "from_json",
     "is_whole",
+    "manifest_digest",
     "to_json",
     "version_digest",
     "without_tensors",
@@ -39,6 +40,14 @@ MANIFEST_FILE = "manifest.json"
 
 _MOST_SLICES = 4096
 """Slices that one tensor may be cut into: beyond the ranks of any trainer, and a bound on the work of checking them."""
+
+
+_PLAIN = frozenset({pb.TENSOR_ENCODING_UNSPECIFIED, pb.TENSOR_ENCODING_DENSE})
+_ENCODINGS = {
+    False: _PLAIN,
+    True: _PLAIN | {pb.TENSOR_ENCODING_DENSE_ZSTD, pb.TENSOR_ENCODING_DELTA, pb.TENSOR_ENCODING_UNCHANGED},
+}
+"""Encodings that a slice may have, by whether the version is a delta."""
 
 
 class ManifestError(ValueError):
@@ -83,6 +92,19 @@ def version_digest(tensors: Iterable[DenseTensor]) -> str:
     return xxhash.xxh3_128(b"".join(lines)).hexdigest()
 
 
+def manifest_digest(manifest: pb.Manifest) -> str:
+    """The digest of a version by its manifest, whose slices all have theirs; hexadecimal."""
+    lines = sorted(_digest_line(tensor) for shard in manifest.shards for tensor in shard.tensors)
+    return xxhash.xxh3_128(b"".join(lines)).hexdigest()
+
+
+def _digest_line(tensor: pb.TensorSlice) -> bytes:
+    where = box(tensor)
+    cut = [] if is_whole(tensor) else [where.offsets, where.sizes]
+    numbers = " ".join(f"[{','.join(map(str, each))}]" for each in (tensor.global_shape, *cut))
+    return f"{tensor.name} {tensor.dtype} {numbers} {tensor.digest}\n".encode()
+
+
 def entry_name(tensor: pb.TensorSlice) -> str:
     """The slice's name in its shard's file."""
     return tensor.entry or tensor.name
@@ -111,8 +133,9 @@ def check_manifest(manifest: pb.Manifest) -> None:
         raise ManifestError("a version without shards")
     slices: dict[str, list[pb.TensorSlice]] = defaultdict(list)
     names: set[str] = set()
+    encodings = _ENCODINGS[manifest.kind == pb.VERSION_KIND_DELTA]
     for shard in manifest.shards:
-        _check_shard(shard)
+        _check_shard(shard, encodings)
         if shard.name in names:
             raise ManifestError(f"shard {shard.name} is listed twice")
         names.add(shard.name)
@@ -122,7 +145,7 @@ def check_manifest(manifest: pb.Manifest) -> None:
         _check_cover(name, parts)
 
 
-def _check_shard(shard: pb.Shard) -> None:
+def _check_shard(shard: pb.Shard, encodings: Collection[pb.TensorEncoding.ValueType]) -> None:
     try:
         check_shard(shard.name)
         for tensor in shard.tensors:
@@ -133,14 +156,17 @@ def _check_shard(shard: pb.Shard) -> None:
     if len(set(entries)) != len(entries):
         raise ManifestError(f"shard {shard.name} names an entry twice")
     for tensor in shard.tensors:
-        _check_slice(tensor)
+        _check_slice(tensor, encodings)
 
 
-def _check_slice(tensor: pb.TensorSlice) -> None:
+def _check_slice(tensor: pb.TensorSlice, encodings: Collection[pb.TensorEncoding.ValueType]) -> None:
     if tensor.dtype not in DTYPES:
         raise ManifestError(f"tensor {tensor.name} has data type {tensor.dtype!r}; known are {', '.join(DTYPES)}")
-    if tensor.encoding not in {pb.TENSOR_ENCODING_UNSPECIFIED, pb.TENSOR_ENCODING_DENSE}:
-        raise ManifestError(f"tensor {tensor.name} is encoded; this service takes dense tensors only")
+    if tensor.encoding not in encodings:
+        raise ManifestError(
+            f"tensor {tensor.name} has encoding {tensor.encoding}; only the slices of a delta are encoded, as"
+            " sluice.v1.TensorEncoding lists"
+        )
     offsets, sizes = box(tensor)
     shape = tensor.global_shape
     if len(offsets) != len(shape) or len(sizes) != len(shape):
