@@ -29,6 +29,16 @@ class WeightSyncConfig(Section):
     min_free_bytes: int = Field(
         1 << 30, ge=0, description="Bytes that stay free on the disk; a push that would use them is refused."
     )
+    upstream: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of a weight service whose versions this one gives out again, as a relay; none: take them from trainers.",
+    )
+    advertise: str | None = Field(
+        None,
+        min_length=1,
+        description="Address under which a relay's engines reach it; none: the bound one, with the host name for a wildcard.",
+    )
     max_runs: int = Field(16, ge=1, description="Runs served at once; a further one is refused.")
     max_watchers: int = Field(1024, ge=1, description="WatchVersions streams at once; a further one is refused.")
     chunk_idle_s: float = Field(30.0, gt=0, description="Seconds that a push may pass without a chunk before it fails.")

@@ -15,6 +15,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.chunks import MAX_CHUNK_BYTES, fill_chunk
+from weightsync.host import host_id
 from weightsync.runs import Run, Runs
 
 __all__ = ["WeightDeliveryServicer"]
@@ -48,11 +49,27 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                 self._runs.config.heartbeat_s,
             )
         self._watchers += 1
+        run.watchers += 1
         try:
             async for response in _announce(run, known, self._runs.config.heartbeat_s):
                 yield response
         finally:
             self._watchers -= 1
+            run.watchers -= 1
+
+    async def ListSources(  # noqa: N802 - gRPC's name
+        self,
+        request: pb.ListSourcesRequest,
+        context: grpc.aio.ServicerContext[pb.ListSourcesRequest, pb.ListSourcesResponse],
+    ) -> pb.ListSourcesResponse:
+        """Name this service and its live relays."""
+        run = await self._runs.open(request.run)
+        newest = run.ledger.newest
+        own = pb.WeightSource(
+            host=host_id(), watchers=run.watchers, newest=None if newest is None else newest.to_proto()
+        )
+        relays = run.relays.sources(run.ledger.replicas(self._runs.clock()))
+        return pb.ListSourcesResponse(sources=[own, *relays])
 
     async def PullWeights(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
         self,
@@ -113,6 +130,10 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         about = Version.from_proto(request.version)
         serving = Version.from_proto(request.serving) if request.HasField("serving") else None
         lease_s = self._runs.config.lease_s
+        if self._runs.upstream is not None:
+            self._runs.upstream.reported(run, request)
+            lease_s = min(lease_s, self._runs.upstream.lease_s(run))
+        run.relays.note(request)
         run.ledger.report(
             request.replica,
             serving=about if request.phase == pb.REPLICA_PHASE_SERVING else serving,

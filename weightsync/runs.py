@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -21,10 +21,11 @@ from weightsync.config import WeightSyncConfig
 from weightsync.ledger import Ledger, RefusedError
 from weightsync.metrics import HELD_BYTES
 from weightsync.names import BadNameError, parse_run
+from weightsync.source_list import SourceList
 from weightsync.store import RunStore, StoredVersion, StoreLockedError
 from weightsync.upload import Upload
 
-__all__ = ["Run", "Runs", "disk_error", "refused"]
+__all__ = ["Run", "Runs", "Upstream", "disk_error", "refused"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,6 +69,8 @@ class Run:
         uploads: Shards on their way in, by version and name.
         commit_lock: Commits are made one at a time.
         committing: The version whose commit is under way.
+        relays: Services that give the same versions out again.
+        watchers: WatchVersions streams of this run.
     """
 
     def __init__(self, name: str, ledger: Ledger, store: RunStore) -> None:
@@ -79,6 +82,8 @@ class Run:
         self.commit_lock = asyncio.Lock()
         self.committing: Version | None = None
         self.changed = asyncio.Event()
+        self.relays = SourceList()
+        self.watchers = 0
 
     def restore(self, found: list[StoredVersion]) -> None:
         """Take up what was found on disk."""
@@ -121,6 +126,19 @@ class Run:
         return self.ledger.bytes_committed + sum(upload.shard.size for upload in self.uploads.values())
 
 
+class Upstream(Protocol):
+    """What a relay does beside keeping runs; None of its methods waits."""
+
+    def opened(self, run: Run) -> None:
+        """Somebody asked for the run for the first time."""
+
+    def reported(self, run: Run, request: pb.ReportVersionRequest) -> None:
+        """A replica reported; raises `SluiceError` where that shows that relays feed each other."""
+
+    def lease_s(self, run: Run) -> float:
+        """Seconds that the service behind grants its replicas."""
+
+
 class Runs:
     """All runs of a service.
 
@@ -132,6 +150,7 @@ class Runs:
 
     Attributes:
         retention_due: Wakes `retain_forever`.
+        upstream: Where the versions come from if this is a relay.
     """
 
     def __init__(
@@ -146,6 +165,7 @@ class Runs:
         self._directory_of = directory_of
         self._model_of = model_of
         self._runs: dict[str, Run] = {}
+        self.upstream: Upstream | None = None
         self._opening = asyncio.Lock()
         self._room = asyncio.Lock()
         self.retention_due = asyncio.Event()
@@ -174,6 +194,8 @@ class Runs:
         async with self._opening:
             if name not in self._runs:
                 self._runs[name] = await self._open(name)
+                if self.upstream is not None:
+                    self.upstream.opened(self._runs[name])
         return self._runs[name]
 
     async def _open(self, name: str) -> Run:

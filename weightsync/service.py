@@ -107,8 +107,12 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
 
 
 def _add_replicas(response: pb.ListVersionsResponse, run: Run, now: float) -> None:
-    for name, lease in sorted(run.ledger.replicas(now).items()):
+    leases = run.ledger.replicas(now)
+    relays = run.relays.live(leases)
+    for name, lease in sorted(leases.items()):
         row = response.replicas.add(replica=name, error=lease.error)
         row.age.FromNanoseconds(int((now - lease.reported) * 1e9))
         if lease.serving is not None:
             row.version.CopyFrom(lease.serving.to_proto())
+        if name in relays:
+            row.relay_address = relays[name].address

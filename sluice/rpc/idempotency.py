@@ -23,7 +23,7 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "GetStatus",
     ),
     "sluice.v1.WeightSyncService": ("CommitVersion", "ListVersions", "GetManifest", "DeleteVersion"),
-    "sluice.v1.WeightDeliveryService": ("ReportVersion",),
+    "sluice.v1.WeightDeliveryService": ("ListSources", "ReportVersion"),
     "sluice.v1.TrainerService": ("BeginEpoch", "GetTrainerState", "SaveCheckpoint", "ListCheckpoints"),
     "sluice.v1.OrchestratorService": (
         "GetRun",

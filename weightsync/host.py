@@ -1,0 +1,25 @@
+"""What tells the machines of a cluster apart, so that an engine finds the source on its own."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from pathlib import Path
+
+__all__ = ["host_id"]
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""The kernel's name of this boot: equal in all containers of a machine, which have host names and machine ids of their own."""
+
+
+def host_id(boot_id: Path = BOOT_ID) -> str:
+    """A name that is equal for processes of one machine and differs from that of any other, as 32 hexadecimal digits.
+
+    Where the kernel gives no boot id (sandboxes, other systems), it is made of the host name instead.
+    """
+    try:
+        seed = boot_id.read_text().strip()
+    except OSError:
+        seed = ""
+    # A digest, because the boot id itself is nobody's business beyond this machine.
+    return hashlib.blake2b((seed or socket.gethostname()).encode(), digest_size=16, person=b"sluice-host").hexdigest()
