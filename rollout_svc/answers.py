@@ -14,6 +14,7 @@ FINISH_REASONS = {
     FinishReason.LENGTH: tokens_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: tokens_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: tokens_pb2.FINISH_REASON_ERROR,
+    FinishReason.VERSION_RETIRED: tokens_pb2.FINISH_REASON_VERSION_RETIRED,
 }
 
 Decode = Callable[[Sequence[int]], str]

@@ -22,8 +22,10 @@ FINISH_REASONS = {
     tokens_pb2.FINISH_REASON_LENGTH: "length",
     tokens_pb2.FINISH_REASON_ABORT: "abort",
     tokens_pb2.FINISH_REASON_ERROR: "error",
+    tokens_pb2.FINISH_REASON_VERSION_RETIRED: "version_retired",
 }
-"""`abort` and `error` are not OpenAI's: an operator ended the request, or the model produced NaN. The tokens so far are whole."""
+"""The last three are not OpenAI's: an operator ended the request, the model produced NaN, or its adapter was taken away. The
+tokens so far are whole."""
 
 
 class VisibleText:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sluice.versions import Version
 
-__all__ = ["ApplyReport", "StagedVersion", "TensorSpec"]
+__all__ = ["ApplyReport", "StagedAdapter", "StagedVersion", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,32 @@ class StagedVersion:
         path: Safetensors file under Hugging Face names, in shared memory. Not changed or removed before its successor serves.
         tensors: Every tensor of the file by name.
         digest: xxh3-128 of the version as its manifest gives it.
+        rank_paths: In place of `path`, one file for each of the engine's workers, by rank; each may hold only what that worker
+            reads, and says so in its header (`weightsync.coverage`). `path` is then the first of them.
     """
 
     version: Version
+    path: Path
+    tensors: Mapping[str, TensorSpec]
+    digest: str
+    rank_paths: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StagedAdapter:
+    """A whole, verified LoRA adapter in a directory as PEFT writes it, ready to be loaded.
+
+    Attributes:
+        version: Which policy it makes of its base.
+        base: Version of the weights that it belongs to.
+        path: Directory in shared memory with ``adapter_model.safetensors`` and ``adapter_config.json``. Not changed, and
+            not removed while the engine holds the adapter.
+        tensors: Every tensor of the file by name.
+        digest: xxh3-128 of the version as its manifest gives it.
+    """
+
+    version: Version
+    base: Version
     path: Path
     tensors: Mapping[str, TensorSpec]
     digest: str

@@ -19,10 +19,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from weightsync.coverage import Coverage, CoverageError
+from weightsync.vllm_inspect import InspectExtension
+from weightsync.vllm_plan import LoadPlan, make_plan
 from weightsync.vllm_shadow import Shadow, unsupported
 
 __all__ = ["InitInfo", "StagedFileEngine", "UpdateInfo", "WorkerExtension"]
@@ -42,10 +46,13 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     Attributes:
         paths: Safetensors files that together hold every tensor once.
         names: Every tensor that must be in them, by Hugging Face name.
+        rank_paths: In place of `paths`, the files of each worker by its rank, which may hold only what that worker reads.
+            (vLLM takes a list of infos by rank too, but raises in the workers for which there is none.)
     """
 
     paths: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    rank_paths: list[list[str]] = field(default_factory=list)
 
 
 class IncompleteFileError(Exception):
@@ -62,6 +69,7 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     """Outcome of the last update, as `WorkerExtension.sluice_status` answers it."""
 
     _shadow: Shadow | None = None
+    _plan: LoadPlan | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Need nothing: files need no rendezvous."""
@@ -71,16 +79,15 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     def prepare(self, update_info: UpdateInfo) -> tuple[str, Any]:
         """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why)."""
-        try:
-            check_complete(update_info)
-        except IncompleteFileError as error:
-            return ("refused", str(error))
+        refused = self.check(update_info.paths, update_info.names, update_info.rank_paths)
+        if refused[0] != "ok":
+            return refused
         if self._shadow is None:
             why = unsupported(self.vllm_config, self.model)
             if why:
                 return ("unsupported", why)
             self._shadow = Shadow(self.vllm_config, self.model, self._load)
-        self._shadow.begin(update_info.paths, self._tensors)
+        self._shadow.begin(self.own(update_info.paths, update_info.rank_paths), self._tensors)
         return ("ok", None)
 
     def prepared(self) -> tuple[str, Any]:
@@ -95,16 +102,15 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the files, or keep the error and leave the session to be closed by `finish_weight_update`."""
         begun = time.perf_counter()
-        try:
-            check_complete(update_info)
-        except IncompleteFileError as error:
-            self.outcome = ("refused", str(error))
+        self.outcome = self.check(update_info.paths, update_info.names, update_info.rank_paths)
+        if self.outcome[0] != "ok":
             return
+        paths = self.own(update_info.paths, update_info.rank_paths)
         try:
-            if self._shadow is not None and self._shadow.holds(update_info.paths):
+            if self._shadow is not None and self._shadow.holds(paths):
                 self._shadow.swap()
             else:
-                self._load(self.model, update_info.paths)
+                self._load(self.model, paths)
             if current_platform.is_cuda_alike():
                 torch.accelerator.synchronize()
         except Exception as error:  # noqa: BLE001 - see the module's docstring
@@ -118,6 +124,45 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def shutdown(self) -> None:
         """Hold nothing."""
 
+    def own(self, paths: list[str], rank_paths: list[list[str]]) -> list[str]:
+        """The files that this worker reads.
+
+        Raises:
+            IndexError: if there are none for its rank.
+        """
+        return rank_paths[self.vllm_config.parallel_config.rank] if rank_paths else paths
+
+    def check(self, paths: list[str], names: list[str], rank_paths: list[list[str]]) -> tuple[str, Any]:
+        """Whether the files hold all that this worker reads: ("ok", None) or ("refused", why); the model is untouched."""
+        try:
+            own = self.own(paths, rank_paths)
+            partial = [held for held in check_complete(own, names, {TIED_HEAD} if self._tied else set()) if not held.whole]
+            if partial:
+                reads = self.plan(own).reads
+                for held in partial:
+                    held.check(reads)
+        except CoverageError as error:
+            return ("refused", f"{error}; stage the version anew with what each worker reads, or whole")
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("refused", str(error) or type(error).__name__)
+        return ("ok", None)
+
+    def plan(self, paths: list[str]) -> LoadPlan:
+        """What this worker's model reads of a version, and where it puts it; found out once.
+
+        Raises:
+            Exception: whatever the model raises when it is built without memory; see `weightsync.vllm_plan`.
+        """
+        if self._plan is None:
+            plan = make_plan(self.vllm_config, self._tensors(paths))
+            unread = {TIED_HEAD: ()} if self._tied else {}
+            self._plan = LoadPlan(unread | dict(plan.reads), plan.copies, plan.shapes)
+        return self._plan
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _load(self, model: torch.nn.Module, paths: list[str]) -> None:
         initialize_layerwise_reload(model)
@@ -129,11 +174,10 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         refresh_tied_head(model)
 
     def _tensors(self, paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        tied = bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
-                    if not (tied and name == TIED_HEAD):
+                    if not (self._tied and name == TIED_HEAD):
                         yield name, file.get_tensor(name)
 
 
@@ -146,33 +190,41 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def check_complete(update: UpdateInfo) -> None:
-    """Compare the files' headers with the expected names.
+def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> list[Coverage]:
+    """Compare the files' headers with the expected names; `optional` ones may be there or not.
 
     A model with part of a fused layer missing computes with uninitialised memory, so this comes before anything else.
 
+    Returns:
+        What each file holds of its tensors.
+
     Raises:
         IncompleteFileError: if tensors are missing, unknown or given twice, or a file cannot be read.
+        CoverageError: if a file does not say what it holds.
     """
     seen: set[str] = set()
-    for path in update.paths:
+    held = []
+    for path in paths:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 names = list(file.keys())
+                metadata = file.metadata()
         except (SafetensorError, OSError) as error:
             raise IncompleteFileError(f"{path} is not a whole safetensors file: {error}; stage it again") from error
+        held.append(Coverage.parse(metadata))
         twice = seen.intersection(names)
         if twice:
             raise IncompleteFileError(f"{path} repeats {sorted(twice)[:3]}; stage the version again")
         seen.update(names)
-    missing, unknown = sorted(set(update.names) - seen), sorted(seen - set(update.names))
+    missing, unknown = sorted(set(wanted) - seen), sorted(seen - set(wanted) - optional)
     if missing or unknown:
         raise IncompleteFileError(
             f"tensors do not match the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)})"
         )
+    return held
 
 
-class WorkerExtension:
+class WorkerExtension(InspectExtension):
     """Methods mixed into vLLM's worker, called by `collective_rpc`. They answer ("ok" | "err", value) and never raise."""
 
     weight_transfer_engine: Any
@@ -183,10 +235,12 @@ class WorkerExtension:
         engine = self.weight_transfer_engine
         return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
 
-    def sluice_prepare(self, paths: list[str], names: list[str]) -> tuple[str, Any]:
+    def sluice_prepare(
+        self, paths: list[str], names: list[str], rank_paths: list[list[str]] | None = None
+    ) -> tuple[str, Any]:
         """Begin to build a version beside the one that samples; see `StagedFileEngine.prepare`."""
         try:
-            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(UpdateInfo(paths, names))
+            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(UpdateInfo(paths, names, rank_paths or []))
         except Exception as error:  # noqa: BLE001 - see the module's docstring
             return ("err", f"{type(error).__name__}: {error}")
         return answer
@@ -195,6 +249,14 @@ class WorkerExtension:
         """What became of `sluice_prepare`."""
         answer: tuple[str, Any] = self.weight_transfer_engine.prepared()
         return answer
+
+    def sluice_add_adapter(self, label: str, number: int, path: str) -> tuple[str, Any]:
+        """Load a LoRA adapter beside the weights, which are not touched."""
+        try:
+            self.model_runner.add_lora(LoRARequest(label, number, path))
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("err", f"{type(error).__name__}: {error}")
+        return ("ok", None)
 
     def sluice_zero_kv(self) -> tuple[str, Any]:
         """Zero the KV cache: a NaN that once entered it would live on in reused blocks."""

@@ -37,6 +37,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    VERSION_RETIRED = "version_retired"
 
 
 class PauseMode(Enum):
@@ -81,7 +82,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how many samples of it are wanted."""
+    """One prompt and how many samples of it are wanted.
+
+    ``adapter`` names one of `LoraEngine.load_named`; empty means the policy: the weights, with their newest adapter version if
+    they have one.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -89,6 +94,7 @@ class GenerationRequest:
     n: int = 1
     priority: int = 0
     prompt_logprobs: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

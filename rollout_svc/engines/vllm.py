@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+import time
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import structlog
 
 from rollout_svc.engines import vllm_results as results
+from rollout_svc.engines.adapter_slots import Adapter
 from rollout_svc.engines.base import (
     EngineError,
     EngineStatus,
@@ -23,13 +25,15 @@ from rollout_svc.engines.base import (
     PauseMode,
 )
 from rollout_svc.engines.base_model import read_base_model
+from rollout_svc.engines.lora import AdapterInfo, LoraLimits
+from rollout_svc.engines.vllm_adapters import Adapters, lora_request
 from rollout_svc.engines.vllm_describe import describe, model_directory
 from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm_start import VllmProcesses, launch
 from rollout_svc.engines.vllm_types import Llm
 from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, step
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 
 __all__ = ["VllmEngine"]
 
@@ -49,6 +53,7 @@ class VllmEngine:
             (cheap, later tokens attend to what older weights wrote) or "recompute" them.
         double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
             weights' memory once more; otherwise the pause lasts as long as copying and packing.
+        lora: How many adapters it holds beside the weights, and of which rank; None serves none.
         start_deadline_s: How long loading may take.
         phase_deadline_s: How long each step of an update may take before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
@@ -64,6 +69,7 @@ class VllmEngine:
         engine_args: Mapping[str, Any] | None = None,
         kv_policy: Literal["keep", "recompute"] = "keep",
         double_buffer: bool = True,
+        lora: LoraLimits | None = None,
         start_deadline_s: float = 600.0,
         phase_deadline_s: float = 120.0,
         drain_deadline_s: float = 600.0,
@@ -71,6 +77,7 @@ class VllmEngine:
     ) -> None:
         self._model = model
         self._engine_args = dict(engine_args or {})
+        self._lora = lora
         self._start_deadline_s = start_deadline_s
         self._phase_deadline_s = phase_deadline_s
         self._drain_deadline_s = drain_deadline_s
@@ -87,6 +94,7 @@ class VllmEngine:
         self._live: dict[str, set[TrackedRequest]] = {}
         self._generated = 0
         self._prompted = 0
+        self._adapters = Adapters(self._weights, self._tracked, phase_deadline_s)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +122,8 @@ class VllmEngine:
             staged, self._weights.staged = self._weights.staged, None
             if staged is not None and staged.path.is_file():
                 await self._switch(staged)
-            return self._weights.version
+            await self._adapters.load_anew(self._llm)
+            return self._version
 
     async def stop(self) -> None:
         """End every request and free everything. Idempotent."""
@@ -122,7 +131,9 @@ class VllmEngine:
             await self._shut_down()
 
     async def _start(self, *, fork: bool) -> None:
-        self._processes = await launch(self._model, self._engine_args, fork=fork, deadline_s=self._start_deadline_s)
+        self._processes = await launch(
+            self._model, self._engine_args, fork=fork, deadline_s=self._start_deadline_s, lora=self._lora
+        )
         model_config = self._processes.config.model_config
         directory = await asyncio.to_thread(model_directory, self._model, model_config.revision)
         self._weights.base = await asyncio.to_thread(read_base_model, directory)
@@ -130,6 +141,7 @@ class VllmEngine:
         self.info = describe(self._model, self._processes.config)
         self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
         self._broken, self._paused = "", None
+        self._adapters.begin(self._lora)
         llm = self._processes.llm
         await step(llm, "labelling the base weights", llm.update_weight_version(str(BASE)), self._phase_deadline_s)
         log.info("vllm started", model=self._model, dtype=self.info.dtype, max_model_len=self.info.max_model_len)
@@ -144,6 +156,11 @@ class VllmEngine:
     def _fail_requests(self, processes: VllmProcesses, why: str) -> None:
         """Let every waiting caller know at once."""
         processes.llm.output_processor.propagate_error(EngineError(why))
+
+    @property
+    def _version(self) -> Version:
+        """What requests without an adapter's name are sampled from."""
+        return self._adapters.version or self._weights.version
 
     @property
     def _llm(self) -> Llm:
@@ -176,7 +193,7 @@ class VllmEngine:
             raise lost(request, error) from error
         finally:
             await self._release(request, tracked)
-        samples = [results.sample(each, request.sampling) for each in output.outputs]
+        samples = [results.sample(each, request.sampling, tracked) for each in output.outputs]
         self._count(request, sum(len(each.token_ids) for each in samples))
         poisoned = sum(results.cut_at_nan(each) for each in samples)
         if poisoned:
@@ -203,7 +220,7 @@ class VllmEngine:
             while not tracked.ended:
                 await tracked.wait(max(coalesce_s, LEAST_COALESCE_S))
                 for index, sampled, ended in tracked.advance():
-                    chunk = results.chunk(index, sampled, ended, request.sampling)
+                    chunk = results.chunk(index, sampled, ended, request.sampling, retired=tracked.retired)
                     given += len(chunk.token_ids)
                     poisoned = results.cut_at_nan(chunk)
                     yield chunk
@@ -227,22 +244,30 @@ class VllmEngine:
         await self._weights.admit.wait()  # while an update is under way: the request belongs to the version that comes
         llm = self._llm
         results.check_request(request, self.info, seeds=self._seeds)
-        # The salt keys prefix-cache entries by version: none is read after an update.
-        prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": str(self._weights.version)}
         unique_id = f"{request.request_id}.{next(self._numbers)}"
-        try:
-            with results.refusals():
-                params = results.sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None)
-                tracked = await submit(llm, unique_id, prompt, params, request.priority)
-        except ValueError:
-            raise
-        except Exception as error:
-            raise lost(request, error) from error
-        self._live.setdefault(request.request_id, set()).add(tracked)
+        with self._adapters.entering(request.adapter) as adapter:
+            # The salt keys prefix-cache entries by version: none is read after an update.
+            salt = str(self._weights.version if adapter is None else adapter.version)
+            prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
+            try:
+                with results.refusals():
+                    params = results.sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None)
+                    lora = None if adapter is None else lora_request(adapter)
+                    tracked = await submit(llm, unique_id, prompt, params, priority=request.priority, lora_request=lora)
+            except ValueError:
+                raise
+            except Exception as error:
+                raise lost(request, error) from error
+            tracked.adapter, tracked.adapter_name = adapter, request.adapter
+            self._live.setdefault(request.request_id, set()).add(tracked)
         return tracked
+
+    def _tracked(self) -> list[TrackedRequest]:
+        return [tracked for of_name in self._live.values() for tracked in of_name]
 
     async def _release(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
         """Forget a request; abort it if its caller gave it up before its end."""
+        self._adapters.left(tracked)
         live = self._live[request.request_id]
         live.discard(tracked)
         if not live:
@@ -317,6 +342,7 @@ class VllmEngine:
     async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
         async with self._commands:
             if staged is not None and self._weights.staged == staged:
+                self._adapters.slots.current = None  # back from an adapter to its base, which never changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             return await self._switch(staged)
 
@@ -324,11 +350,14 @@ class VllmEngine:
         llm = self._llm
         files = self._weights.files(staged)
         try:
+            for adapter in self._adapters.slots.of_other_bases(files.version):
+                await self._adapters.retire(llm, adapter)
             report = await self._weights.switch(llm, files, resume=self._paused is None)
         except HalfLoadedError as error:
             self._break(str(error))
             raise
         self._weights.staged = staged
+        self._adapters.slots.current = None
         return report
 
     def _break(self, why: str) -> None:
@@ -336,6 +365,54 @@ class VllmEngine:
         self._broken = why
         if self._processes is not None:
             self._fail_requests(self._processes, f"{why}; call restart()")
+
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    @property
+    def lora_limits(self) -> LoraLimits | None:
+        """How many adapters it holds and of which rank; None where it serves none."""
+        return self._adapters.limits
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Let new requests run on an adapter; nothing is paused and the weights are not touched.
+
+        Raises:
+            EngineError: if it does not fit; what served before serves on.
+        """
+        return await undisturbed(self._apply_adapter(staged))
+
+    async def _apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        begun = time.perf_counter()
+        async with self._commands:
+            self._adapters.slots.current = await self._load_adapter(staged)
+        return ApplyReport(staged.version, 0.0, time.perf_counter() - begun)
+
+    async def load_named(self, name: str, staged: StagedAdapter) -> None:
+        """Give an adapter a name for requests.
+
+        Raises:
+            AdaptersFullError: if names hold as many as they may.
+            EngineError: if it does not fit.
+        """
+        async with self._commands:
+            self._adapters.slots.check_name(name)
+            self._adapters.slots.named[name] = await self._load_adapter(staged)
+
+    async def unload_named(self, name: str) -> bool:
+        """Take a name away and end its requests. False if there was no such name."""
+        async with self._commands:
+            return await self._adapters.unname(self._llm, name)
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """What it holds."""
+        return self._adapters.describe()
+
+    async def _load_adapter(self, staged: StagedAdapter) -> Adapter:
+        try:
+            return await self._adapters.load(self._llm, staged)
+        except HalfLoadedError as error:
+            self._break(str(error))
+            raise
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -346,7 +423,7 @@ class VllmEngine:
         unfinished = processes.llm.get_num_unfinished_requests() if processes is not None and healthy else 0
         running = min(processes.recorder.running, unfinished) if processes is not None else 0
         return EngineStatus(
-            version=self._weights.version,
+            version=self._version,
             running=running,
             queued=unfinished - running,
             kv_cache_usage=processes.recorder.kv_cache_usage if processes is not None and unfinished else 0.0,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.lora import LoraLimits
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION
 
 __all__ = [
@@ -32,6 +33,12 @@ CPU_MAX_NUM_SEQS = 256
 
 OURS = ("logprobs_mode", "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "model")
 """Arguments that the engine sets itself, since its contract rests on them."""
+
+LORA = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank")
+"""Arguments that the table `[rollout.lora]` sets."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Highest ranks that vLLM lays its buffers out for."""
 
 
 def prepare_environment(environment: MutableMapping[str, str], *, workers: int) -> None:
@@ -88,13 +95,17 @@ def check_names(given: Mapping[str, Any], known: set[str]) -> None:
     for name in given:
         if name in OURS:
             raise EngineError(f"engine argument {name!r} is set by the engine itself; remove it")
+        if name in LORA:
+            raise EngineError(f"engine argument {name!r} comes from the table [rollout.lora]; set enabled = true there")
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise EngineError(f"vLLM has no engine argument {name!r}{hint}")
 
 
-def engine_arguments(model: str, given: Mapping[str, Any], *, on_cpu: bool, arguments_class: type) -> dict[str, Any]:
+def engine_arguments(
+    model: str, given: Mapping[str, Any], *, on_cpu: bool, arguments_class: type, lora: LoraLimits | None = None
+) -> dict[str, Any]:
     """Complete the user's engine arguments.
 
     Args:
@@ -102,9 +113,10 @@ def engine_arguments(model: str, given: Mapping[str, Any], *, on_cpu: bool, argu
         given: Fields of vLLM's ``AsyncEngineArgs``.
         on_cpu: Whether vLLM runs without an accelerator.
         arguments_class: ``AsyncEngineArgs``.
+        lora: Adapters that the engine has to hold; None for none.
 
     Raises:
-        EngineError: on a name that vLLM does not know.
+        EngineError: on a name that vLLM does not know, or a rank that it has no buffers for.
     """
     check_names(given, {field.name for field in fields(arguments_class)})
     arguments: dict[str, Any] = {
@@ -116,6 +128,8 @@ def engine_arguments(model: str, given: Mapping[str, Any], *, on_cpu: bool, argu
     if on_cpu:
         arguments |= cpu_defaults(model)
     arguments |= given
+    if lora is not None:
+        arguments |= lora_arguments(lora, on_cpu=on_cpu)
     return arguments | {
         "model": model,
         "logprobs_mode": "processed_logprobs",  # after temperature, as the trainer computes them
@@ -123,6 +137,20 @@ def engine_arguments(model: str, given: Mapping[str, Any], *, on_cpu: bool, argu
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,  # its default loggers; ours is given apart
     }
+
+
+def lora_arguments(lora: LoraLimits, *, on_cpu: bool) -> dict[str, Any]:
+    """Arguments for an engine that serves adapters.
+
+    Raises:
+        EngineError: if vLLM has no buffers for such a rank.
+    """
+    rank = next((rank for rank in LORA_RANKS if rank >= lora.max_rank), None)
+    if rank is None:
+        raise EngineError(f"rollout.lora.max_rank is {lora.max_rank}; vLLM goes up to {LORA_RANKS[-1]}")
+    # On CPU, vLLM's kernels give sequences without an adapter the last place's: one that stays empty keeps them exact.
+    places = lora.max_loras + 1 if on_cpu else lora.max_loras
+    return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}
 
 
 def cpu_defaults(model: str) -> dict[str, Any]:

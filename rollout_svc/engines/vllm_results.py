@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, ModelInfo, Sample, Sampling, Span
-from rollout_svc.engines.vllm_spans import Ended, Sampled
+from rollout_svc.engines.vllm_spans import Ended, Sampled, TrackedRequest
 from rollout_svc.engines.vllm_types import CompletionOutput, FlatLogprobs, SamplingParams
 from sluice.versions import Version
 
@@ -112,14 +112,17 @@ def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: b
         raise ValueError("stop strings need a tokenizer in the model's directory; use stop_token_ids")
 
 
-def sample(output: CompletionOutput, sampling: Sampling) -> Sample:
+def sample(output: CompletionOutput, sampling: Sampling, tracked: TrackedRequest) -> Sample:
     """One sample from vLLM's ``CompletionOutput``."""
+    spans = [Span(span.start, Version.parse(span.version)) for span in output.weight_versions or ()]
+    if tracked.adapter is not None:
+        spans = [Span(0, tracked.adapter.version)] if output.token_ids else []
     return Sample(
         index=output.index,
         token_ids=list(output.token_ids),
         logprobs=flat_logprobs(output.logprobs, sampling.top_logprobs),
-        spans=[Span(span.start, Version.parse(span.version)) for span in output.weight_versions or ()],
-        finish_reason=finish_reason(output.finish_reason),
+        spans=spans,
+        finish_reason=finish_reason(output.finish_reason, retired=tracked.retired),
         stop_string=stop_string(output.stop_reason),
         top_logprobs=flat_top_logprobs(output.logprobs, sampling.top_logprobs),
     )
@@ -137,9 +140,10 @@ def cut_at_nan(part: Sample | GenerationChunk) -> bool:
     return True
 
 
-def finish_reason(text: str) -> FinishReason:
-    """Our word for vLLM's; anything unforeseen is an error."""
-    known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+def finish_reason(text: str, *, retired: bool) -> FinishReason:
+    """Our word for vLLM's; anything unforeseen is an error. ``retired`` says why a request was aborted."""
+    aborted = FinishReason.VERSION_RETIRED if retired else FinishReason.ABORT
+    known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": aborted}
     return known.get(text, FinishReason.ERROR)
 
 
@@ -175,7 +179,9 @@ def prompt_logprobs(flat: FlatLogprobs | None) -> list[float]:
     return [flat.logprobs[start] for start in starts]
 
 
-def chunk(index: int, sampled: Sampled, ended: Ended | None, sampling: Sampling) -> GenerationChunk:
+def chunk(
+    index: int, sampled: Sampled, ended: Ended | None, sampling: Sampling, *, retired: bool = False
+) -> GenerationChunk:
     """Tokens of one sample under way."""
     return GenerationChunk(
         index=index,
@@ -183,7 +189,7 @@ def chunk(index: int, sampled: Sampled, ended: Ended | None, sampling: Sampling)
         token_ids=sampled.token_ids,
         logprobs=flat_logprobs(sampled.flat, sampling.top_logprobs),
         spans=sampled.spans,
-        finish_reason=finish_reason(ended.finish_reason) if ended is not None else None,
+        finish_reason=finish_reason(ended.finish_reason, retired=retired) if ended is not None else None,
         stop_string=stop_string(ended.stop_reason) if ended is not None else "",
         top_logprobs=flat_top_logprobs(sampled.flat, sampling.top_logprobs),
     )

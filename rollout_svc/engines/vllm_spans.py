@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rollout_svc.engines.adapter_slots import Adapter
 from rollout_svc.engines.base import Span
 from rollout_svc.engines.vllm_types import (
     Collector,
@@ -51,12 +52,18 @@ class TrackedRequest:
 
     Attributes:
         internal_id: vLLM's own name of it; aborting by it touches no other request.
+        adapter: What it runs on beside the weights: then all of its tokens carry the adapter's version.
+        adapter_name: What its caller called the adapter; empty for the policy's.
+        retired: It was ended since its adapter was taken away.
     """
 
     internal_id: str
     _collector: Collector
     _states: list[RequestState]
     _parent: ParentRequest | None
+    adapter: Adapter | None = None
+    adapter_name: str = ""
+    retired: bool = False
     _given: list[int] = field(default_factory=list)
     _ended: list[bool] = field(default_factory=list)
     _final: RequestOutput | None = None
@@ -110,7 +117,11 @@ class TrackedRequest:
         token_ids = state.detokenizer.output_token_ids
         end = self._given[index] = len(token_ids)
         flat = state.logprobs_processor.logprobs[start:end]
-        return Sampled(start, token_ids[start:end], flat, spans_between(state.weight_version_starts, start, end))
+        if self.adapter is not None:
+            starts: Sequence[tuple[str, int]] = [(str(self.adapter.version), 0)]
+        else:
+            starts = state.weight_version_starts
+        return Sampled(start, token_ids[start:end], flat, spans_between(starts, start, end))
 
 
 def spans_between(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[Span]:
@@ -124,7 +135,13 @@ def spans_between(starts: Sequence[tuple[str, int]], first: int, end: int) -> li
 
 
 async def submit(
-    engine: Llm, request_id: str, prompt: Mapping[str, object], params: SamplingParams, priority: int
+    engine: Llm,
+    request_id: str,
+    prompt: Mapping[str, object],
+    params: SamplingParams,
+    *,
+    priority: int,
+    lora_request: object | None = None,
 ) -> TrackedRequest:
     """Hand a request to vLLM's ``AsyncLLM``.
 
@@ -134,12 +151,13 @@ async def submit(
         prompt: vLLM's ``TokensInput``.
         params: How to sample; several samples share one `TrackedRequest`.
         priority: Lower goes first.
+        lora_request: vLLM's ``LoRARequest``; None for the weights alone.
 
     Raises:
         VLLMClientError: if vLLM refuses it.
     """
     try:
-        collector = await engine.add_request(request_id, prompt, params, priority=priority)
+        collector = await engine.add_request(request_id, prompt, params, lora_request=lora_request, priority=priority)
     except BaseException:
         await engine.abort(request_id)  # it may have been registered before it failed or was cancelled
         raise

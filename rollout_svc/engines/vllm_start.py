@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.vllm_args import (
     engine_arguments,
     has_accelerator,
@@ -100,7 +101,9 @@ class VllmProcesses:
             segment.unlink(missing_ok=True)
 
 
-async def launch(model: str, given: Mapping[str, Any], *, fork: bool, deadline_s: float) -> VllmProcesses:
+async def launch(
+    model: str, given: Mapping[str, Any], *, fork: bool, deadline_s: float, lora: LoraLimits | None = None
+) -> VllmProcesses:
     """Start vLLM's engine.
 
     Args:
@@ -109,6 +112,7 @@ async def launch(model: str, given: Mapping[str, Any], *, fork: bool, deadline_s
         fork: Fork the engine's process instead of spawning it, where the platform allows: 8 s instead of 15, but only
             sound while this process serves nothing (a forked child would hold its sockets open).
         deadline_s: How long it may take.
+        lora: Adapters that it has to hold; None for none.
 
     Raises:
         EngineError: if it cannot start or takes longer.
@@ -118,7 +122,7 @@ async def launch(model: str, given: Mapping[str, Any], *, fork: bool, deadline_s
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(deadline_s):
-            return await loop.run_in_executor(thread, _launch, model, dict(given), fork, thread)
+            return await loop.run_in_executor(thread, _launch, model, dict(given), lora, fork, thread)
     except TimeoutError as error:
         thread.shutdown(wait=False)
         raise EngineError(f"vLLM did not start within {deadline_s:.0f} s; raise start_deadline_s") from error
@@ -130,7 +134,9 @@ async def launch(model: str, given: Mapping[str, Any], *, fork: bool, deadline_s
         raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
 
-def _launch(model: str, given: dict[str, Any], fork: bool, thread: ThreadPoolExecutor) -> VllmProcesses:
+def _launch(
+    model: str, given: dict[str, Any], lora: LoraLimits | None, fork: bool, thread: ThreadPoolExecutor
+) -> VllmProcesses:
     prepare_environment(os.environ, workers=workers_of(given))
     import vllm  # noqa: PLC0415 - takes seconds and reads the environment: only when an engine is wanted
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415
@@ -138,7 +144,7 @@ def _launch(model: str, given: dict[str, Any], fork: bool, thread: ThreadPoolExe
 
     require_tested_version(vllm.__version__)
     on_cpu = not has_accelerator()
-    arguments = engine_arguments(model, given, on_cpu=on_cpu, arguments_class=AsyncEngineArgs)
+    arguments = engine_arguments(model, given, on_cpu=on_cpu, arguments_class=AsyncEngineArgs, lora=lora)
     config = AsyncEngineArgs(**arguments).create_engine_config()
     # vLLM's CPU platform sets "spawn" in the line above; on a GPU a fork would inherit a broken CUDA context.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and on_cpu else "spawn"

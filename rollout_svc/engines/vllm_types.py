@@ -137,9 +137,19 @@ class Llm(Protocol):
     output_handler: asyncio.Task[None] | None
 
     async def add_request(
-        self, request_id: str, prompt: Mapping[str, object], params: SamplingParams, *, priority: int
+        self,
+        request_id: str,
+        prompt: Mapping[str, object],
+        params: SamplingParams,
+        *,
+        lora_request: object | None,
+        priority: int,
     ) -> Collector:
         """Register a request."""
+        ...
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        """Let the workers forget an adapter."""
         ...
 
     async def abort(self, request_id: str, internal: bool = False) -> None:

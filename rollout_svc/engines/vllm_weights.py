@@ -33,11 +33,20 @@ LOOK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """A whole version on disk or in shared memory, and the tensors it must hold."""
+    """A version on disk or in shared memory, and the tensors it must hold; by worker where each has a file of its own."""
 
     version: Version
     paths: tuple[Path, ...]
     names: Sequence[str]
+    rank_paths: tuple[Path, ...] = ()
+
+    def arguments(self) -> dict[str, object]:
+        """What the workers are told of them."""
+        return {
+            "paths": [str(path) for path in self.paths],
+            "names": list(self.names),
+            "rank_paths": [[str(path)] for path in self.rank_paths],
+        }
 
 
 class HalfLoadedError(EngineError):
@@ -81,7 +90,7 @@ class Weights:
         if staged is None:
             return WeightFiles(BASE, self.base.paths, names)
         self.base.check(staged)
-        return WeightFiles(staged.version, (staged.path,), names)
+        return WeightFiles(staged.version, (staged.path,), names, staged.rank_paths)
 
     async def switch(self, llm: Llm, files: WeightFiles, *, resume: bool) -> ApplyReport:
         """Prepare, pause, load, label, resume. Requests under way are kept.
@@ -91,6 +100,7 @@ class Weights:
             HalfLoadedError: if the model is in an unknown state; it was not resumed.
         """
         try:
+            await check(llm, files, self._deadline_s)
             prepare_s = await prepare(llm, files, self._deadline_s) if self._double_buffer else 0.0
         except HalfLoadedError:
             raise
@@ -163,6 +173,18 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
     raise HalfLoadedError(f"{name} {why}; restart the engine")
 
 
+async def check(llm: Llm, files: WeightFiles, deadline_s: float) -> None:
+    """Ask every worker whether the files hold what it reads, before any of them touches its model.
+
+    Raises:
+        EngineError: if one refuses; nothing has changed.
+    """
+    work = llm.collective_rpc("sluice_check", kwargs=files.arguments())
+    refused = next((why for kind, why in await step(llm, "checking the weights", work, deadline_s) if kind != "ok"), "")
+    if refused:
+        raise EngineError(f"version {files.version} was not loaded: {refused}")
+
+
 async def prepare(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
     """Let the workers build a version while they sample, where they can; `load` then has little left to do.
 
@@ -173,8 +195,7 @@ async def prepare(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
         EngineError: if the files were refused; nothing has changed.
     """
     name = "preparing the weights"
-    arguments = {"paths": [str(path) for path in files.paths], "names": list(files.names)}
-    answers = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), deadline_s)
+    answers = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=files.arguments()), deadline_s)
     end = time.monotonic() + deadline_s
     while all(kind in {"ok", "pending"} for kind, _ in answers):
         answers = await step(llm, name, llm.collective_rpc("sluice_prepared"), deadline_s)
@@ -208,8 +229,7 @@ async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
     """
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415 - loaded by start()
 
-    update = {"paths": [str(path) for path in files.paths], "names": list(files.names)}
-    request = WeightTransferUpdateRequest(update_info=update)
+    request = WeightTransferUpdateRequest(update_info=files.arguments())
     await step(llm, "opening the update", llm.start_weight_update(), deadline_s)
     await step(llm, "loading the weights", llm.update_weights(request), deadline_s)
     answers = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), deadline_s)
@@ -217,6 +237,6 @@ async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
     label = None if error else str(files.version)
     await step(llm, "closing the update", llm.finish_weight_update(label), deadline_s)
     if error is not None:
-        refused = all(answer[0] in {"ok", "refused"} for answer in answers) and answers[0][0] == "refused"
+        refused = all(kind == "refused" for kind, _ in answers)  # by some alone: the others have loaded it
         raise (EngineError if refused else HalfLoadedError)(f"version {files.version} was not loaded: {error[1]}")
     return max(float(answer[1]) for answer in answers)
