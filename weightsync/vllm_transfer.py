@@ -136,7 +136,9 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         """Whether the files hold all that this worker reads: ("ok", None) or ("refused", why); the model is untouched."""
         try:
             own = self.own(paths, rank_paths)
-            partial = [held for held in check_complete(own, names, {TIED_HEAD} if self._tied else set()) if not held.whole]
+            partial = [
+                held for held in check_complete(own, names, {TIED_HEAD} if self._tied else set()) if not held.whole
+            ]
             if partial:
                 reads = self.plan(own).reads
                 for held in partial:
