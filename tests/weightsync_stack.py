@@ -77,9 +77,16 @@ class Stack:
         response = await self.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
         return [Version.from_proto(manifest.version) for manifest in response.versions]
 
-    async def pull(self, version: Version, shard: str = "model", offset: int = 0, length: int = 0) -> bytes:
+    async def pull(
+        self, version: Version, shard: str = "model", offset: int = 0, length: int = 0, base: Version | None = None
+    ) -> bytes:
         request = pb.PullWeightsRequest(
-            run=RESOURCE, version=version.to_proto(), shard=shard, offset=offset, length=length
+            run=RESOURCE,
+            version=version.to_proto(),
+            shard=shard,
+            offset=offset,
+            length=length,
+            base=None if base is None else base.to_proto(),
         )
         received = b""
         async for response in self.delivery.PullWeights(request, timeout=30):

@@ -39,7 +39,9 @@ def assemble(pushed: pb.Manifest, shards: Mapping[str, IncomingShard], target: P
     header = render_header(list(entries.values()), {"format": "pt"})
     size = len(header) + sum(entry.size for entry in entries.values())
     with target.open("w+b") as file:
-        file.truncate(size)
+        os.posix_fallocate(
+            file.fileno(), 0, size
+        )  # on a full disk this fails; a write to the map would end the process
         with mmap.mmap(file.fileno(), size) as mapped:
             mapped[: len(header)] = header
             for shard in pushed.shards:

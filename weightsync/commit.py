@@ -10,12 +10,14 @@ import structlog
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.chain import Form
 from weightsync.incoming import IncomingShard
 from weightsync.ledger import RefusedError
-from weightsync.manifest import ManifestError
+from weightsync.manifest import ManifestError, check_adapter_config
 from weightsync.metrics import COMMIT_SECONDS, COMMITTED_BYTES
 from weightsync.runs import Run, Runs, disk_error, refused
-from weightsync.store import RunStore, StoredVersion
+from weightsync.store import RunStore
+from weightsync.stored import StoredVersion, form_of
 from weightsync.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
 
 __all__ = ["commit_version"]
@@ -30,8 +32,6 @@ async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.Com
         SluiceError: as the contract says of CommitVersion.
     """
     version = Version.from_proto(announced.version)
-    if announced.kind != pb.VERSION_KIND_ANCHOR:
-        raise SluiceError.unimplemented(f"CommitVersion of kind {pb.VersionKind.Name(announced.kind)}")
     async with run.commit_lock:
         known = run.versions.get(version)
         if known is not None:
@@ -49,7 +49,7 @@ async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.Com
 def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
     """A repeated commit names the same content: by the version's digest, else by the digests of its shards."""
     if announced.digest:
-        same = announced.digest == known.manifest.digest
+        same = announced.digest in {known.manifest.digest, known.pushed.digest}
     else:
         digests = {shard.name: shard.digest for shard in known.pushed.shards}
         same = {shard.name: shard.digest or digests.get(shard.name) for shard in announced.shards} == digests
@@ -64,12 +64,19 @@ def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
 async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest) -> StoredVersion:
     started = time.perf_counter()
     shards = {name: upload.shard for name, upload in run.uploads_of(version).items()}
+    base_version = Version.from_proto(announced.base)
+    holder = object()
     try:
         run.ledger.check_push(version)
-        stored = await runs.in_thread(_verify_and_write, run.store, announced, shards)
+        base = _check_base(run, version, announced)
+        if base_version in run.versions:
+            run.ledger.hold(base_version, holder)
+        stored = await runs.in_thread(_verify_and_write, run.store, announced, shards, base, started)
         run.publish(stored)
         await runs.drop_uploads(run, version)
     except RefusedError as error:
+        if error.reason in {"BASE_UNKNOWN", "BASE_DAMAGED"}:  # of no use to the anchor that comes instead
+            await runs.drop_uploads(run, version)
         raise refused(error) from error
     except ManifestError as error:
         raise SluiceError.invalid_argument("manifest", str(error)) from error
@@ -84,6 +91,8 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
     except OSError as error:
         await runs.drop_uploads(run, version)
         raise disk_error(error) from error
+    finally:
+        run.ledger.release(base_version, holder)
     seconds = time.perf_counter() - started
     COMMIT_SECONDS.observe(seconds)
     COMMITTED_BYTES.labels(run.name).inc(stored.manifest.size_bytes)
@@ -91,6 +100,7 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
         "version committed",
         run=run.name,
         version=str(version),
+        form=form_of(stored.manifest).value,
         bytes=stored.manifest.size_bytes,
         digest=stored.manifest.digest,
         seconds=round(seconds, 4),
@@ -98,7 +108,33 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
     return stored
 
 
-def _verify_and_write(store: RunStore, announced: pb.Manifest, shards: Mapping[str, IncomingShard]) -> StoredVersion:
-    manifest = complete_manifest(announced, shards)
+def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manifest | None:
+    """The manifest of the version that a delta is based on; None for other kinds.
+
+    Raises:
+        RefusedError: BASE_UNKNOWN or BASE_DAMAGED.
+        ManifestError: if the kind and the base do not go together.
+    """
+    base = Version.from_proto(announced.base)
+    form = form_of(announced)
+    if announced.HasField("base") == (form is Form.DENSE):
+        raise ManifestError("an anchor stands alone, a delta or an adapter names its base: set base accordingly")
+    if form is Form.ADAPTER:
+        run.ledger.check_adapter(version, base)
+    if form is not Form.DELTA:
+        return None
+    run.ledger.check_delta(version, base)
+    return run.versions[base].manifest
+
+
+def _verify_and_write(
+    store: RunStore,
+    announced: pb.Manifest,
+    shards: Mapping[str, IncomingShard],
+    base: pb.Manifest | None,
+    started: float,
+) -> StoredVersion:
+    manifest = complete_manifest(announced, shards, base)
+    check_adapter_config(manifest)
     manifest.commit_time.GetCurrentTime()
-    return store.commit(manifest, shards)
+    return store.commit(manifest, shards, started)

@@ -21,6 +21,16 @@ class WeightSyncConfig(Section):
         None, description="Directory that holds one directory of versions per run; none: `output_dir/<run>/weights`."
     )
     keep: int = Field(3, ge=1, description="Newest versions of a run that are kept; those in use stay beyond that.")
+    anchor_every: int = Field(
+        16,
+        ge=1,
+        description="Versions after which a dense form is kept as an anchor, from which chains of deltas start; earlier if the chain outgrows half a dense copy.",
+    )
+    dense_delay_s: float = Field(
+        1.0,
+        ge=0,
+        description="Seconds after the commit of a delta at which its dense form is begun, in the background; what is newest then is made.",
+    )
     max_bytes: int | None = Field(
         None,
         ge=1,
@@ -44,6 +54,9 @@ class WeightSyncConfig(Section):
     chunk_idle_s: float = Field(30.0, gt=0, description="Seconds that a push may pass without a chunk before it fails.")
     incoming_ttl_s: float = Field(
         600.0, gt=0, description="Seconds after its last chunk at which an upload that was not committed is dropped."
+    )
+    linger_s: float = Field(
+        5.0, ge=0, description="Seconds that a version is spared from retention after a part of it was pulled."
     )
     lease_s: float = Field(
         60.0,

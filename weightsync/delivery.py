@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator
-from io import FileIO
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -14,9 +13,11 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.chunks import MAX_CHUNK_BYTES, fill_chunk
 from weightsync.host import host_id
 from weightsync.runs import Run, Runs
+from weightsync.sending import send_file, write_within
+from weightsync.stored import StoredForm
+from weightsync.update_path import describe_step, path_to, pulled_form
 
 __all__ = ["WeightDeliveryServicer"]
 
@@ -76,45 +77,42 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         request: pb.PullWeightsRequest,
         context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
     ) -> None:
-        """Send bytes of one shard, read in a thread while the chunk before goes out."""
+        """Send bytes of one shard."""
         run = await self._runs.open(request.run)
         version = Version.from_proto(request.version)
-        path, end = _find_range(run, version, request)
-        holder = object()
-        run.ledger.hold(version, holder)
-        try:
-            await self._send(path, request.offset, end, context)
-        finally:
-            run.ledger.release(version, holder)
+        base = Version.from_proto(request.base) if request.HasField("base") else None
+        path, end = _find_range(pulled_form(run, version, base), request)
+        with self._held(run, [version]):
+            await send_file(self._runs, path, request.offset, end, context)
 
-    async def _send(
+    async def GetUpdatePath(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
         self,
-        path: Path,
-        begin: int,
-        end: int,
-        context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
+        request: pb.GetUpdatePathRequest,
+        context: grpc.aio.ServicerContext[pb.GetUpdatePathRequest, pb.GetUpdatePathResponse],
     ) -> None:
-        file = await self._runs.in_thread(FileIO, path)
-        reading: asyncio.Future[pb.PullWeightsResponse] | None = None
+        """Send the manifests that lead to a version; its forms stay until they are sent, and a little longer."""
+        run = await self._runs.open(request.run)
+        wanted = Version.from_proto(request.version) if request.HasField("version") else None
+        held = Version.from_proto(request.held) if request.HasField("held") else None
+        path = path_to(run, wanted, held)
+        with self._held(run, [step.version for step in path]):
+            for step in path:
+                response = await self._runs.in_thread(describe_step, run, step)
+                await write_within(context, response, self._runs.config.chunk_idle_s)
+
+    @contextmanager
+    def _held(self, run: Run, versions: list[Version]) -> Iterator[None]:
+        """Keep versions while they are sent, and from retention until the caller comes back for their next part."""
+        holder = object()
+        for version in versions:
+            run.ledger.hold(version, holder)
         try:
-            if begin < end:
-                reading = self._runs.in_thread(_read, file, begin, end)
-            while reading is not None:
-                response = await reading
-                begin = min(begin + MAX_CHUNK_BYTES, end)
-                reading = self._runs.in_thread(_read, file, begin, end) if begin < end else None
-                async with asyncio.timeout(self._runs.config.chunk_idle_s):
-                    await context.write(response)
-        except TimeoutError as error:
-            raise SluiceError(
-                grpc.StatusCode.DEADLINE_EXCEEDED,
-                "PULL_IDLE",
-                f"nobody read for {self._runs.config.chunk_idle_s:g} s (weightsync.chunk_idle_s): pull from where it broke",
-            ) from error
+            yield
         finally:
-            if reading is not None:
-                reading.cancel()
-            file.close()
+            until = self._runs.clock() + self._runs.config.linger_s
+            for version in versions:
+                run.ledger.release(version, holder)
+                run.ledger.linger(version, until)
 
     async def ReportVersion(  # noqa: N802 - gRPC's name
         self,
@@ -167,33 +165,17 @@ async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> Asyn
             fresh = True
 
 
-def _find_range(run: Run, version: Version, request: pb.PullWeightsRequest) -> tuple[Path, int]:
+def _find_range(form: StoredForm, request: pb.PullWeightsRequest) -> tuple[Path, int]:
     """The shard's file and the end of the range that is wanted."""
-    stored = run.find(version)
-    if request.HasField("base"):
-        raise SluiceError.failed_precondition(
-            "NO_DELTA", "this service gives out shards as they are stored: leave base unset"
-        )
-    path = stored.shard_path(request.shard)
+    path = form.files.get(request.shard)
     if path is None:
-        names = ", ".join(shard.name for shard in stored.manifest.shards[:5])
         raise SluiceError.not_found(
-            "NO_SUCH_SHARD", f"version {version} has no shard {request.shard!r}; it has {names}"
+            "NO_SUCH_SHARD",
+            f"version {Version.from_proto(request.version)} has no shard {request.shard!r}; it has"
+            f" {', '.join(list(form.files)[:5])}",
         )
-    size = next(shard.size_bytes for shard in stored.manifest.shards if shard.name == request.shard)
+    size = next(shard.size_bytes for shard in form.manifest.shards if shard.name == request.shard)
     end = request.offset + request.length if request.length else size
     if request.offset > size or end > size:
         raise SluiceError.invalid_argument("offset", f"the range ends beyond the shard's {size} bytes")
     return path, end
-
-
-def _read(file: FileIO, begin: int, end: int) -> pb.PullWeightsResponse:
-    wanted = min(MAX_CHUNK_BYTES, end - begin)
-    data = os.pread(file.fileno(), wanted, begin)
-    if len(data) < wanted:
-        raise SluiceError.data_loss(
-            "SHARD_SHORT", f"the stored file ends at byte {begin + len(data)}: push a new version"
-        )
-    response = pb.PullWeightsResponse()
-    fill_chunk(response.chunk, begin, data)
-    return response

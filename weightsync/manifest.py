@@ -7,6 +7,7 @@ cut has one line per slice, ``name dtype shape offsets sizes digest``. It does n
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -25,6 +26,7 @@ __all__ = [
     "DenseTensor",
     "ManifestError",
     "box",
+    "check_adapter_config",
     "check_manifest",
     "entry_name",
     "from_json",
@@ -143,6 +145,24 @@ def check_manifest(manifest: pb.Manifest) -> None:
             slices[tensor.name].append(tensor)
     for name, parts in slices.items():
         _check_cover(name, parts)
+
+
+def check_adapter_config(manifest: pb.Manifest) -> None:
+    """Check that an adapter comes with its configuration, and nothing else does.
+
+    Raises:
+        ManifestError: if it does not.
+    """
+    if manifest.kind != pb.VERSION_KIND_ADAPTER:
+        if manifest.adapter_config:
+            raise ManifestError("only an adapter has an adapter_config")
+        return
+    try:
+        config = json.loads(manifest.adapter_config)
+    except ValueError as error:
+        raise ManifestError(f"adapter_config is no JSON ({error}): give PEFT's adapter_config.json") from error
+    if not isinstance(config, dict):
+        raise ManifestError("adapter_config is no JSON object: give PEFT's adapter_config.json")
 
 
 def _check_shard(shard: pb.Shard, encodings: Collection[pb.TensorEncoding.ValueType]) -> None:

@@ -22,7 +22,8 @@ from weightsync.ledger import Ledger, RefusedError
 from weightsync.metrics import HELD_BYTES
 from weightsync.names import BadNameError, parse_run
 from weightsync.source_list import SourceList
-from weightsync.store import RunStore, StoredVersion, StoreLockedError
+from weightsync.store import RunStore, StoreLockedError
+from weightsync.stored import StoredVersion
 from weightsync.upload import Upload
 
 __all__ = ["Run", "Runs", "Upstream", "disk_error", "refused"]
@@ -89,7 +90,7 @@ class Run:
         """Take up what was found on disk."""
         for stored in found:
             self.versions[stored.version] = stored
-            self.ledger.restore(stored.version, stored.manifest.digest, stored.manifest.size_bytes)
+            self.ledger.restore(stored.version, stored.forms())
 
     def publish(self, stored: StoredVersion) -> None:
         """Make a version visible and wake the watchers.
@@ -97,7 +98,7 @@ class Run:
         Raises:
             RefusedError: as `Ledger.commit`.
         """
-        self.ledger.commit(stored.version, stored.manifest.digest, stored.manifest.size_bytes)
+        self.ledger.commit(stored.version, stored.forms())
         self.versions[stored.version] = stored
         self.changed.set()
         self.changed = asyncio.Event()
@@ -205,7 +206,11 @@ class Runs:
                 f"this service keeps {self.config.max_runs} runs at most (weightsync.max_runs); start another one",
                 _RETRY_AFTER_S,
             )
-        run = Run(name, Ledger(self.config.keep), RunStore(self._directory_of(name), self._model_of(name)))
+        run = Run(
+            name,
+            Ledger(self.config.keep, self.config.anchor_every),
+            RunStore(self._directory_of(name), self._model_of(name)),
+        )
         try:
             run.restore(await self.in_thread(run.store.recover))
         except StoreLockedError as error:

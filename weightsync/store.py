@@ -1,10 +1,14 @@
-"""The versions of one run on disk, each a directory that `transformers` loads as it is. Blocking; called in threads.
+"""The versions of one run on disk. Blocking; called in threads.
 
-    <root>/v1.42/            model.safetensors (or model-00001-of-0000N + index), config.json, tokenizer..., manifest.json
-    <root>/.incoming/v1.43/  shards on their way in, and versions under construction
-    <root>/.model/           what each version's directory shares: config, tokenizer
+    <root>/v1.42/            dense form, a directory that `transformers` loads as it is: model.safetensors (or
+                             model-00001-of-0000N + index), config.json, tokenizer..., manifest.json; or an adapter,
+                             a directory that PEFT loads: adapter_model.safetensors, adapter_config.json, manifest.json
+    <root>/.deltas/v1.43/    delta form: one file per shard, manifest.json
+    <root>/.incoming/v1.44/  shards on their way in, and forms under construction
+    <root>/.building/v1.43/  dense forms that are made of deltas, under construction
+    <root>/.model/           what each dense directory shares: config, tokenizer
 
-A version is built under ``.incoming`` and renamed into sight, its manifest written last; it is renamed out of sight before
+A form is built under ``.incoming`` and renamed into sight, its manifest written last; it is renamed out of sight before
 it is removed. So a crash at any point leaves whole versions and rubbish that the next start sweeps away.
 """
 
@@ -12,11 +16,10 @@ from __future__ import annotations
 
 import fcntl
 import itertools
-import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import structlog
@@ -24,44 +27,24 @@ import structlog
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.assemble import assemble
+from weightsync.chain import Form, is_reachable
+from weightsync.disk import sync_directory, write_synced
 from weightsync.incoming import IncomingShard
-from weightsync.manifest import MANIFEST_FILE, ManifestError, entry_name, from_json, is_whole, to_json
+from weightsync.manifest import MANIFEST_FILE, ManifestError, entry_name, is_whole, to_json
 from weightsync.model_files import collect_model_files, link_into
 from weightsync.names import parse_version_directory, version_directory
-from weightsync.verify import DigestMismatchError
+from weightsync.stored import PUSHED_FILE, StoredForm, StoredVersion, file_names, form_of, read_form, weight_index
 
-__all__ = ["RunStore", "StoreLockedError", "StoredVersion"]
+__all__ = ["RunStore", "StoreLockedError"]
 
-PUSHED_FILE = "pushed.json"
-"""Manifest as the trainer pushed it, kept where the shards were assembled into another file."""
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+"""PEFT's name for it."""
 
 log = structlog.get_logger(__name__)
 
 
 class StoreLockedError(Exception):
     """Another process keeps the directory."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """A version on disk.
-
-    Attributes:
-        version: Which one.
-        directory: Where it lies.
-        manifest: What its files are, as given out.
-        pushed: What was pushed; differs from `manifest` where slices were assembled.
-    """
-
-    version: Version
-    directory: Path
-    manifest: pb.Manifest
-    pushed: pb.Manifest
-
-    def shard_path(self, name: str) -> Path | None:
-        """The file of a shard, None if there is no such shard."""
-        names = [shard.name for shard in self.manifest.shards]
-        return self.directory / _file_name(names.index(name), len(names)) if name in names else None
 
 
 class RunStore:
@@ -77,12 +60,14 @@ class RunStore:
         self._model = model
         self._model_files: list[Path] | None = None
         self._incoming = root / ".incoming"
+        self._building = root / ".building"
+        self._deltas = root / ".deltas"
         self._trash = root / ".trash"
         self._lock: int | None = None
         self._numbers = itertools.count()
 
     def recover(self) -> list[StoredVersion]:
-        """Sweep away what a crash left behind, and read the versions that are whole.
+        """Sweep away what a crash left behind, and read the versions that are whole and can be reached.
 
         Raises:
             StoreLockedError: if another process keeps the same directory.
@@ -90,19 +75,31 @@ class RunStore:
         if not self.root.is_dir():
             return []
         self._take_lock()
-        for rubbish in (self._incoming, self._trash):
+        for rubbish in (self._incoming, self._building, self._trash):
             shutil.rmtree(rubbish, ignore_errors=True)
-        found = []
-        for directory in sorted(self.root.iterdir()):
+        found: dict[Version, StoredVersion] = {}
+        for parent in (self.root, self._deltas):
+            for version, form in self._read_forms(parent):
+                found[version] = found.get(version, StoredVersion(version)).with_form(form)
+        forms = {version: stored.forms() for version, stored in found.items()}
+        for version in [version for version in found if not is_reachable(forms, version)]:
+            log.warning("dropping a version that no dense form leads to", version=str(version), root=str(self.root))
+            self.remove(version)
+            del found[version]
+        return [found[version] for version in sorted(found)]
+
+    def _read_forms(self, parent: Path) -> Iterator[tuple[Version, StoredForm]]:
+        for directory in sorted(parent.iterdir()) if parent.is_dir() else []:
             version = parse_version_directory(directory.name)
             if version is None:
                 continue
             try:
-                found.append(_read(version, directory))
+                form = read_form(version, directory, delta=parent == self._deltas)
             except (ManifestError, OSError) as error:
                 log.warning("dropping a damaged version", directory=str(directory), error=str(error))
                 self._remove_tree(directory)
-        return found
+            else:
+                yield version, form
 
     def open_shard(self, version: Version, name: str, size: int) -> IncomingShard:
         """Begin a shard anew.
@@ -117,46 +114,82 @@ class RunStore:
         unique = f"{name}.{next(self._numbers)}"
         return IncomingShard(self._incoming / version_directory(version) / unique, size)
 
-    def commit(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard]) -> StoredVersion:
-        """Build the version's directory and rename it into sight.
+    def commit(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard], started: float) -> StoredVersion:
+        """Build a form's directory and rename it into sight.
 
         Args:
-            manifest: A manifest that passed `complete_manifest`, with its commit time.
+            manifest: A manifest that was completed, with its commit time.
             shards: Its uploaded files by name; moved.
+            started: When the commit began, by `time.perf_counter`.
 
         Raises:
-            DigestMismatchError: if the assembled version has another digest than announced.
             OSError: if the disk does not take it; what was built stays under ``.incoming`` until `drop_incoming`.
         """
-        version = Version.from_proto(manifest.version)
+        version, form = Version.from_proto(manifest.version), form_of(manifest)
         building = self._incoming / version_directory(version) / ".building"
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir()
         stored = self._place_weights(manifest, shards, building)
-        if self._model_files is None:
-            self._model_files = collect_model_files(self._model, self.root / ".model")
-        link_into(self._model_files, building)
+        if form is Form.ADAPTER:
+            write_synced(building / ADAPTER_CONFIG_FILE, manifest.adapter_config)
         if stored is not manifest:
-            _write_synced(building / PUSHED_FILE, to_json(manifest))
-        _write_synced(building / MANIFEST_FILE, to_json(stored))
-        _sync_directory(building)
-        final = self.root / version_directory(version)
+            write_synced(building / PUSHED_FILE, to_json(manifest))
+        stored.commit_time_taken.FromNanoseconds(int((time.perf_counter() - started) * 1e9))
+        final = self._publish(version, form, stored, building)
+        files = {shard: final / name for shard, name in file_names(stored).items()}
+        return StoredVersion(version).with_form(StoredForm(final, stored, manifest, files))
+
+    def _publish(self, version: Version, form: Form, manifest: pb.Manifest, building: Path) -> Path:
+        """Complete a directory and rename it to where it belongs."""
+        if form is Form.DENSE:
+            if len(manifest.shards) > 1:
+                write_synced(building / "model.safetensors.index.json", weight_index(manifest))
+            if self._model_files is None:
+                self._model_files = collect_model_files(self._model, self.root / ".model")
+            link_into(self._model_files, building)
+        write_synced(building / MANIFEST_FILE, to_json(manifest))
+        sync_directory(building)
+        parent = self._deltas if form is Form.DELTA else self.root
+        if not parent.exists():
+            parent.mkdir()
+            sync_directory(self.root)
+        final = parent / version_directory(version)
         building.rename(final)
-        _sync_directory(self.root)
-        return StoredVersion(version, final, stored, manifest)
+        sync_directory(parent)
+        return final
 
     def _place_weights(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard], building: Path) -> pb.Manifest:
-        if not _is_loadable(manifest):
-            stored = assemble(manifest, shards, building / _file_name(0, 1))
-            if manifest.digest and manifest.digest != stored.digest:
-                raise DigestMismatchError(f"the version has digest {stored.digest}, announced was {manifest.digest}")
-            return stored
-        count = len(manifest.shards)
-        for index, shard in enumerate(manifest.shards):
-            shards[shard.name].path.rename(building / _file_name(index, count))
-        if count > 1:
-            _write_synced(building / "model.safetensors.index.json", _index(manifest))
+        if form_of(manifest) is not Form.DELTA and not _is_loadable(manifest):
+            stem = "model" if form_of(manifest) is Form.DENSE else "adapter_model"
+            return assemble(manifest, shards, building / f"{stem}.safetensors")
+        for shard, name in file_names(manifest).items():
+            shards[shard].path.rename(building / name)
         return manifest
+
+    def build_dense(self, version: Version) -> Path:
+        """An empty directory in which a dense form can be made of deltas.
+
+        Raises:
+            OSError: if the disk does not take it.
+        """
+        building = self._building / version_directory(version)
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        return building
+
+    def publish_dense(self, manifest: pb.Manifest, building: Path) -> StoredForm:
+        """Rename a dense form that was made of deltas into sight; its files are on the disk.
+
+        Raises:
+            OSError: if the disk does not take it.
+        """
+        final = self._publish(Version.from_proto(manifest.version), Form.DENSE, manifest, building)
+        files = {shard: final / name for shard, name in file_names(manifest).items()}
+        return StoredForm(final, manifest, manifest, files)
+
+    def drop_building(self, version: Version) -> None:
+        """Remove a dense form that was not finished."""
+        shutil.rmtree(self._building / version_directory(version), ignore_errors=True)
 
     def drop_incoming(self, version: Version) -> None:
         """Remove what came in of a version and was not committed."""
@@ -164,11 +197,16 @@ class RunStore:
 
     def remove(self, version: Version) -> None:
         """Remove a version; without effect where there is none."""
-        directory = self.root / version_directory(version)
-        if directory.exists():
-            self._remove_tree(directory)
+        self._remove_tree(self._deltas / version_directory(version))
+        self.remove_dense(version)
+
+    def remove_dense(self, version: Version) -> None:
+        """Remove the dense form of a version, or an adapter; without effect where there is none."""
+        self._remove_tree(self.root / version_directory(version))
 
     def _remove_tree(self, directory: Path) -> None:
+        if not directory.exists():
+            return
         self._trash.mkdir(exist_ok=True)
         doomed = self._trash / directory.name
         shutil.rmtree(doomed, ignore_errors=True)
@@ -201,49 +239,8 @@ class RunStore:
         return shutil.disk_usage(existing).free
 
 
-def _read(version: Version, directory: Path) -> StoredVersion:
-    manifest = from_json((directory / MANIFEST_FILE).read_text())
-    if Version.from_proto(manifest.version) != version:
-        raise ManifestError(f"the manifest is that of version {Version.from_proto(manifest.version)}")
-    pushed_path = directory / PUSHED_FILE
-    pushed = from_json(pushed_path.read_text()) if pushed_path.exists() else manifest
-    stored = StoredVersion(version, directory, manifest, pushed)
-    for index, shard in enumerate(manifest.shards):
-        path = directory / _file_name(index, len(manifest.shards))
-        if path.stat().st_size != shard.size_bytes:
-            raise ManifestError(f"{path.name} has {path.stat().st_size} bytes, expected {shard.size_bytes}")
-    return stored
-
-
 def _is_loadable(manifest: pb.Manifest) -> bool:
-    """Whether the shards as pushed are files of a Hugging Face checkpoint."""
-    return all(
+    """Whether the shards as pushed are files of a Hugging Face checkpoint, or PEFT's one file."""
+    return (len(manifest.shards) == 1 or manifest.kind != pb.VERSION_KIND_ADAPTER) and all(
         is_whole(tensor) and entry_name(tensor) == tensor.name for shard in manifest.shards for tensor in shard.tensors
     )
-
-
-def _file_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _index(manifest: pb.Manifest) -> str:
-    count = len(manifest.shards)
-    weight_map = {
-        tensor.name: _file_name(index, count) for index, shard in enumerate(manifest.shards) for tensor in shard.tensors
-    }
-    return json.dumps({"metadata": {"total_size": manifest.dense_bytes}, "weight_map": weight_map}, indent=1)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.manifest import DenseTensor, box, check_manifest, entry_name, is_whole, version_digest
+from weightsync.dtypes import DTYPES
+from weightsync.manifest import ManifestError, box, check_manifest, entry_name, manifest_digest
 from weightsync.scan import ScannedTensor
 
 __all__ = [
@@ -15,8 +17,10 @@ __all__ = [
     "NonFiniteError",
     "ReceivedShard",
     "complete_manifest",
-    "whole_tensors",
 ]
+
+_ENCODED = {pb.TENSOR_ENCODING_DENSE_ZSTD, pb.TENSOR_ENCODING_DELTA}
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 _NAMED_IN_MESSAGE = 5
 """How many tensors or shards a message names before it says how many more there are."""
@@ -51,22 +55,24 @@ class ReceivedShard(Protocol):
         ...
 
 
-def complete_manifest(announced: pb.Manifest, received: Mapping[str, ReceivedShard]) -> pb.Manifest:
+def complete_manifest(
+    announced: pb.Manifest, received: Mapping[str, ReceivedShard], base: pb.Manifest | None = None
+) -> pb.Manifest:
     """Check the announced version against the uploaded files.
 
     Args:
-        announced: The manifest of the commit; digests may be left out.
+        announced: The manifest of the commit; of dense slices, digests may be left out.
         received: The uploaded files by shard name.
+        base: Manifest of the version that a delta is based on; None for other kinds.
 
     Returns:
-        The manifest with every digest and size filled in. The version's own digest stays empty where tensors are cut
-        into slices and the announcement has none: it is known once they are assembled.
+        The manifest with every digest and size filled in.
 
     Raises:
-        ManifestError: if the announcement contradicts itself.
+        ManifestError: if the announcement contradicts itself, or a delta's base has other tensors.
         IncompleteError: if shards are missing or do not hold what was announced.
         DigestMismatchError: if a digest or size differs.
-        NonFiniteError: if a value is NaN or infinite.
+        NonFiniteError: if a dense value is NaN or infinite.
     """
     check_manifest(announced)
     manifest = pb.Manifest()
@@ -74,25 +80,37 @@ def complete_manifest(announced: pb.Manifest, received: Mapping[str, ReceivedSha
     missing = [shard.name for shard in manifest.shards if not _is_complete(received.get(shard.name))]
     if missing:
         raise IncompleteError(f"shards missing: {_some(missing)}; push them, then commit again")
+    if base is not None:
+        _check_same_model(manifest, base)
     for shard in manifest.shards:
         _complete_shard(shard, received[shard.name])
     _check_finite(received[shard.name] for shard in manifest.shards)
     manifest.size_bytes = sum(shard.size_bytes for shard in manifest.shards)
     manifest.dense_bytes = sum(
-        tensor.entry.size for shard in manifest.shards for tensor in received[shard.name].tensors.values()
+        box(tensor).volume * DTYPES[tensor.dtype].size for shard in manifest.shards for tensor in shard.tensors
     )
-    dense = whole_tensors(manifest)
-    if dense is not None:
-        manifest.digest = _same("version", manifest.digest, version_digest(dense))
+    manifest.digest = _same("version", manifest.digest, manifest_digest(manifest))
     return manifest
 
 
-def whole_tensors(manifest: pb.Manifest) -> list[DenseTensor] | None:
-    """The tensors of a version, None where some are cut into slices."""
-    tensors = [tensor for shard in manifest.shards for tensor in shard.tensors]
-    if not all(is_whole(tensor) for tensor in tensors):
-        return None
-    return [DenseTensor(each.name, each.dtype, tuple(each.global_shape), each.digest) for each in tensors]
+def _check_same_model(manifest: pb.Manifest, base: pb.Manifest) -> None:
+    """A delta has the tensors of its base, and what it calls unchanged has the base's digest wherever that is known."""
+    model, base_model = _model(manifest), _model(base)
+    if model != base_model:
+        different = sorted({name for name, _ in model.items() ^ base_model.items()})
+        raise ManifestError(f"the delta and its base differ in names, types or shapes of {_some(different)}")
+    digests = {(tensor.name, box(tensor)): tensor.digest for shard in base.shards for tensor in shard.tensors}
+    for shard in manifest.shards:
+        for tensor in shard.tensors:
+            if tensor.encoding == pb.TENSOR_ENCODING_UNCHANGED:
+                known = digests.get((tensor.name, box(tensor)), tensor.digest)
+                tensor.digest = _same(f"unchanged {tensor.name}", tensor.digest, known)
+
+
+def _model(manifest: pb.Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {
+        tensor.name: (tensor.dtype, tuple(tensor.global_shape)) for shard in manifest.shards for tensor in shard.tensors
+    }
 
 
 def _is_complete(shard: ReceivedShard | None) -> bool:
@@ -104,12 +122,19 @@ def _complete_shard(shard: pb.Shard, received: ReceivedShard) -> None:
     if shard.size_bytes and shard.size_bytes != received.size:
         raise DigestMismatchError(f"shard {shard.name} has {received.size} bytes, announced were {shard.size_bytes}")
     shard.size_bytes = received.size
-    entries = {entry_name(tensor) for tensor in shard.tensors}
+    stored = [tensor for tensor in shard.tensors if tensor.encoding != pb.TENSOR_ENCODING_UNCHANGED]
+    entries = {entry_name(tensor) for tensor in stored}
     if entries != received.tensors.keys():
         different = sorted(entries ^ received.tensors.keys())
         raise IncompleteError(f"shard {shard.name}: file and manifest disagree on the entries {_some(different)}")
-    for tensor in shard.tensors:
+    for tensor in stored:
         found = received.tensors[entry_name(tensor)]
+        if tensor.encoding in _ENCODED:
+            if found.entry.dtype != "U8" or len(found.entry.shape) != 1:
+                raise ManifestError(
+                    f"{tensor.name} in shard {shard.name} is encoded; its entry must be U8 of one dimension"
+                )
+            continue
         if (found.entry.dtype, found.entry.shape) != (tensor.dtype, box(tensor).sizes):
             raise DigestMismatchError(
                 f"{tensor.name} in shard {shard.name} is {found.entry.dtype} {list(found.entry.shape)},"
@@ -117,6 +142,9 @@ def _complete_shard(shard: pb.Shard, received: ReceivedShard) -> None:
             )
         tensor.digest = _same(f"{tensor.name} in shard {shard.name}", tensor.digest, found.digest)
         tensor.encoding = pb.TENSOR_ENCODING_DENSE
+    for tensor in shard.tensors:
+        if not _DIGEST.fullmatch(tensor.digest):
+            raise ManifestError(f"{tensor.name} in shard {shard.name} needs the xxh3-128 of its dense bytes")
 
 
 def _check_finite(shards: Iterable[ReceivedShard]) -> None:

@@ -242,11 +242,3 @@ async def test_slices_of_ranks_are_assembled_into_whole_tensors(stack: Stack) ->
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.commit(gap)
     assert "cover" in str(caught.value.details())
-
-
-async def test_deltas_and_adapters_are_not_taken_yet(stack: Stack) -> None:
-    manifest = manifest_of(V1, ShardSource("model", weights()))
-    manifest.kind = pb.VERSION_KIND_DELTA
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stack.commit(manifest)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -8,11 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sluice.versions import Version
+from weightsync.chain import Forms
 from weightsync.ledger import Ledger, RefusedError
 
 LEASE_S = 10.0
 versions = st.builds(Version, st.integers(1, 3), st.integers(0, 6))
 replicas = st.sampled_from(["a", "b", "c"])
+
+
+def whole(digest: str) -> Forms:
+    """A version that was pushed whole."""
+    return Forms(digest, dense_bytes=10, copy_bytes=10)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -36,7 +42,7 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.ledger.committed.get(version)
         allowed = self.newest is None or version > self.newest or (known is not None and known.digest == digest)
         try:
-            new = self.ledger.commit(version, digest, 10)
+            new = self.ledger.commit(version, whole(digest))
         except RefusedError as error:
             reason = error.reason
         else:
@@ -106,15 +112,15 @@ TestLedger = LedgerMachine.TestCase
 def test_resuming_from_a_checkpoint_retires_what_came_after_it() -> None:
     ledger = Ledger(keep=3)
     for number in (6, 7, 8):
-        ledger.commit(Version(1, number), str(number), 1)
-    ledger.commit(Version(2, 6), "resumed", 1)
+        ledger.commit(Version(1, number), whole(str(number)))
+    ledger.commit(Version(2, 6), whole("resumed"))
     assert ledger.retired() == {Version(1, 7), Version(1, 8)}
     assert ledger.surplus(0.0) == [Version(1, 7), Version(1, 8)]
 
 
 def test_a_version_older_than_the_newest_is_refused() -> None:
     ledger = Ledger(keep=3)
-    ledger.commit(Version(2, 5), "x", 1)
+    ledger.commit(Version(2, 5), whole("x"))
     with pytest.raises(RefusedError) as older:
         ledger.check_push(Version(1, 9))
     with pytest.raises(RefusedError) as overtaken:

@@ -1,0 +1,261 @@
+"""How versions hang together: which forms lead to a version, and which of them have to stay. Pure: no clock, no I/O.
+
+A version is reached from a dense form, its own or an older one's, through the deltas behind it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from sluice.versions import Version
+
+__all__ = [
+    "Form",
+    "Forms",
+    "Kept",
+    "Step",
+    "anchors",
+    "damaged_on_the_way",
+    "delta_chain",
+    "find_path",
+    "is_reachable",
+    "keep",
+    "newest_dense",
+    "newest_model",
+    "removal_order",
+]
+
+
+class Form(Enum):
+    """In which form a version travels."""
+
+    DENSE = "dense"
+    DELTA = "delta"
+    ADAPTER = "adapter"
+
+
+class Step(NamedTuple):
+    """What to take next on the way to a version."""
+
+    version: Version
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Forms:
+    """What a service holds of one version.
+
+    Attributes:
+        digest: The version's digest.
+        dense_bytes: Bytes on disk of its whole tensors; None if it holds none.
+        delta_bytes: Bytes on disk of its difference from `base`; None if it holds none.
+        adapter_bytes: Bytes on disk of an adapter; None if it is none.
+        base: Version that the delta or adapter is based on, always an older one.
+        copy_bytes: Bytes that a dense copy of the model has.
+        damaged: Whether applying the delta gave other bytes than announced.
+    """
+
+    digest: str
+    dense_bytes: int | None = None
+    delta_bytes: int | None = None
+    adapter_bytes: int | None = None
+    base: Version | None = None
+    copy_bytes: int = 0
+    damaged: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk of all forms."""
+        return (self.dense_bytes or 0) + (self.delta_bytes or 0) + (self.adapter_bytes or 0)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is a LoRA adapter."""
+        return self.adapter_bytes is not None
+
+    @property
+    def stands_on_base(self) -> bool:
+        """Whether it is lost without its base."""
+        return self.base is not None and self.dense_bytes is None and not self.damaged
+
+
+Versions = Mapping[Version, Forms]
+
+
+class Kept(NamedTuple):
+    """What has to stay.
+
+    Attributes:
+        versions: Versions that stay visible.
+        dense: Those of them whose dense form stays.
+    """
+
+    versions: set[Version]
+    dense: set[Version]
+
+
+def newest_dense(versions: Versions) -> Version | None:
+    """The newest version that has a dense form."""
+    return max((version for version, forms in versions.items() if forms.dense_bytes is not None), default=None)
+
+
+def newest_model(versions: Versions) -> Version | None:
+    """The newest version that is no adapter."""
+    return max((version for version, forms in versions.items() if not forms.is_adapter), default=None)
+
+
+def find_path(
+    versions: Versions, target: Version, held: Version | None = None, *, dense: Collection[Version] | None = None
+) -> list[Step] | None:
+    """The way to a visible version that has the fewest bytes.
+
+    Args:
+        versions: What there is.
+        target: A visible version.
+        held: What the asker holds already.
+        dense: Dense forms that may be used; None: all.
+
+    Returns:
+        What to apply, in order: empty if the asker holds the version. None if no chain leads to it.
+    """
+    if target == held:
+        return []
+    if versions[target].is_adapter:
+        return [Step(target, Form.ADAPTER)]
+    best: list[Step] | None = None
+    best_bytes = float("inf")
+    chain: list[Step] = []
+    chain_bytes = 0
+    for version, forms in _towards_the_past(versions, target):
+        usable = forms.dense_bytes is not None and (dense is None or version in dense)
+        if usable and forms.dense_bytes is not None and chain_bytes + forms.dense_bytes < best_bytes:
+            best, best_bytes = [Step(version, Form.DENSE), *reversed(chain)], chain_bytes + forms.dense_bytes
+        if forms.delta_bytes is None or forms.damaged:
+            break
+        chain.append(Step(version, Form.DELTA))
+        chain_bytes += forms.delta_bytes
+        if forms.base == held and chain_bytes < best_bytes:
+            return list(reversed(chain))
+    return best
+
+
+def _towards_the_past(versions: Versions, start: Version | None) -> Iterator[tuple[Version, Forms]]:
+    while start is not None and start in versions:
+        yield start, versions[start]
+        start = versions[start].base
+
+
+def is_reachable(versions: Versions, version: Version) -> bool:
+    """Whether there is a way to the version for somebody who holds nothing."""
+    return version in versions and find_path(versions, version) is not None
+
+
+def damaged_on_the_way(versions: Versions, version: Version) -> Version | None:
+    """The version whose damaged delta cuts off the way; None if there is none."""
+    for each, forms in _towards_the_past(versions, version):
+        if forms.dense_bytes is not None:
+            return None
+        if forms.damaged:
+            return each
+    return None
+
+
+def delta_chain(versions: Versions, held: Version, target: Version) -> list[Version] | None:
+    """The versions whose deltas lead from one version to another, oldest first; None if there is no such chain."""
+    chain: list[Version] = []
+    at = target
+    while at != held:
+        forms = versions.get(at)
+        if forms is None or forms.delta_bytes is None or forms.damaged or forms.base is None:
+            return None
+        chain.append(at)
+        at = forms.base
+    return chain[::-1]
+
+
+def anchors(versions: Versions, every: int) -> set[Version]:
+    """Dense forms from which chains start.
+
+    Those that were pushed whole, and of the others each that is `every` versions behind the anchor before, or whose chain
+    since then outgrew half a dense copy.
+    """
+    chosen: set[Version] = set()
+    for version in sorted(version for version, forms in versions.items() if forms.dense_bytes is not None):
+        steps = grown = 0
+        for at, forms in _towards_the_past(versions, version):
+            if at in chosen and steps < every and 2 * grown <= versions[version].copy_bytes:
+                break
+            if forms.delta_bytes is None or at in chosen:
+                chosen.add(version)
+                break
+            steps, grown = steps + 1, grown + forms.delta_bytes
+        else:
+            chosen.add(version)
+    return chosen
+
+
+def keep(
+    versions: Versions, wanted: Iterable[Version], held: Collection[Version], served: Iterable[Version], every: int
+) -> Kept:
+    """What has to stay so that others can go.
+
+    Args:
+        versions: What there is.
+        wanted: Versions that must stay reachable.
+        held: Versions of which every form must stay: transfers of them are under way.
+        served: Versions that live replicas have; the deltas from them to the newest stay while they are smaller than a
+            dense copy.
+        every: See `anchors`.
+    """
+    latest = newest_dense(versions)
+    dense = {version for version in held if version in versions and versions[version].dense_bytes is not None}
+    if latest is not None:
+        dense.add(latest)
+    sources = anchors(versions, every) | dense
+    kept = Kept(set(dense), dense)
+    for version in {*wanted, *held, *served}:
+        _keep_reachable(versions, version, sources, kept)
+    target = newest_model(versions)
+    for version in served:
+        chain = delta_chain(versions, version, target) if target is not None and version in kept.versions else None
+        if chain and sum(versions[each].delta_bytes or 0 for each in chain) < versions[chain[-1]].copy_bytes:
+            kept.versions.update(chain)
+    return kept
+
+
+def _keep_reachable(versions: Versions, version: Version, sources: set[Version], kept: Kept) -> None:
+    if version not in versions:
+        return
+    kept.versions.add(version)
+    forms = versions[version]
+    if forms.is_adapter:
+        if forms.base is not None:
+            _keep_reachable(versions, forms.base, sources, kept)
+        return
+    for step in find_path(versions, version, dense=sources) or find_path(versions, version) or ():
+        kept.versions.add(step.version)
+        if step.form is Form.DENSE:
+            kept.dense.add(step.version)
+
+
+def removal_order(versions: Versions, doomed: Collection[Version]) -> list[Version]:
+    """The doomed versions, the oldest first, but none before those that are lost without it."""
+    children: defaultdict[Version, list[Version]] = defaultdict(list)
+    for version in sorted(doomed):
+        base = versions[version].base
+        if base is not None and versions[version].stands_on_base:
+            children[base].append(version)
+    order: dict[Version, None] = {}
+    for version in sorted(doomed):
+        waiting = [version]
+        while waiting:
+            before = [each for each in children[waiting[-1]] if each not in order]
+            if before:
+                waiting.extend(before)
+            else:
+                order.setdefault(waiting.pop())
+    return list(order)
