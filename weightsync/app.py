@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sluice.config import CommonConfig, ConfigError, Service
-from sluice.rpc import RpcServer, SluiceError
+from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
 from weightsync.delivery import WeightDeliveryServicer
 from weightsync.names import run_resource
+from weightsync.relay import Relay, RelayCycleError, RelaySyncServicer, advertised_address
 from weightsync.runs import Runs
 from weightsync.service import WeightSyncServicer
 
-__all__ = ["SERVICE", "build_runs", "serve"]
+__all__ = ["SERVICE", "Serving", "build_runs", "serve", "serving"]
 
 
 def build_runs(common: CommonConfig, config: WeightSyncConfig) -> Runs:
@@ -33,11 +38,50 @@ def build_runs(common: CommonConfig, config: WeightSyncConfig) -> Runs:
     return Runs(config, directory_of, model_of)
 
 
-async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A service that answers.
+
+    Attributes:
+        server: The server; `target` is where it listens.
+        runs: What it keeps.
+        relay: What follows the service behind, if this is a relay.
+        failed: Set when the service cannot go on; the end of `serving` says why.
+    """
+
+    server: RpcServer
+    runs: Runs
+    relay: Relay | None
+    failed: asyncio.Event
+
+
+@asynccontextmanager
+async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterator[Serving]:
+    """Serve until the block ends.
+
+    Raises:
+        ConfigError: if the settings do not work, such as those of relays that feed each other.
+    """
     runs = build_runs(common, config)
-    ingest, delivery = WeightSyncServicer(runs), WeightDeliveryServicer(runs)
-    server = RpcServer("weightsync", config.server, common.security)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(runs.close)
+        server = RpcServer("weightsync", config.server, common.security)
+        relay = None if config.upstream is None else await _build_relay(stack, common, config.upstream, runs)
+        ingest = WeightSyncServicer(runs) if config.upstream is None else RelaySyncServicer(runs, config.upstream)
+        stack.push_async_callback(ingest.close)
+        _register(server, ingest, WeightDeliveryServicer(runs))
+        await _open_own_run(runs, common.run)
+        failed = asyncio.Event()
+        await server.start()
+        stack.push_async_callback(server.stop, 0)
+        await stack.enter_async_context(_background(runs.retain_forever(), failed))
+        if relay is not None:
+            address = advertised_address(config.advertise, server.target)
+            await stack.enter_async_context(_background(relay.run_forever(address), failed))
+        yield Serving(server, runs, relay, failed)
+
+
+def _register(server: RpcServer, ingest: WeightSyncServicer, delivery: WeightDeliveryServicer) -> None:
     server.add(
         weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, ingest, "sluice.v1.WeightSyncService", "admin"
     )
@@ -47,17 +91,33 @@ async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
         "sluice.v1.WeightDeliveryService",
         "agent",
     )
-    await _open_own_run(runs, common.run)
-    await server.start()
-    retention = asyncio.create_task(runs.retain_forever())
+
+
+async def _build_relay(stack: AsyncExitStack, common: CommonConfig, upstream: str, runs: Runs) -> Relay:
+    channel = await stack.enter_async_context(connect(upstream, common.security, role="agent"))
+    return Relay(runs, channel, upstream)
+
+
+@asynccontextmanager
+async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) -> AsyncIterator[None]:
+    """Run something that has no end of its own beside the block; its failure sets `failed` and is raised at the end."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda _: failed.set())
     try:
-        await server.serve_until_signal()
+        yield
     finally:
-        retention.cancel()
+        task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await retention
-        await ingest.close()
-        await runs.close()
+            try:
+                await task
+            except RelayCycleError as error:
+                raise ConfigError(str(error)) from error
+
+
+async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    async with serving(common, config) as service:
+        await service.server.serve_until_signal(service.failed)
 
 
 async def _open_own_run(runs: Runs, run: str) -> None:

@@ -10,6 +10,8 @@ __all__ = [
     "COMMIT_SECONDS",
     "HELD_BYTES",
     "PAUSE_SECONDS",
+    "RELAYED_BYTES",
+    "RELAY_LAG",
     "STAGE_SECONDS",
     "UPDATES",
 ]
@@ -21,6 +23,8 @@ COMMIT_SECONDS = Histogram(
 )
 COMMITTED_BYTES = Counter("sluice_weights_committed_bytes", "Bytes of committed versions.", ("run",))
 HELD_BYTES = Gauge("sluice_weights_held_bytes", "Bytes of versions on disk, incoming ones included.", ("run",))
+RELAYED_BYTES = Counter("sluice_weights_relayed_bytes", "Bytes that a relay pulled from upstream.", ("run",))
+RELAY_LAG = Gauge("sluice_weights_relay_lag", "Versions that a relay is behind its upstream.", ("run",))
 UPDATES = Counter("sluice_weights_updates", "Versions that a replica took or failed to take.", ("outcome",))
 STAGE_SECONDS = Histogram(
     "sluice_weights_stage_seconds", "Time to pull, verify and stage a version; tokens flow meanwhile.", buckets=_SECONDS

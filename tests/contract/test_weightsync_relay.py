@@ -1,0 +1,188 @@
+"""Relays: what they give out, what they refuse, and what they do while upstream is away."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+from relay_stack import Engine, Link, Node, linked, listing, push, running, sources
+from safetensors.torch import load_file
+from weightsync_stack import RESOURCE, equal_bits, error_of, eventually, weights
+
+from sluice.config import ConfigError, SecurityConfig
+from sluice.rpc import connect
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import Version
+from weightsync.host import host_id
+
+FAST = {"lease_s": 1.5, "heartbeat_s": 0.2}
+
+
+@pytest_asyncio.fixture
+async def root(tmp_path: Path) -> AsyncIterator[Node]:
+    async with running(Node(tmp_path / "root", **FAST)) as node:
+        yield node
+
+
+@pytest_asyncio.fixture
+async def link(root: Node) -> AsyncIterator[Link]:
+    async with linked(root.target) as opened:
+        yield opened
+
+
+@pytest_asyncio.fixture
+async def relay(root: Node, link: Link, tmp_path: Path) -> AsyncIterator[Node]:
+    del root
+    async with running(Node(tmp_path / "relay", upstream=link.address, **FAST)) as node:
+        yield node
+
+
+def large(seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {f"layer.{index}": torch.randn(1 << 18, generator=random) for index in range(8)}
+
+
+async def test_a_relay_gives_out_what_upstream_has(root: Node, relay: Node, tmp_path: Path) -> None:
+    await push(root, Version(1, 1), weights(1))
+    engine = Engine("replica")
+    async with engine.receiving(relay.target, tmp_path / "shm"):
+        await eventually(lambda: engine.version == Version(1, 1))
+        await push(root, Version(1, 2), weights(2))
+        await eventually(lambda: engine.version == Version(1, 2))
+    assert equal_bits(engine.tensors, weights(2))
+    assert equal_bits(load_file(relay.directory / "v1.2" / "model.safetensors"), weights(2))
+    ours, theirs = await listing(root), await listing(relay)
+    assert [each.digest for each in ours.versions] == [each.digest for each in theirs.versions]
+
+
+async def test_a_relay_changes_no_version(root: Node, relay: Node) -> None:
+    await push(root, Version(1, 1), weights(1))
+    async with connect(relay.target, SecurityConfig()) as channel:
+        stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+        manifest = pb.Manifest(run=RESOURCE, version=Version(1, 2).to_proto(), kind=pb.VERSION_KIND_ANCHOR)
+        for call in (
+            stub.PushWeights(iter([pb.PushWeightsRequest(header=pb.PushHeader(run=RESOURCE))]), timeout=30),
+            stub.CommitVersion(pb.CommitVersionRequest(manifest=manifest), timeout=30),
+            stub.DeleteVersion(pb.DeleteVersionRequest(run=RESOURCE, version=Version(1, 1).to_proto()), timeout=30),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            error = error_of(caught.value)
+            assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "RELAY")
+            assert "ask 127.0.0.1:" in error.message
+
+
+async def test_each_byte_crosses_the_link_once(root: Node, link: Link, relay: Node, tmp_path: Path) -> None:
+    await eventually(lambda: relay.serving.relay is not None and relay.serving.relay.connected("test-run"))
+    before = link.received
+    engines = [Engine(f"replica-{index}") for index in range(3)]
+    async with (
+        engines[0].receiving(relay.target, tmp_path / "shm"),
+        engines[1].receiving(relay.target, tmp_path / "shm"),
+        engines[2].receiving(relay.target, tmp_path / "shm"),
+    ):
+        await push(root, Version(1, 1), large(1))
+        await eventually(lambda: all(engine.version == Version(1, 1) for engine in engines))
+    size = sum(tensor.nbytes for tensor in large(1).values())
+    assert size <= link.received - before < size * 1.02
+
+
+async def test_a_broken_pull_goes_on_where_it_broke(root: Node, link: Link, relay: Node) -> None:
+    await eventually(lambda: relay.serving.relay is not None and relay.serving.relay.connected("test-run"))
+    tensors = {f"layer.{index}": torch.full((1 << 20,), float(index)) for index in range(16)}
+    await push(root, Version(1, 1), tensors)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    run = await relay.serving.runs.open(RESOURCE)
+    await eventually(lambda: any(upload.shard.stored > size // 4 for upload in run.uploads.values()))
+    link.cut()
+    await eventually(lambda: relay.newest() == Version(1, 1))
+    assert equal_bits(load_file(relay.directory / "v1.1" / "model.safetensors"), tensors)
+    assert link.received < size * 1.6
+
+
+async def test_a_relay_serves_on_without_upstream_and_catches_up(root: Node, relay: Node, tmp_path: Path) -> None:
+    await push(root, Version(1, 1), weights(1))
+    await eventually(lambda: relay.newest() == Version(1, 1))
+    await root.stop()
+    engine = Engine("replica")
+    async with engine.receiving(relay.target, tmp_path / "shm"):
+        await eventually(lambda: engine.version == Version(1, 1))
+        await root.start()
+        await push(root, Version(1, 2), weights(2))
+        await eventually(lambda: engine.version == Version(1, 2))
+    assert equal_bits(engine.tensors, weights(2))
+
+
+async def test_a_restarted_relay_has_what_it_had(root: Node, link: Link, relay: Node) -> None:
+    await push(root, Version(1, 1), large(1))
+    await eventually(lambda: relay.newest() == Version(1, 1))
+    await relay.stop()
+    before = link.received
+    await relay.start()
+    await eventually(lambda: relay.serving.relay is not None and relay.serving.relay.connected("test-run"))
+    assert relay.newest() == Version(1, 1)
+    await push(root, Version(1, 2), weights(2))
+    await eventually(lambda: relay.newest() == Version(1, 2))
+    assert link.received - before < sum(tensor.nbytes for tensor in large(1).values())
+
+
+async def test_upstream_hears_of_the_relay_and_of_its_replicas(root: Node, relay: Node, tmp_path: Path) -> None:
+    await push(root, Version(1, 1), weights(1))
+    engine = Engine("replica")
+    async with engine.receiving(relay.target, tmp_path / "shm"):
+        run = await root.serving.runs.open(RESOURCE)
+        lease = lambda name: run.ledger.replicas(root.serving.runs.clock()).get(name)  # noqa: E731
+        own = f"relay:{relay.target}"
+        await eventually(lambda: (found := lease("replica")) is not None and found.serving == Version(1, 1))
+        await eventually(lambda: (found := lease(own)) is not None and found.serving == Version(1, 1))
+        rows = {row.replica: row for row in (await listing(root)).replicas}
+        assert rows[own].relay_address == relay.target
+        assert not rows["replica"].relay_address
+        await eventually(lambda: run.relays.live(run.ledger.replicas(root.serving.runs.clock()))[own].watchers == 1)
+        here, there = await sources(root)
+    assert (here.address, here.host, here.watchers) == ("", host_id(), 1)
+    assert (there.address, there.host, there.watchers) == (relay.target, host_id(), 1)
+    assert Version.from_proto(there.newest) == Version(1, 1)
+
+
+async def test_what_a_replica_behind_a_relay_serves_stays_at_the_root(root: Node, relay: Node) -> None:
+    await push(root, Version(1, 1), weights(1))
+    await push(root, Version(1, 2), weights(2))
+    async with connect(relay.target, SecurityConfig()) as channel:
+        stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        response = await stub.ReportVersion(
+            pb.ReportVersionRequest(
+                run=RESOURCE, replica="far", version=Version(1, 1).to_proto(), phase=pb.REPLICA_PHASE_SERVING
+            ),
+            timeout=30,
+        )
+    assert response.lease.ToTimedelta().total_seconds() <= 1.5
+    run = await root.serving.runs.open(RESOURCE)
+    await eventually(lambda: "far" in run.ledger.needed_by(Version(1, 1), root.serving.runs.clock()))
+
+
+async def test_a_relay_of_a_relay(root: Node, relay: Node, tmp_path: Path) -> None:
+    async with running(Node(tmp_path / "far", upstream=relay.target, **FAST)) as far:
+        await push(root, Version(1, 1), weights(1))
+        await eventually(lambda: far.newest() == Version(1, 1))
+        run = await root.serving.runs.open(RESOURCE)
+        await eventually(lambda: f"relay:{far.target}" in run.ledger.replicas(root.serving.runs.clock()))
+        assert {source.address for source in await sources(root)} == {"", relay.target, far.target}
+
+
+async def test_a_cycle_of_relays_is_refused(relay: Node, tmp_path: Path) -> None:
+    near = Node(tmp_path / "near", upstream="127.0.0.1:1", **FAST)
+    await near.start()
+    async with running(Node(tmp_path / "far", upstream=near.target, **FAST)) as far:
+        await near.stop()
+        near._settings["upstream"] = far.target
+        await near.start()
+        await eventually(near.serving.failed.is_set)
+        with pytest.raises(ConfigError, match="takes its versions from this relay"):
+            await near.stop()
+    del relay

@@ -1,0 +1,178 @@
+"""A weight service, relays of it, and receivers behind them, in one process, over links that count their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from weightsync_stack import RESOURCE, RUN
+
+from sluice.config import CommonConfig, SecurityConfig, ServerConfig
+from sluice.rpc import connect
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import BASE, Version
+from weightsync.app import Serving, serving
+from weightsync.config import WeightSyncConfig
+from weightsync.publisher import WeightPublisher
+from weightsync.receiver import ApplyReport, PullLimits, StagedVersion, WeightReceiver
+
+LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=5, first_pause_s=0.01)
+
+
+class Link:
+    """A TCP proxy that counts what comes back from its target.
+
+    Attributes:
+        address: Where it listens.
+        received: Bytes that the target sent.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.address = ""
+        self.received = 0
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def open(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Break every connection; new ones are taken."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection(self._host, self._port)
+        except OSError:
+            writer.close()
+            return
+        self._writers |= {writer, back}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._copy(reader, back, count=False))
+                tasks.create_task(self._copy(there, writer, count=True))
+        finally:
+            self._writers -= {writer, back}
+
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, count: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 18):
+                self.received += len(data) if count else 0
+                target.write(data)
+                await target.drain()
+        target.close()
+
+
+@asynccontextmanager
+async def linked(target: str) -> AsyncIterator[Link]:
+    link = Link(target)
+    await link.open()
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+class Node:
+    """A weight service, root or relay, that can be stopped and started again on its port and directory."""
+
+    def __init__(self, directory: Path, **settings: object) -> None:
+        self.directory = directory / RUN / "weights"
+        self.port = 0
+        self._common = CommonConfig(output_dir=directory, run=RUN)
+        self._settings = settings
+        self._stack = AsyncExitStack()
+        self.service: Serving | None = None
+
+    @property
+    def serving(self) -> Serving:
+        assert self.service is not None
+        return self.service
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        config = WeightSyncConfig.model_validate(
+            {"server": ServerConfig(port=self.port, drain_s=0), "min_free_bytes": 0, "keep": 5, **self._settings}
+        )
+        self.service = await self._stack.enter_async_context(serving(self._common, config))
+        self.port = int(self.service.server.target.rpartition(":")[2])
+
+    async def stop(self) -> None:
+        self.service = None
+        stack, self._stack = self._stack, AsyncExitStack()
+        await stack.aclose()
+
+    def newest(self) -> Version | None:
+        return next(iter(self.serving.runs)).ledger.newest
+
+
+@asynccontextmanager
+async def running(node: Node) -> AsyncIterator[Node]:
+    await node.start()
+    try:
+        yield node
+    finally:
+        await node.stop()
+
+
+class Engine:
+    """A receiver whose engine keeps the tensors that it was given."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.version = BASE
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        self.tensors = load_file(staged.path)
+        self.version = staged.version
+        return ApplyReport(staged.version, 0.0, 0.0)
+
+    @asynccontextmanager
+    async def receiving(self, target: str, stage_dir: Path, **options: object) -> AsyncIterator[WeightReceiver]:
+        async with connect(target, SecurityConfig()) as channel:
+            settings: dict[str, object] = {"limits": LIMITS, **options}
+            receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self.apply, **settings)  # type: ignore[arg-type]
+            task = asyncio.create_task(receiver.run_forever())
+            try:
+                yield receiver
+            finally:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+                await receiver.close()
+
+
+async def push(node: Node, version: Version, tensors: dict[str, torch.Tensor]) -> None:
+    async with connect(node.target, SecurityConfig()) as channel:
+        await WeightPublisher(channel, RUN, chunk_bytes=1 << 18).push(version, tensors, deadline_s=60)
+
+
+async def listing(node: Node) -> pb.ListVersionsResponse:
+    async with connect(node.target, SecurityConfig()) as channel:
+        stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+        return await stub.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+
+
+async def sources(node: Node) -> list[pb.WeightSource]:
+    async with connect(node.target, SecurityConfig()) as channel:
+        stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        return list((await stub.ListSources(pb.ListSourcesRequest(run=RESOURCE), timeout=30)).sources)
