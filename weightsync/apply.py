@@ -31,9 +31,11 @@ class Applier:
         serving: The version that the engine serves at the start.
         deadline_s: Seconds for each step.
         failures: What `apply` and `recover` may raise.
+        release: Called with a staged version that no engine needs any more; by default its file is removed.
 
     Attributes:
         serving: The version that the engine serves.
+        current: Where it came from; None if it was not staged here.
         last_report: What the last successful apply cost.
     """
 
@@ -44,14 +46,17 @@ class Applier:
         serving: Version,
         deadline_s: float,
         failures: tuple[type[Exception], ...],
+        *,
+        release: Callable[[StagedVersion], None] | None = None,
     ) -> None:
         self.serving = serving
+        self.current: StagedVersion | None = None
         self.last_report: ApplyReport | None = None
         self._apply = apply
         self._recover = recover
         self._deadline_s = deadline_s
         self._failures = failures
-        self._current: StagedVersion | None = None
+        self._release = release or _remove
         self._lock = asyncio.Lock()
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
@@ -66,20 +71,19 @@ class Applier:
             except ApplyError:
                 await self._fall_back()
                 raise
-            previous, self._current = self._current, staged
+            previous, self.current = self.current, staged
             self.serving = staged.version
             self.last_report = report
             if previous is not None and previous.path != staged.path:
-                previous.path.unlink(missing_ok=True)
+                self._release(previous)
             return report
 
     async def run_exclusive(self, action: Callable[[], Awaitable[Version]]) -> Version:
         """Run what changes the engine by other means while no version is applied."""
         async with self._lock:
             self.serving = await action()
-            if self._current is not None and self._current.version != self.serving:
-                self._current.path.unlink(missing_ok=True)
-                self._current = None
+            if self.current is not None and self.current.version != self.serving:
+                self._drop_current()
             return self.serving
 
     async def _twice(self, staged: StagedVersion) -> ApplyReport:
@@ -99,9 +103,9 @@ class Applier:
             raise ApplyError(f"version {staged.version} was not applied: {error}") from error
 
     async def _fall_back(self) -> None:
-        if self._current is not None:
+        if self.current is not None:
             try:
-                await self._once(self._current)
+                await self._once(self.current)
             except ApplyError as error:
                 log.warning("the version before does not apply either", error=str(error))
             else:
@@ -116,4 +120,13 @@ class Applier:
         except self._failures:
             log.exception("the engine did not come back")
         else:
-            self._current = None
+            self._drop_current()
+
+    def _drop_current(self) -> None:
+        dropped, self.current = self.current, None
+        if dropped is not None:
+            self._release(dropped)
+
+
+def _remove(staged: StagedVersion) -> None:
+    staged.path.unlink(missing_ok=True)

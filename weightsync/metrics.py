@@ -8,12 +8,17 @@ __all__ = [
     "APPLY_SECONDS",
     "COMMITTED_BYTES",
     "COMMIT_SECONDS",
+    "DENSE_SECONDS",
+    "FALLBACKS",
     "HELD_BYTES",
     "PAUSE_SECONDS",
+    "PULLED_BYTES",
+    "PULL_SECONDS",
     "RELAYED_BYTES",
     "RELAY_LAG",
     "STAGE_SECONDS",
     "UPDATES",
+    "UPDATE_SECONDS",
 ]
 
 _SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300)
@@ -21,15 +26,36 @@ _SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300)
 COMMIT_SECONDS = Histogram(
     "sluice_weights_commit_seconds", "Time to verify and publish a pushed version.", buckets=_SECONDS
 )
+DENSE_SECONDS = Histogram(
+    "sluice_weights_dense_seconds", "Time to make a dense form of deltas, in the background.", buckets=_SECONDS
+)
 COMMITTED_BYTES = Counter("sluice_weights_committed_bytes", "Bytes of committed versions.", ("run",))
 HELD_BYTES = Gauge("sluice_weights_held_bytes", "Bytes of versions on disk, incoming ones included.", ("run",))
 RELAYED_BYTES = Counter("sluice_weights_relayed_bytes", "Bytes that a relay pulled from upstream.", ("run",))
 RELAY_LAG = Gauge("sluice_weights_relay_lag", "Versions that a relay is behind its upstream.", ("run",))
 UPDATES = Counter("sluice_weights_updates", "Versions that a replica took or failed to take.", ("outcome",))
+FALLBACKS = Counter(
+    "sluice_weights_fallbacks",
+    "Times that a way to a version failed and another was taken: delta (again, by sockets) or dense.",
+    ("way",),
+)
+PULLED_BYTES = Counter(
+    "sluice_weights_pulled_bytes", "Bytes of versions that a replica took, by where they came from.", ("source",)
+)
+PULL_SECONDS = Histogram(
+    "sluice_weights_pull_seconds",
+    "Time from the announcement to the last byte; tokens flow meanwhile.",
+    buckets=_SECONDS,
+)
 STAGE_SECONDS = Histogram(
-    "sluice_weights_stage_seconds", "Time to pull, verify and stage a version; tokens flow meanwhile.", buckets=_SECONDS
+    "sluice_weights_stage_seconds",
+    "Time from the last byte to a verified file in shared memory; tokens flow meanwhile.",
+    buckets=_SECONDS,
 )
 PAUSE_SECONDS = Histogram(
     "sluice_weights_pause_seconds", "Time without sampling while a version was applied.", buckets=_SECONDS
 )
 APPLY_SECONDS = Histogram("sluice_weights_apply_seconds", "Time of the copy into the engine.", buckets=_SECONDS)
+UPDATE_SECONDS = Histogram(
+    "sluice_weights_update_seconds", "Time from the announcement of a version to its service.", buckets=_SECONDS
+)

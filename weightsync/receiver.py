@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -20,15 +21,16 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.apply import Applier, ApplyError
-from weightsync.metrics import APPLY_SECONDS, PAUSE_SECONDS, STAGE_SECONDS, UPDATES
+from weightsync.build import VersionBuilder
+from weightsync.metrics import UPDATES
 from weightsync.names import run_resource
 from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
-from weightsync.pull import PullError, PullLimits, pull_version
+from weightsync.pull import PullError, PullLimits
 from weightsync.report import Reporter
-from weightsync.stage_area import StageArea
 from weightsync.staged import ApplyReport, StagedVersion
-from weightsync.staging import StagingError, StagingFile
-from weightsync.update import ReceiverStatus, UpdateRequest, UpdateTimings
+from weightsync.staged_copies import StagedCopies
+from weightsync.staging import StagingError
+from weightsync.update import ReceiverStatus, UpdateRequest, UpdateTimings, observe_update
 from weightsync.watch import VersionWatch
 
 # All that a rollout service needs: it imports nothing else of this package.
@@ -45,6 +47,9 @@ __all__ = [
     "WeightReceiver",
 ]
 
+_THREADS = 4
+"""Work on files at a time: a copy of the base, a delta that is applied, and what comes in meanwhile."""
+
 _LONGEST_PAUSE_S = 30.0
 """Longest pause before a version that could not be taken is tried again."""
 
@@ -58,8 +63,8 @@ class WeightReceiver:
         channel: To the weight service, with the agent role; `update_to` and TARGET need the admin role, which may read manifests.
         run: The run's name.
         replica: This replica's name, unique in the run.
-        stage_dir: Directory in shared memory, such as ``/dev/shm``; the receiver makes its own directory in it and removes
-            those of dead replicas.
+        stage_dir: Directory in shared memory, such as ``/dev/shm``; receivers of one run and host share what they stage in
+            it, and remove what dead ones left.
         apply: Brings a staged version into the engine: pause, copy, resume. Raises if the engine does not serve it.
         recover: Brings the engine back to some version after `apply` failed for the new and for the old one, and says which;
             None leaves the engine as it is.
@@ -68,6 +73,7 @@ class WeightReceiver:
         limits: How long pulls wait.
         failures: What `apply` and `recover` may raise.
         observe: Called with the timings of each update that was applied.
+        local_files: Read the service's files where this process sees them, in place of a transfer.
     """
 
     def __init__(
@@ -84,14 +90,16 @@ class WeightReceiver:
         limits: PullLimits | None = None,
         failures: tuple[type[Exception], ...] = (Exception,),
         observe: Callable[[UpdateTimings], None] | None = None,
+        local_files: bool = True,
     ) -> None:
         self._run = run_resource(run)
         self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
-        self._area = StageArea(stage_dir, run, replica)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-stage")
-        self._applier = Applier(apply, recover, serving, apply_deadline_s, failures)
-        self._limits = limits or PullLimits()
+        limits = limits or PullLimits()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
+        builder = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
+        self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
+        self._applier = Applier(apply, recover, serving, apply_deadline_s, failures, release=self._copies.release)
         self._observe = observe
         self._policy = WeightPolicy()
         self._wake = asyncio.Event()
@@ -112,8 +120,8 @@ class WeightReceiver:
 
     async def close(self) -> None:
         """Remove what is staged; call it when the engine reads it no more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        await asyncio.to_thread(self._area.close)
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._copies.close)
 
     def set_policy(
         self, mode: PolicyMode, version: Version | None = None, *, owner: str = "", ttl_s: float | None = None
@@ -242,36 +250,29 @@ class WeightReceiver:
         wanted = Version.from_proto(manifest.version)
         if wanted == self._applier.serving:
             return ApplyReport(wanted, 0.0, 0.0)
+        timings = UpdateTimings(wanted)
         if self._staged is None or (self._staged.version, self._staged.digest) != (wanted, manifest.digest):
             self._forget_staged()
-            self._staged = await self._stage(manifest)
-        staged_at = time.perf_counter()
-        self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, stage_s=staged_at - started)
+            self._staged, timings = await self._copies.stage(manifest, self._applier.current)
+        self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, timings=timings)
         report = await self._applier.apply(self._staged)
         self._staged = None
         self._error = ""
-        self._last = UpdateTimings(
-            version=wanted,
-            size_bytes=manifest.size_bytes,
-            stage_s=staged_at - started,
-            pause_s=report.pause_s,
-            apply_s=report.apply_s,
-            total_s=time.perf_counter() - started,
-        )
-        self._reporter.tell(pb.REPLICA_PHASE_SERVING, wanted, stage_s=self._last.stage_s, pause_s=report.pause_s)
+        total_s = time.perf_counter() - started
+        timings = replace(timings, pause_s=report.pause_s, apply_s=report.apply_s, total_s=total_s)
+        self._last = timings
+        self._reporter.tell(pb.REPLICA_PHASE_SERVING, wanted, timings=timings)
         UPDATES.labels("applied").inc()
-        STAGE_SECONDS.observe(self._last.stage_s)
-        PAUSE_SECONDS.observe(report.pause_s)
-        APPLY_SECONDS.observe(report.apply_s)
-        log.info("version in service", **self._last.for_log())
+        observe_update(timings)
+        log.info("version in service", **timings.for_log())
         if self._observe is not None:
-            self._observe(self._last)
+            self._observe(timings)
         return report
 
     def _forget_staged(self) -> None:
         """Make room: a version that could not be applied and was overtaken is of no use."""
         if self._staged is not None:
-            self._staged.path.unlink(missing_ok=True)
+            self._copies.release(self._staged)
             self._staged = None
 
     async def _manifest(self, version: Version | None) -> pb.Manifest:
@@ -282,16 +283,6 @@ class WeightReceiver:
         request = pb.GetManifestRequest(run=self._run, version=None if version is None else version.to_proto())
         response = await self._manifests.GetManifest(request, timeout=30)
         return response.manifest
-
-    async def _stage(self, manifest: pb.Manifest) -> StagedVersion:
-        loop = asyncio.get_running_loop()
-        path = self._area.file(Version.from_proto(manifest.version))
-        staging = await loop.run_in_executor(self._thread, StagingFile, manifest, path)
-        try:
-            await pull_version(self._delivery, staging, self._thread, self._limits)
-            return await loop.run_in_executor(self._thread, staging.finish)
-        finally:
-            staging.discard()
 
 
 def _as_sluice_error(error: Exception) -> SluiceError:

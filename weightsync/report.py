@@ -12,6 +12,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.apply import Applier
+from weightsync.update import UpdateTimings
 
 __all__ = ["Reporter"]
 
@@ -27,8 +28,7 @@ class _Report:
     phase: pb.ReplicaPhase.ValueType
     version: Version
     error: str = ""
-    stage_s: float = 0.0
-    pause_s: float = 0.0
+    timings: UpdateTimings | None = None
 
 
 class Reporter:
@@ -61,12 +61,10 @@ class Reporter:
         phase: pb.ReplicaPhase.ValueType,
         version: Version,
         error: str = "",
-        *,
-        stage_s: float = 0.0,
-        pause_s: float = 0.0,
+        timings: UpdateTimings | None = None,
     ) -> None:
         """Report soon; never waits and never fails."""
-        self._last = _Report(phase, version, error, stage_s, pause_s)
+        self._last = _Report(phase, version, error, timings)
         self._news.set()
 
     async def run_forever(self) -> None:
@@ -92,7 +90,9 @@ class Reporter:
             error=report.error,
             serving=self._applier.serving.to_proto(),
         )
-        request.stage_time.FromNanoseconds(int(report.stage_s * 1e9))
-        request.pause_time.FromNanoseconds(int(report.pause_s * 1e9))
+        if report.timings is not None:
+            request.timings.CopyFrom(report.timings.to_proto())
+            request.stage_time.FromNanoseconds(int((report.timings.pull_s + report.timings.stage_s) * 1e9))
+            request.pause_time.CopyFrom(request.timings.pause)
         response = await self._stub.ReportVersion(request, timeout=_DEADLINE_S)
         self._renew_s = max(0.1, response.lease.ToTimedelta().total_seconds() * _SHARE_OF_LEASE)

@@ -1,152 +1,161 @@
-"""Puts a version's shards together into one verified safetensors file. Blocking; called in one thread."""
+"""Puts the shards of a version's dense form together into one verified safetensors file. Blocking; called in threads."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import threading
 
 from sluice.v1 import weightsync_pb2 as pb
-from sluice.versions import Version
-from weightsync.chunks import ChunkError, ChunkSizeError, check_chunk
 from weightsync.layout import Entry, LayoutError, render_header
-from weightsync.manifest import DenseTensor, ManifestError, check_manifest, entry_name, version_digest
+from weightsync.manifest import ManifestError, check_manifest, entry_name, is_whole, manifest_digest
+from weightsync.raw_chunks import RawChunk
 from weightsync.scan import Scan
-from weightsync.staged import StagedVersion, TensorSpec
-from weightsync.verify import whole_tensors
+from weightsync.staged_file import FileLayout, write_all
 
-__all__ = ["StagingError", "StagingFile"]
+__all__ = ["ShardSink", "StagingError", "StagingFile"]
 
 _PAGE = 4096
 """The data begins at a page, so that readers that map the file find aligned tensors."""
 
 
 class StagingError(Exception):
-    """What came in is not the version that was announced."""
+    """What came in is not the version that was announced, or there is no room for it."""
 
 
 class StagingFile:
-    """The file of one version while it is put together.
+    """The file of one version while its dense form comes in.
 
     The data of the shards follow each other as they come; the header is written last, so that an unfinished file is none.
+    Several shards may come at a time, each in one thread at a time.
 
     Args:
         manifest: The version; an anchor of whole tensors.
-        path: The file to make.
+        descriptor: An open file; it is emptied, and stays the caller's.
 
     Raises:
         StagingError: if the manifest is of another kind or contradicts itself.
-        OSError: if the file cannot be made.
+        OSError: if the file cannot be written.
     """
 
-    def __init__(self, manifest: pb.Manifest, path: Path) -> None:
-        self.manifest = manifest
-        self.path = path
+    def __init__(self, manifest: pb.Manifest, descriptor: int) -> None:
         _check(manifest)
+        self.manifest = manifest
         self._data_begin = -(-len(_longest_header(manifest)) // _PAGE) * _PAGE
-        self._scans = {shard.name: Scan(shard.size_bytes) for shard in manifest.shards}
-        self._bases: dict[str, int] = {}
-        self._part = path.with_suffix(".part")
-        self._descriptor = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._descriptor = descriptor
         self._end = self._data_begin
+        self._lock = threading.Lock()
+        self._sinks = {shard.name: ShardSink(self, shard) for shard in manifest.shards}
+        os.ftruncate(descriptor, 0)
 
-    def stored(self, shard: str) -> int:
-        """Bytes of a shard that came in and were verified."""
-        return self._scans[shard].position
+    def sink(self, shard: str) -> ShardSink:
+        """Takes the bytes of a shard."""
+        return self._sinks[shard]
 
-    def feed(self, shard: str, chunk: pb.Chunk) -> None:
-        """Take the next bytes of a shard; shards come one after the other.
+    def reserve(self, size: int) -> int:
+        """Where the next ``size`` bytes of data belong in the file."""
+        with self._lock:
+            begin, self._end = self._end, self._end + size
+            return begin
 
-        Raises:
-            StagingError: if the chunk is damaged, out of order, or no part of such a shard.
-            OSError: if shared memory is full.
-        """
-        scan = self._scans[shard]
-        if chunk.offset != scan.position:
-            raise StagingError(f"shard {shard}: a chunk at byte {chunk.offset} came instead of {scan.position}")
-        try:
-            data = check_chunk(chunk)
-            scan.feed(data)
-        except (ChunkError, ChunkSizeError, LayoutError) as error:
-            raise StagingError(f"shard {shard}: {error}") from error
-        if scan.entries is None:
-            return
-        if shard not in self._bases:
-            self._bases[shard] = self._end
-            self._end += scan.size - scan.data_begin
-        skipped = max(0, scan.data_begin - chunk.offset)
-        self._write(memoryview(data)[skipped:], self._bases[shard] + chunk.offset + skipped - scan.data_begin)
+    def write(self, data: memoryview, position: int) -> None:
+        """Write bytes of the file."""
+        write_all(self._descriptor, data, position)
 
-    def finish(self) -> StagedVersion:
-        """Check that everything is there, name by name and digest by digest, and give the file its header and name.
+    def finish(self) -> FileLayout:
+        """Check that everything is there, name by name and digest by digest, and give the file its header.
 
         Raises:
             StagingError: if something is missing, differs, or is not finite.
         """
         entries: list[Entry] = []
-        found: list[DenseTensor] = []
         for shard in self.manifest.shards:
-            entries += self._finish_shard(shard)
-            found += [
-                DenseTensor(name, tensor.entry.dtype, tensor.entry.shape, tensor.digest)
-                for name, tensor in self._scans[shard.name].tensors.items()
-            ]
-        if version_digest(found) != self.manifest.digest:
-            raise StagingError(f"the tensors have digest {version_digest(found)}, announced was {self.manifest.digest}")
-        entries.sort(key=lambda entry: entry.begin)
-        self._write(memoryview(render_header(entries, {"format": "pt"}, self._data_begin)), 0)
-        self.close()
-        self._part.rename(self.path)
-        return StagedVersion(
-            version=Version.from_proto(self.manifest.version),
-            path=self.path,
-            tensors={entry.name: TensorSpec(entry.dtype, entry.shape) for entry in entries},
-            digest=self.manifest.digest,
-        )
+            entries += self._sinks[shard.name].finish(self._data_begin)
+        if manifest_digest(self.manifest) != self.manifest.digest:
+            raise StagingError(
+                f"the tensors have digest {manifest_digest(self.manifest)}, announced was {self.manifest.digest}"
+            )
+        entries.sort(key=lambda entry: (entry.begin, entry.end))
+        self.write(memoryview(render_header(entries, {"format": "pt"}, self._data_begin)), 0)
+        return FileLayout(self._data_begin, {entry.name: entry for entry in entries}, self._end)
 
-    def _finish_shard(self, shard: pb.Shard) -> list[Entry]:
-        scan = self._scans[shard.name]
-        if not scan.complete:
-            raise StagingError(f"shard {shard.name} ended at byte {scan.position} of {scan.size}")
-        announced = {entry_name(tensor): tensor for tensor in shard.tensors}
+
+class ShardSink:
+    """One shard on its way into a `StagingFile`.
+
+    Args:
+        staging: The file.
+        shard: What was announced.
+    """
+
+    def __init__(self, staging: StagingFile, shard: pb.Shard) -> None:
+        self._staging = staging
+        self._shard = shard
+        self._scan = Scan(shard.size_bytes)
+        self._begin: int | None = None
+
+    @property
+    def position(self) -> int:
+        """Bytes of the shard that came in and were checked."""
+        return self._scan.position
+
+    def feed(self, chunk: RawChunk) -> None:
+        """Take the next bytes.
+
+        Raises:
+            ChunkError, ChunkSizeError: if they were damaged on their way; nothing of them is kept.
+            StagingError: if they are out of order, or no part of such a shard.
+            OSError: if shared memory is full.
+        """
+        scan, name = self._scan, self._shard.name
+        if chunk.offset != scan.position:
+            raise StagingError(f"shard {name}: a chunk at byte {chunk.offset} came instead of {scan.position}")
+        data = chunk.check()
+        try:
+            scan.feed(data)
+        except LayoutError as error:
+            raise StagingError(f"shard {name}: {error}") from error
+        if scan.entries is None:
+            return
+        if self._begin is None:
+            self._begin = self._staging.reserve(scan.size - scan.data_begin)
+        skipped = max(0, scan.data_begin - chunk.offset)
+        self._staging.write(data[skipped:], self._begin + chunk.offset + skipped - scan.data_begin)
+
+    def finish(self, data_begin: int) -> list[Entry]:
+        """Check the whole shard; its entries as they lie in the file.
+
+        Raises:
+            StagingError: if something is missing, differs, or is not finite.
+        """
+        scan = self._scan
+        if not scan.complete or self._begin is None:
+            raise StagingError(f"shard {self._shard.name} ended at byte {scan.position} of {scan.size}")
+        announced = {entry_name(tensor): tensor for tensor in self._shard.tensors}
         if announced.keys() != scan.tensors.keys():
-            raise StagingError(f"shard {shard.name} does not hold the announced tensors")
-        shift = self._bases[shard.name] - self._data_begin
+            raise StagingError(f"shard {self._shard.name} does not hold the announced tensors")
+        shift = self._begin - data_begin
         placed = []
         for name, tensor in scan.tensors.items():
-            if tensor.digest != announced[name].digest:
-                raise StagingError(f"tensor {name} has digest {tensor.digest}, announced was {announced[name].digest}")
+            entry, wanted = tensor.entry, announced[name]
+            if (entry.dtype, entry.shape) != (wanted.dtype, tuple(wanted.global_shape)):
+                raise StagingError(f"tensor {name} is {entry.dtype} {list(entry.shape)}, announced was another type")
+            if tensor.digest != wanted.digest:
+                raise StagingError(f"tensor {name} has digest {tensor.digest}, announced was {wanted.digest}")
             if not tensor.finite:
                 raise StagingError(f"tensor {name} holds NaN or infinite values")
-            entry = tensor.entry
             placed.append(Entry(name, entry.dtype, entry.shape, entry.begin + shift, entry.end + shift))
         return placed
-
-    def _write(self, data: memoryview, position: int) -> None:
-        while data:
-            written = os.pwrite(self._descriptor, data, position)
-            data, position = data[written:], position + written
-
-    def close(self) -> None:
-        """Give the file descriptor back."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def discard(self) -> None:
-        """Remove what there is; without effect on a finished file."""
-        self.close()
-        self._part.unlink(missing_ok=True)
 
 
 def _check(manifest: pb.Manifest) -> None:
     if manifest.kind != pb.VERSION_KIND_ANCHOR:
-        raise StagingError(f"version of kind {pb.VersionKind.Name(manifest.kind)}: this receiver takes anchors only")
+        raise StagingError(f"version of kind {pb.VersionKind.Name(manifest.kind)} where a dense form was expected")
     try:
         check_manifest(manifest)
     except ManifestError as error:
         raise StagingError(str(error)) from error
-    renamed = any(entry_name(tensor) != tensor.name for shard in manifest.shards for tensor in shard.tensors)
-    if whole_tensors(manifest) is None or renamed:
+    tensors = [tensor for shard in manifest.shards for tensor in shard.tensors]
+    if not all(is_whole(tensor) and entry_name(tensor) == tensor.name for tensor in tensors):
         raise StagingError("the shards hold slices or renamed tensors: pull from a service that assembles them")
 
 

@@ -6,11 +6,20 @@ import asyncio
 from dataclasses import asdict, dataclass
 
 from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.metrics import (
+    APPLY_SECONDS,
+    PAUSE_SECONDS,
+    PULL_SECONDS,
+    PULLED_BYTES,
+    STAGE_SECONDS,
+    UPDATE_SECONDS,
+)
 from weightsync.policy import Policy
 from weightsync.staged import ApplyReport
 
-__all__ = ["ReceiverStatus", "UpdateRequest", "UpdateTimings"]
+__all__ = ["ReceiverStatus", "UpdateRequest", "UpdateTimings", "observe_update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,24 +28,47 @@ class UpdateTimings:
 
     Attributes:
         version: The version that serves now.
-        size_bytes: Bytes that were pulled.
-        stage_s: Seconds from the decision to take it to its being verified and staged; tokens were produced meanwhile.
+        pulled_bytes: Bytes that came over sockets; none where another process of the host had staged the version.
+        local_bytes: Bytes that were read from files of this host in their place.
+        pull_s: Seconds from the decision to take it to the last byte; tokens were produced meanwhile.
+        stage_s: Seconds from the last byte to a verified file in shared memory; tokens were produced meanwhile.
         pause_s: Seconds during which no token was sampled.
         apply_s: Seconds of the copy alone.
         total_s: Seconds from the decision to service.
     """
 
     version: Version
-    size_bytes: int
-    stage_s: float
-    pause_s: float
-    apply_s: float
-    total_s: float
+    pulled_bytes: int = 0
+    local_bytes: int = 0
+    pull_s: float = 0.0
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    apply_s: float = 0.0
+    total_s: float = 0.0
+
+    def to_proto(self) -> pb.UpdateTimings:
+        """The wire form."""
+        message = pb.UpdateTimings(pulled_bytes=self.pulled_bytes)
+        parts = {"pull": self.pull_s, "stage": self.stage_s, "pause": self.pause_s, "apply": self.apply_s}
+        for name, seconds in {**parts, "total": self.total_s}.items():
+            getattr(message, name).FromNanoseconds(int(seconds * 1e9))
+        return message
 
     def for_log(self) -> dict[str, str | int | float]:
         """Fields of a log line."""
         numbers = {name: round(value, 4) for name, value in asdict(self).items() if name != "version"}
         return {"version": str(self.version), **numbers}
+
+
+def observe_update(timings: UpdateTimings) -> None:
+    """Count an update in the metrics."""
+    PULL_SECONDS.observe(timings.pull_s)
+    STAGE_SECONDS.observe(timings.stage_s)
+    PAUSE_SECONDS.observe(timings.pause_s)
+    APPLY_SECONDS.observe(timings.apply_s)
+    UPDATE_SECONDS.observe(timings.total_s)
+    PULLED_BYTES.labels("socket").inc(timings.pulled_bytes)
+    PULLED_BYTES.labels("file").inc(timings.local_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -77,7 +78,8 @@ def stage_dir(tmp_path: Path) -> Path:
 
 
 def staged_files(stage_dir: Path) -> list[str]:
-    return sorted(path.name for path in stage_dir.glob("*/*") if path.name != ".lock")
+    """Names of all files, without the digests."""
+    return sorted(re.sub(r"-[0-9a-f]{32}", "", path.name) for path in stage_dir.glob("*/*"))
 
 
 async def push(stack: Stack, number: int) -> None:
@@ -277,7 +279,7 @@ async def test_a_broken_pull_goes_on_from_the_last_good_chunk(stack: Stack, stag
     assert equal_bits(engine.tensors, weights(1))
 
 
-async def test_a_damaged_chunk_is_never_applied_and_the_version_is_pulled_anew(stack: Stack, stage_dir: Path) -> None:
+async def test_a_damaged_chunk_is_never_applied_but_pulled_anew(stack: Stack, stage_dir: Path) -> None:
     async def flip(stream: int, response: pb.PullWeightsResponse) -> bool:
         if stream == 1 and response.chunk.offset == 3000:
             response.chunk.data = bytes([response.chunk.data[0] ^ 1]) + response.chunk.data[1:]
@@ -287,7 +289,7 @@ async def test_a_damaged_chunk_is_never_applied_and_the_version_is_pulled_anew(s
     await push(stack, 1)
     async with in_front(unreliable) as target, receiving(target, stage_dir, engine):
         await eventually(lambda: engine.version == Version(1, 1))
-    assert unreliable.offsets == [0, 0]
+    assert unreliable.offsets == [0, 3000]
     assert equal_bits(engine.tensors, weights(1))
 
 

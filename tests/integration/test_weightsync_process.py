@@ -24,7 +24,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ApplyReport, StagedVersion, WeightReceiver
-from weightsync.stage_area import remove_stale
+from weightsync.shared_area import remove_stale
 
 pytestmark = pytest.mark.slow
 

@@ -12,29 +12,23 @@ from weightsync_stack import equal_bits, manifest_of, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.chunks import make_chunk
+from weightsync.chunks import ChunkError, make_chunk
+from weightsync.raw_chunks import RawChunk
 from weightsync.shard_source import ShardSource
-from weightsync.stage_area import StageArea, remove_stale
-from weightsync.staged import StagedVersion, TensorSpec
+from weightsync.staged_file import FileLayout, read_layout
 from weightsync.staging import StagingError, StagingFile
 
 V1 = Version(1, 1)
 
 
-def stage(
-    path: Path, manifest: pb.Manifest, *sources: ShardSource, damage: Callable[[pb.Chunk], None] | None = None
-) -> StagedVersion:
-    staging = StagingFile(manifest, path)
-    try:
+def stage(path: Path, manifest: pb.Manifest, *sources: ShardSource) -> FileLayout:
+    with path.open("w+b") as file:
+        staging = StagingFile(manifest, file.fileno())
         for source in sources:
             for begin, end in source.spans(0, 97):
                 chunk = make_chunk(begin, source.read(begin, end))
-                if damage is not None:
-                    damage(chunk)
-                staging.feed(source.name, chunk)
+                staging.sink(source.name).feed(RawChunk(begin, memoryview(chunk.data), chunk.crc32c))
         return staging.finish()
-    finally:
-        staging.discard()
 
 
 def split(tensors: dict[str, torch.Tensor], count: int) -> list[ShardSource]:
@@ -47,11 +41,12 @@ def split(tensors: dict[str, torch.Tensor], count: int) -> list[ShardSource]:
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_any_number_of_shards_becomes_one_file(tmp_path: Path, count: int) -> None:
     sources = split(weights(), count)
-    staged = stage(tmp_path / "v.safetensors", manifest_of(V1, *sources), *sources)
-    assert equal_bits(load_file(staged.path), weights())
-    assert staged.version == V1
-    assert staged.tensors["model.embed.weight"] == TensorSpec("F32", (64, 16))
-    assert staged.tensors.keys() == weights().keys()
+    path = tmp_path / "v.safetensors"
+    layout = stage(path, manifest_of(V1, *sources), *sources)
+    assert equal_bits(load_file(path), weights())
+    with path.open("rb") as file:
+        assert read_layout(file.fileno()) == layout
+    assert (layout.entries["model.embed.weight"].dtype, layout.entries["model.embed.weight"].shape) == ("F32", (64, 16))
 
 
 def change_digest(manifest: pb.Manifest) -> None:
@@ -87,18 +82,35 @@ def test_what_differs_from_its_manifest_is_never_staged(tmp_path: Path, change: 
     change(manifest)
     with pytest.raises(StagingError):
         stage(tmp_path / "v.safetensors", manifest, source)
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_chunk_is_never_staged(tmp_path: Path) -> None:
-    def flip(chunk: pb.Chunk) -> None:
-        if chunk.offset >= 970:
-            chunk.data = bytes([chunk.data[0] ^ 4]) + chunk.data[1:]
-
+def test_of_a_damaged_chunk_nothing_is_kept(tmp_path: Path) -> None:
     source = ShardSource("model", weights())
-    with pytest.raises(StagingError, match="crc32c"):
-        stage(tmp_path / "v.safetensors", manifest_of(V1, source), source, damage=flip)
-    assert list(tmp_path.iterdir()) == []
+    with (tmp_path / "v.safetensors").open("w+b") as file:
+        staging = StagingFile(manifest_of(V1, source), file.fileno())
+        sink = staging.sink("model")
+        for begin, end in source.spans(0, 97):
+            chunk = make_chunk(begin, source.read(begin, end))
+            flipped = bytes([chunk.data[0] ^ 4]) + chunk.data[1:]
+            with pytest.raises(ChunkError, match="crc32c"):
+                sink.feed(RawChunk(begin, memoryview(flipped), chunk.crc32c))
+            assert sink.position == begin
+            sink.feed(RawChunk(begin, memoryview(chunk.data), chunk.crc32c))
+        staging.finish()
+    assert equal_bits(load_file(tmp_path / "v.safetensors"), weights())
+
+
+def test_bytes_changed_under_a_right_checksum_show_in_a_digest(tmp_path: Path) -> None:
+    source = ShardSource("model", weights())
+    path = tmp_path / "v.safetensors"
+    with path.open("w+b") as file:
+        staging = StagingFile(manifest_of(V1, source), file.fileno())
+        for begin, end in source.spans(0, 97):
+            data = source.read(begin, end)
+            changed = bytes([data[0] ^ 4]) + data[1:] if begin >= 4850 else data
+            staging.sink("model").feed(RawChunk(begin, memoryview(changed)))
+        with pytest.raises(StagingError, match="digest"):
+            staging.finish()
 
 
 def test_values_that_are_not_finite_are_never_staged(tmp_path: Path) -> None:
@@ -109,30 +121,25 @@ def test_values_that_are_not_finite_are_never_staged(tmp_path: Path) -> None:
 
 def test_chunks_out_of_order_are_refused(tmp_path: Path) -> None:
     source = ShardSource("model", weights())
-    staging = StagingFile(manifest_of(V1, source), tmp_path / "v.safetensors")
-    with pytest.raises(StagingError, match="instead"):
-        staging.feed("model", make_chunk(8, source.read(8, 16)))
-    staging.discard()
+    with (tmp_path / "v.safetensors").open("w+b") as file:
+        sink = StagingFile(manifest_of(V1, source), file.fileno()).sink("model")
+        with pytest.raises(StagingError, match="instead"):
+            sink.feed(RawChunk(8, memoryview(source.read(8, 16))))
 
 
-def test_a_stage_area_lives_as_long_as_its_replica(tmp_path: Path) -> None:
-    first, second = StageArea(tmp_path, "run", "replica"), StageArea(tmp_path, "run", "replica")
-    assert first.path != second.path
-    assert remove_stale(tmp_path) == []
-    second.close()
-    second.close()
-    assert first.path.exists()
-    assert not second.path.exists()
-    first.close()
-
-
-def test_directories_of_others_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "sluice-something-else").mkdir()
-    (tmp_path / "other").mkdir()
-    assert remove_stale(tmp_path) == []
-
-
-def test_a_replicas_name_cannot_leave_the_stage_directory(tmp_path: Path) -> None:
-    area = StageArea(tmp_path / "shm", "run", "../../evil/replica")
-    assert area.path.parent == tmp_path / "shm"
-    area.close()
+def test_shards_may_come_side_by_side(tmp_path: Path) -> None:
+    sources = split(weights(), 3)
+    path = tmp_path / "v.safetensors"
+    with path.open("w+b") as file:
+        staging = StagingFile(manifest_of(V1, *sources), file.fileno())
+        spans = [iter(list(source.spans(0, 97))) for source in sources]
+        waiting = list(zip(sources, spans, strict=True))
+        while waiting:
+            for source, rest in list(waiting):
+                span = next(rest, None)
+                if span is None:
+                    waiting.remove((source, rest))
+                else:
+                    staging.sink(source.name).feed(RawChunk(span[0], memoryview(source.read(*span))))
+        staging.finish()
+    assert equal_bits(load_file(path), weights())

@@ -1,0 +1,278 @@
+"""Staged versions in shared memory, one copy of each for all receivers of a host.
+
+A version's file is named by its number and digest, and never changed once it has that name. Three kinds of locks (flock(2),
+which ends with its process however that ends, and holds between containers that share the memory) keep order:
+
+* whoever makes a file holds ``NAME.build`` exclusively;
+* whoever uses a file holds it shared, on an open descriptor, from before it has its name;
+* whoever removes a file holds it exclusively, which nobody can while it is used: so the last user removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from sluice.versions import Version
+from weightsync.staging import StagingError
+
+__all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale"]
+
+_PREFIX = "sluice-"
+_BUILD = ".build"
+_PART = ".part"
+_FILE = ".safetensors"
+_ATTEMPTS = 100
+"""Races with processes that remove what was just opened; each is lost only to one that got further."""
+
+_open: set[int] = set()
+"""Descriptors that a forked child closes: an engine's process would keep removed files in memory."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class SharedCopy:
+    """A staged file that this process uses.
+
+    Attributes:
+        path: The file; complete, verified, and never changed.
+        descriptor: Open on it, with the shared lock.
+    """
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Use it no more; whoever is the last removes it. Without effect the second time."""
+        if self.descriptor < 0:
+            return
+        if _lock(self.descriptor, fcntl.LOCK_EX) and _is_at(self.descriptor, self.path):
+            self.path.unlink(missing_ok=True)
+        _close(self.descriptor)
+        self.descriptor = -1
+
+
+@dataclass(slots=True)
+class Claim:
+    """The right to make one file.
+
+    Attributes:
+        path: The name that it gets.
+        descriptor: Open on the file under way, to read and write.
+    """
+
+    path: Path
+    descriptor: int
+    _lock: int
+
+    def publish(self) -> SharedCopy:
+        """Give the file its name."""
+        _beside(self.path, _PART).rename(self.path)
+        copy = SharedCopy(self.path, self.descriptor)
+        self.descriptor = -1
+        self._unlock()
+        return copy
+
+    def abandon(self) -> None:
+        """Remove what there is, for the next one to begin anew; without effect after `publish`."""
+        if self.descriptor >= 0:
+            _beside(self.path, _PART).unlink(missing_ok=True)
+            _close(self.descriptor)
+            self.descriptor = -1
+            self._unlock()
+
+    def _unlock(self) -> None:
+        _beside(self.path, _BUILD).unlink(missing_ok=True)
+        _close(self._lock)
+
+
+class SharedArea:
+    """The directory ``<parent>/sluice-<run>``, with all that receivers of the run stage on this host.
+
+    Args:
+        parent: Directory in shared memory, such as ``/dev/shm``.
+        run: The run's name.
+    """
+
+    def __init__(self, parent: Path, run: str) -> None:
+        self.parent = parent
+        self.path = parent / f"{_PREFIX}{run}"
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(parent)
+
+    def file(self, version: Version, digest: str) -> Path:
+        """Where a staged version lies."""
+        return self.path / f"v{version}-{digest}{_FILE}"
+
+    def attach(self, path: Path) -> SharedCopy | None:
+        """Use a file that is there; None if it is not."""
+        for _ in range(_ATTEMPTS):
+            try:
+                descriptor = _opened(path, os.O_RDONLY)
+            except FileNotFoundError:
+                return None
+            if _lock(descriptor, fcntl.LOCK_SH) and _is_at(descriptor, path):
+                return SharedCopy(path, descriptor)
+            _close(descriptor)  # somebody is removing it
+        raise StagingError(f"{path} cannot be locked: remove it, and end the process that holds it exclusively")
+
+    def claim(self, path: Path) -> Claim | None:
+        """Begin to make a file; None while another process makes it, or if it is there by now."""
+        lock = self._build_lock(path)
+        if lock is None:
+            return None
+        if path.exists():
+            _beside(path, _BUILD).unlink(missing_ok=True)
+            _close(lock)
+            return None
+        part = _beside(path, _PART)
+        part.unlink(missing_ok=True)  # of a process that died over it
+        descriptor = _opened(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        return Claim(path, descriptor, lock)
+
+    def others(self, path: Path) -> list[Path]:
+        """The staged files besides one, those of the dead removed before."""
+        _sweep(self.path)
+        return sorted(each for each in self.path.glob(f"*{_FILE}") if each != path)
+
+    def check_room(self, needed: int) -> None:
+        """Whether there is memory for a file.
+
+        Raises:
+            StagingError: if not; the message says what to do.
+        """
+        status = os.statvfs(self.parent)
+        free = status.f_bavail * status.f_frsize
+        if needed > free:
+            raise StagingError(
+                f"{self.parent} has {free} bytes free, a staged version needs {needed}: enlarge the shared memory"
+                " (docker: --shm-size, compose: shm_size, Kubernetes: sizeLimit of the memory volume) to twice the weights"
+                " and more, or set rollout.stage_dir to a larger directory"
+            )
+
+    def close(self) -> None:
+        """Remove what nobody uses."""
+        _sweep(self.path)
+
+    def _build_lock(self, path: Path) -> int | None:
+        lock_path = _beside(path, _BUILD)
+        for _ in range(_ATTEMPTS):
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            try:
+                descriptor = _opened(lock_path, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:  # the directory was empty and just removed
+                continue
+            if not _lock(descriptor, fcntl.LOCK_EX):
+                _close(descriptor)
+                return None
+            if _is_at(descriptor, lock_path):
+                return descriptor
+            _close(descriptor)
+        raise StagingError(f"{lock_path} cannot be locked: remove it, and end the process that removes it all the time")
+
+
+def remove_stale(parent: Path) -> list[Path]:
+    """Remove what the dead left of any run.
+
+    Returns:
+        The staged versions that were removed.
+    """
+    return [path for directory in parent.glob(f"{_PREFIX}*") for path in _sweep(directory)]
+
+
+def _sweep(directory: Path) -> list[Path]:
+    """Remove the files that no living process makes or uses, and the directory if it is empty then."""
+    try:
+        names = [each.name for each in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    stems = {name.removesuffix(suffix) for name in names for suffix in (_BUILD, _PART, _FILE) if name.endswith(suffix)}
+    removed = [path for stem in sorted(stems) if _sweep_one(path := directory / f"{stem}{_FILE}")]
+    if stems or not names:
+        with contextlib.suppress(OSError):  # somebody uses it
+            directory.rmdir()
+    return removed
+
+
+def _sweep_one(path: Path) -> bool:
+    """Remove one version unless it is made or used; whether there was something to remove."""
+    lock_path = _beside(path, _BUILD)
+    try:
+        lock = _opened(lock_path, os.O_RDWR | os.O_CREAT)
+    except OSError:  # removed meanwhile, or another user's
+        return False
+    try:
+        if not _lock(lock, fcntl.LOCK_EX) or not _is_at(lock, lock_path):
+            return False
+        _beside(path, _PART).unlink(missing_ok=True)
+        removed = _remove_unused(path)
+        lock_path.unlink(missing_ok=True)
+    finally:
+        _close(lock)
+    return removed
+
+
+def _remove_unused(path: Path) -> bool:
+    try:
+        descriptor = _opened(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        if not _lock(descriptor, fcntl.LOCK_EX):
+            return False
+        path.unlink(missing_ok=True)
+    finally:
+        _close(descriptor)
+    log.info("removed what a dead replica had staged", path=str(path))
+    return True
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Lock without waiting; False if others hold it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
+            raise
+        return False
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _opened(path: Path, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    _open.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    _open.discard(descriptor)
+    os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    for descriptor in _open:
+        os.close(descriptor)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name.removesuffix(_FILE) + suffix)
