@@ -1,79 +1,104 @@
-"""The trainer's half: pushes a version and commits it."""
+"""The trainer's half: pushes versions and commits them."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Literal
 
 import grpc
 import structlog
 import torch
+import torch.distributed as dist
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
-from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.chunks import MAX_CHUNK_BYTES, fill_chunk
-from weightsync.manifest import DenseTensor, version_digest
+from weightsync.baseline import Baseline, Diff
+from weightsync.chunks import MAX_CHUNK_BYTES
+from weightsync.delta_trials import DeltaTrials
+from weightsync.dense_push import push_dense
+from weightsync.group_commit import Frame, Ranks, first_failure
+from weightsync.kept_file import HOST_DIRECTORY
+from weightsync.manifest import ManifestError, box
 from weightsync.names import run_resource
+from weightsync.push_report import PushReport
 from weightsync.shard_source import ShardSource
+from weightsync.slice_plan import share_out, total_bytes
+from weightsync.slices import LocalSlice, local_slices, to_proto
+from weightsync.transfer import Destination
+from weightsync.version_push import Update, VersionPush
 
-__all__ = ["PushReport", "WeightPublisher"]
+__all__ = ["PushReport", "Update", "WeightPublisher"]
 
 SHARD = "model"
 """Name of the only shard of a version that one process pushes."""
 
-_REPEATABLE = {
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.DATA_LOSS,
-    grpc.StatusCode.INTERNAL,
-    grpc.StatusCode.CANCELLED,
-}
-"""How a broken connection or a damaged transfer shows; a repeat is harmless, because every step is idempotent."""
-
-_REPEATABLE_REASONS = {"SHARDS_MISSING", "PUSH_IDLE", "SHARD_OFFSET"}
-"""Refusals that a repeat answers: the service was restarted between push and commit, or this process stood still."""
+_AGREE_S = 600.0
+"""Longest wait for the other ranks where `encode` is told no deadline."""
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PushReport:
-    """What publishing a version cost.
-
-    Attributes:
-        bytes_sent: Bytes of the shard that went over the wire; 0 if the service had the version.
-        push_s: Seconds until the service held every byte on disk.
-        commit_s: Seconds that the commit took.
-        digest: The version's digest.
-        duplicate: Whether the version was committed before.
-    """
-
-    bytes_sent: int
-    push_s: float
-    commit_s: float
-    digest: str
-    duplicate: bool
 
 
 class WeightPublisher:
     """Publishes versions of one run.
 
+    Two ways lead to a version. `push` sends whole tensors and keeps nothing. `encode` and `publish` keep one copy of what
+    was pushed last and send the difference from it, exact to the bit, where that has at most half the bytes:
+
+        update = publisher.encode(version, tensors)      # in the thread that owns the weights; they must not change
+        report = await publisher.publish(update, ...)    # in the background; the weights may change
+
+    The copy is the only one: 1x the shard's size, for as long as the publisher lives. It may be written only while nothing
+    reads it. `publish` therefore holds it until the version is committed or given up, `encode` waits for that within its
+    deadline, and an update that was overtaken by a later `encode` is refused rather than sent.
+
+    Whether the copy is what the service has is known after a commit that was answered, and at no other time: after any
+    failure, at the first version of an epoch and after a restart, whole tensors go out (an anchor).
+
+    With a `group`, each rank has a publisher over its own channel and calls the same methods in the same order with the
+    tensors that it holds: DTensors of FSDP2 or tensor parallelism, or plain ones. What several ranks hold is sent by one of
+    them. A failure of any rank is one of all.
+
     Args:
         channel: To the weight service, with the admin role.
         run: The run's name.
         chunk_bytes: Bytes per chunk, at most 1 MiB.
+        encoding: "auto" compares with the version before; "dense" always sends whole tensors.
+        local: Whether to offer the service files in shared memory where it runs on the same host.
+        group: Ranks that publish one model together: a gloo group that nothing else uses; None: this process is alone.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, run: str, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        run: str,
+        *,
+        chunk_bytes: int = MAX_CHUNK_BYTES,
+        encoding: Literal["auto", "dense"] = "auto",
+        local: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes is {chunk_bytes}; the contract allows 1 to {MAX_CHUNK_BYTES}")
-        self._stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+        self._channel = channel
         self._run = run_resource(run)
         self._chunk_bytes = chunk_bytes
+        self._encoding = encoding
+        self._directory = HOST_DIRECTORY if local and HOST_DIRECTORY.is_dir() else None
+        self._ranks = Ranks(group)
+        self._shard = SHARD if group is None else f"rank-{self._ranks.rank:05d}"
+        self._trials = DeltaTrials()
+        self._in_use = threading.Lock()
+        """Held by whoever writes or reads the kept copy."""
+        self._baseline: Baseline | None = None
+        self._dense_bytes = 0
+        self._layout: list[LocalSlice] = []
+        self._committed: Version | None = None
+        """Version that the kept copy holds, if its commit was answered."""
+        self._serial = 0
 
     async def push(
         self,
@@ -83,7 +108,7 @@ class WeightPublisher:
         deadline_s: float,
         labels: Mapping[str, str] | None = None,
     ) -> PushReport:
-        """Publish a version: visible as a whole when this returns, not at all if it raises before the commit.
+        """Publish whole tensors: visible as a whole when this returns, not at all if it raises before the commit.
 
         Idempotent: the same version with the same content is found and nothing is sent. A failure on the way is repeated
         once, from the last byte that the service holds.
@@ -99,157 +124,170 @@ class WeightPublisher:
                 serving.
             ValueError: if a tensor cannot travel.
         """
-        source = ShardSource(SHARD, tensors)
-        publication = _Publication(
-            stub=self._stub,
-            run=self._run,
-            version=version,
-            source=source,
-            chunk_bytes=self._chunk_bytes,
-            deadline=time.monotonic() + deadline_s,
-        )
-        digests = asyncio.create_task(asyncio.to_thread(source.tensor_digests))  # beside the transfer
-        try:
-            return await _repeated_once(publication, digests, labels or {})
-        finally:
-            await asyncio.wait({digests})  # it reads the caller's memory
+        to = self._destination(version, deadline_s)
+        return await push_dense(to, ShardSource(SHARD, tensors), chunk_bytes=self._chunk_bytes, labels=labels or {})
 
-
-async def _repeated_once(
-    publication: _Publication, digests: asyncio.Task[dict[str, str]], labels: Mapping[str, str]
-) -> PushReport:
-    try:
-        return await publication.run(digests, labels, resume=False)
-    except SluiceError as error:
-        if error.code not in _REPEATABLE and error.reason not in _REPEATABLE_REASONS:
-            raise
-        log.warning("push broke, going on", version=str(publication.version), error=str(error))
-    return await publication.run(digests, labels, resume=True)
-
-
-class _Publication:
-    """One version on its way out."""
-
-    def __init__(
+    def encode(
         self,
-        *,
-        stub: weightsync_pb2_grpc.WeightSyncServiceAsyncStub,
-        run: str,
         version: Version,
-        source: ShardSource,
-        chunk_bytes: int,
-        deadline: float,
-    ) -> None:
-        self.version = version
-        self._stub = stub
-        self._run = run
-        self._source = source
-        self._chunk_bytes = chunk_bytes
-        self._deadline = deadline
-        self._sent = 0
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        deadline_s: float = _AGREE_S,
+    ) -> Update:
+        """Compare live tensors with what was pushed last, and keep them in its place. Blocking; not for the event loop.
 
-    async def run(
-        self, digests: asyncio.Task[dict[str, str]], labels: Mapping[str, str], *, resume: bool
-    ) -> PushReport:
-        """Send what the service lacks, then commit."""
-        try:
-            started = time.perf_counter()
-            if not await self._is_committed():
-                await self._send(resume=resume)
-            pushed = time.perf_counter()
-            shard = self._source.describe(await asyncio.shield(digests))
-            manifest = self._manifest(shard, labels)
-            request = pb.CommitVersionRequest(manifest=manifest)
-            response = await self._stub.CommitVersion(request, timeout=self._remaining())
-        except grpc.aio.AioRpcError as error:
-            raise SluiceError.from_rpc(error) from error
-        return PushReport(
-            bytes_sent=self._sent,
-            push_s=pushed - started,
-            commit_s=time.perf_counter() - pushed,
-            digest=response.manifest.digest,
-            duplicate=response.duplicate,
-        )
+        Args:
+            version: Which one.
+            tensors: Live tensors by Hugging Face name, on any device; unchanged until this returns. Tied ones travel once.
+            dtype: Precision to publish floating-point tensors in, cast one by one; None: as they are.
+            deadline_s: Seconds to wait for the push before, and at the first call for the other ranks.
 
-    async def _is_committed(self) -> bool:
-        request = pb.GetManifestRequest(run=self._run, version=self.version.to_proto())
-        try:
-            await self._stub.GetManifest(request, timeout=self._remaining(), wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:
-                return False
-            raise
-        return True
-
-    async def _send(self, *, resume: bool) -> None:
-        offset = 0
-        if resume:
-            offset = await self._ask_offset()
-        if offset < self._source.size:
-            await self._stub.PushWeights(self._requests(offset), timeout=self._remaining())
-
-    async def _ask_offset(self) -> int:
-        """Where to go on: announces to go on at the end, which the service corrects unless it has everything."""
-        try:
-            await self._stub.PushWeights(self._requests(self._source.size), timeout=self._remaining())
-        except grpc.aio.AioRpcError as error:
-            failure = SluiceError.from_rpc(error)
-            if failure.reason != "SHARD_OFFSET":
-                raise
-            return int(failure.metadata["stored_bytes"])
-        return self._source.size
-
-    async def _requests(self, offset: int) -> AsyncIterator[pb.PushWeightsRequest]:
-        header = pb.PushHeader(
-            run=self._run, version=self.version.to_proto(), shard=self._source.describe(), resume_offset=offset
-        )
-        yield pb.PushWeightsRequest(header=header)
-        spans = self._source.spans(offset, self._chunk_bytes)
-        span = next(spans, None)
-        preparing = _prepare(self._source, span)
-        try:
-            while preparing is not None:  # the next chunk is prepared while this one goes out
-                request = await preparing
-                size = 0 if span is None else span[1] - span[0]
-                span = next(spans, None)
-                preparing = _prepare(self._source, span)
-                yield request
-                self._sent += size
-        finally:
-            if preparing is not None:
-                preparing.cancel()
-
-    def _manifest(self, shard: pb.Shard, labels: Mapping[str, str]) -> pb.Manifest:
-        digest = version_digest(
-            DenseTensor(each.name, each.dtype, tuple(each.global_shape), each.digest) for each in shard.tensors
-        )
-        return pb.Manifest(
-            run=self._run,
-            version=self.version.to_proto(),
-            kind=pb.VERSION_KIND_ANCHOR,
-            shards=[shard],
-            digest=digest,
-            labels=dict(labels),
-        )
-
-    def _remaining(self) -> float:
-        remaining = self._deadline - time.monotonic()
-        if remaining <= 0:
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if the push before goes on for longer; of several ranks, what any failed with.
+            ValueError: if a tensor cannot travel.
+        """
+        deadline = time.monotonic() + deadline_s
+        if not self._in_use.acquire(timeout=max(0.0, deadline_s)):
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                "PUSH_DEADLINE",
-                f"version {self.version} was not published in time; the version before serves on: push again, or allow more",
+                "PUSH_IN_PROGRESS",
+                f"the version before {version} is still being pushed: wait for its publish to end, or allow more than {deadline_s:g} s",
             )
-        return remaining
+        try:
+            self._serial += 1
+            base, self._committed = self._base_of(version), None
+            baseline, live = self._prepare(tensors, dtype, deadline)
+            diff = self._renew(baseline, live, deadline, compare=base is not None)
+        finally:
+            self._in_use.release()
+        return Update(version, base, diff, self._serial)
+
+    async def publish(
+        self, update: Update, *, deadline_s: float, labels: Mapping[str, str] | None = None
+    ) -> PushReport:
+        """Push and commit what `encode` kept: visible as a whole when this returns.
+
+        Idempotent while the copy holds the version. A transfer that broke is repeated once from where it broke; a base that
+        the service does not have any more is answered by whole tensors of the same version, at once.
+
+        Args:
+            update: What `encode` gave last.
+            deadline_s: Seconds for everything.
+            labels: Free facts for the manifest.
+
+        Raises:
+            SluiceError: as the contract says of PushWeights and CommitVersion; FAILED_PRECONDITION OVERTAKEN if a later
+                `encode` took the copy, RANK_LOST if a rank is gone; of several ranks, what any failed with.
+        """
+        if not self._in_use.acquire(blocking=False):
+            raise _overtaken(update.version)
+        try:
+            if self._baseline is None or update.serial != self._serial:
+                raise _overtaken(update.version)
+            self._committed = None
+            push = VersionPush(
+                self._destination(update.version, deadline_s),
+                self._ranks,
+                self._baseline,
+                update,
+                chunk_bytes=self._chunk_bytes,
+                directory=self._directory,
+                labels=labels or {},
+            )
+            agreement = await push.agree()
+            if agreement.compared:
+                self._trials.note(worth=agreement.kind == "delta")
+            report = await push.run()
+            self._committed = update.version
+            return report
+        finally:
+            self._in_use.release()
+
+    async def update(
+        self,
+        version: Version,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        deadline_s: float,
+        labels: Mapping[str, str] | None = None,
+    ) -> PushReport:
+        """`encode` in a thread, then `publish`; the tensors must not change until this returns.
+
+        Raises:
+            SluiceError, ValueError: as both.
+        """
+        deadline = time.monotonic() + deadline_s
+        encoded = await asyncio.to_thread(self.encode, version, tensors, dtype=dtype, deadline_s=deadline_s)
+        return await self.publish(encoded, deadline_s=deadline - time.monotonic(), labels=labels)
+
+    def _base_of(self, version: Version) -> Version | None:
+        """The version to compare with, None where whole tensors go out."""
+        base = self._committed
+        if self._encoding == "dense" or base is None or base.epoch != version.epoch or base >= version:
+            return None
+        return base if self._trials.due() else None
+
+    def _prepare(
+        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, deadline: float
+    ) -> tuple[Baseline, list[torch.Tensor]]:
+        """The kept copy, made at the first call and where the model became another one, and what it is made from."""
+        try:
+            held = local_slices(tensors, dtype)
+        except ValueError as error:
+            self._tell_failure(error, deadline)
+            raise
+        layout = [row for row, _ in held]
+        if self._baseline is None or layout != self._layout:
+            if self._baseline is not None and self._ranks.count > 1:
+                changed = ValueError("the layout of the model's slices changed: make a new publisher on every rank")
+                self._tell_failure(changed, deadline)
+                raise changed
+            self._baseline = None  # gives its memory back before the next one takes as much
+            mine = self._plan(layout, deadline)
+            self._baseline = Baseline(self._shard, mine, self._directory)
+            self._layout = layout
+        live = {row.key: tensor for row, tensor in held}
+        return self._baseline, [live[row.key] for row in self._baseline.rows]
+
+    def _plan(self, layout: list[LocalSlice], deadline: float) -> list[LocalSlice]:
+        """The slices that this rank sends; learns the size of the whole model."""
+        described = to_proto(layout, self._shard)
+        frames = self._ranks.exchange(Frame(described.SerializeToString()), deadline)
+        failure = first_failure(frames)
+        if failure is not None:
+            raise failure
+        held = [pb.Shard.FromString(frame.payload) for frame in frames]
+        try:
+            shares = share_out(held)
+        except ManifestError as error:
+            raise ValueError(f"the ranks' slices do not make up the model: {error}") from error
+        self._dense_bytes = total_bytes(held)
+        mine = shares[self._ranks.rank]
+        pairs = zip(described.tensors, layout, strict=True)
+        return [row for tensor, row in pairs if (tensor.name, box(tensor)) in mine]
+
+    def _renew(self, baseline: Baseline, live: list[torch.Tensor], deadline: float, *, compare: bool) -> Diff:
+        try:
+            return baseline.renew(live, compare=compare, most_bytes=self._dense_bytes // 2)
+        except Exception as error:
+            self._tell_failure(error, deadline)
+            raise
+
+    def _tell_failure(self, error: Exception, deadline: float) -> None:
+        """Let the other ranks, which wait for this one's offer, end at once."""
+        told = SluiceError(grpc.StatusCode.INTERNAL, "ENCODE_FAILED", f"{type(error).__name__}: {error}")
+        try:
+            self._ranks.exchange(Frame(failure=told), deadline)
+        except SluiceError as lost:
+            log.warning("the other ranks could not be told of a failure", error=str(lost))
+
+    def _destination(self, version: Version, deadline_s: float) -> Destination:
+        return Destination(self._channel, self._run, version, time.monotonic() + deadline_s)
 
 
-def _prepare(source: ShardSource, span: tuple[int, int] | None) -> asyncio.Future[pb.PushWeightsRequest] | None:
-    if span is None:
-        return None
-    return asyncio.get_running_loop().run_in_executor(None, _chunk, source, *span)
-
-
-def _chunk(source: ShardSource, begin: int, end: int) -> pb.PushWeightsRequest:
-    request = pb.PushWeightsRequest()
-    fill_chunk(request.chunk, begin, source.read(begin, end))
-    return request
+def _overtaken(version: Version) -> SluiceError:
+    return SluiceError.failed_precondition(
+        "OVERTAKEN", f"version {version} is no longer kept or is being published: publish what encode gave last, once"
+    )

@@ -1,19 +1,25 @@
-"""A safetensors file that is never written: its header, then the tensors where they lie in memory."""
+"""Safetensors files that are never written: a header, then the tensors where they lie in memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.dtypes import DTYPES
 from weightsync.layout import place, render_header
 from weightsync.names import check_tensor
 
-__all__ = ["ShardSource"]
+__all__ = ["METADATA", "TORCH_DTYPES", "FileSource", "ShardSource", "dtype_name", "tensor_bytes"]
+
+METADATA = {"format": "pt"}
+"""What transformers expects in the header of a file of weights."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -33,39 +39,28 @@ _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
 }
 
+TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
+"""PyTorch's data types by the names of safetensors."""
 
-class ShardSource:
-    """One shard of whole tensors, readable at any offset.
 
-    The tensors' memory is read whenever bytes are asked for: it must not change before the push is over. Only a tensor
-    that is not contiguous is copied.
+class FileSource:
+    """Bytes of a file that lie in several places, readable at any offset, so that an interrupted push can go on.
+
+    The memory is read whenever bytes are asked for: it must not change before the push is over.
 
     Args:
         name: The shard's name.
-        tensors: CPU tensors by Hugging Face name.
-
-    Raises:
-        ValueError: if a name or data type cannot travel, or a tensor is not in host memory.
+        parts: What the file consists of, one behind the other.
     """
 
-    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, name: str, parts: Sequence[memoryview]) -> None:
         self.name = name
-        rows = [
-            (check_tensor(key), _dtype_name(key, tensor), tuple(tensor.shape), tensor)
-            for key, tensor in tensors.items()
-        ]
-        # Wide elements first: then each tensor begins at a multiple of its element, which readers that map the file need.
-        rows.sort(key=lambda row: (-DTYPES[row[1]].size, row[0]))
-        self.entries = place([row[:3] for row in rows])
-        header = render_header(self.entries, {"format": "pt"})
-        self._parts = [memoryview(header), *(_bytes_of(tensor) for *_, tensor in rows)]
-        self._starts = [0]
-        for part in self._parts[:-1]:
-            self._starts.append(self._starts[-1] + len(part))
-        self.size = self._starts[-1] + len(self._parts[-1])
+        self._parts = parts
+        self._starts = list(accumulate(map(len, parts[:-1]), initial=0))
+        self.size = self._starts[-1] + len(parts[-1])
 
-    def read(self, begin: int, end: int) -> bytes:
-        """Bytes of the file from `begin` to before `end`: one copy."""
+    def pieces(self, begin: int, end: int) -> list[memoryview]:
+        """Views of the file's bytes from `begin` to before `end`."""
         index = bisect_right(self._starts, begin) - 1
         pieces: list[memoryview] = []
         while begin < end:
@@ -74,7 +69,11 @@ class ShardSource:
             pieces.append(piece)
             begin += len(piece)
             index += 1
-        return b"".join(pieces)
+        return pieces
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Bytes of the file from `begin` to before `end`: one copy."""
+        return b"".join(self.pieces(begin, end))
 
     def spans(self, begin: int, step: int) -> Iterator[tuple[int, int]]:
         """Cut the file from `begin` on into pieces of at most `step` bytes."""
@@ -87,6 +86,31 @@ class ShardSource:
         for part in self._parts:
             whole.update(part)
         return str(whole.hexdigest())
+
+
+class ShardSource(FileSource):
+    """One shard of whole tensors.
+
+    Only a tensor that is not contiguous is copied.
+
+    Args:
+        name: The shard's name.
+        tensors: CPU tensors by Hugging Face name.
+
+    Raises:
+        ValueError: if a name or data type cannot travel, or a tensor is not in host memory.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        rows = [
+            (check_tensor(key), _host_dtype(key, tensor), tuple(tensor.shape), tensor)
+            for key, tensor in tensors.items()
+        ]
+        # Wide elements first: then each tensor begins at a multiple of its element, which readers that map the file need.
+        rows.sort(key=lambda row: (-DTYPES[row[1]].size, row[0]))
+        self.entries = place([row[:3] for row in rows])
+        header = render_header(self.entries, METADATA)
+        super().__init__(name, [memoryview(header), *(tensor_bytes(tensor).data for *_, tensor in rows)])
 
     def tensor_digests(self) -> dict[str, str]:
         """xxh3-128 of each tensor by name, hexadecimal; blocking, about 10 GB/s."""
@@ -109,20 +133,30 @@ class ShardSource:
         return shard
 
 
-def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """The data type of tensor `name` as safetensors names it.
+
+    Raises:
+        ValueError: if there is no such name.
+    """
+    if dtype not in _NAMES:
+        raise ValueError(f"{name} has data type {dtype}, which does not travel; known are {_known()}")
+    return _NAMES[dtype]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The dense bytes of a tensor in host memory: a view, a copy only where it is not contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return np.asarray(flat.numpy())
+
+
+def _host_dtype(name: str, tensor: torch.Tensor) -> str:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         raise ValueError(
             f"{name} is a {tensor.layout} tensor on {tensor.device}: move it to host memory before the push"
         )
-    if tensor.dtype not in _NAMES:
-        raise ValueError(f"{name} has data type {tensor.dtype}, which does not travel; known are {_known()}")
-    return _NAMES[tensor.dtype]
+    return dtype_name(name, tensor.dtype)
 
 
 def _known() -> str:
     return ", ".join(str(dtype) for dtype in _NAMES)
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())
