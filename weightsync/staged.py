@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.versions import Version
+from weightsync.selection import Selection
 
-__all__ = ["ApplyReport", "StagedAdapter", "StagedVersion", "TensorSpec"]
+__all__ = ["ApplyReport", "Selection", "StagedAdapter", "StagedVersion", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,13 @@ class InferenceEngine(Protocol):
         """Return to the base model on disk, as version (0, 0)."""
         ...
 
+    async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
+        """Compare the live weights with a version (None: the base), or a share of its tensors, between steps.
+
+        Returns the tensors that differ; `apply` of that version then loads it anew. Raises EngineError if it could not.
+        """
+        ...
+
     def status(self) -> EngineStatus:
         """Report load and version; cheap."""
         ...

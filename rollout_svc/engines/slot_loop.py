@@ -43,6 +43,8 @@ class SlotLoop:
         self.broken = ""
         self.staged: StagedVersion | None = None
         """Where the weights came from; None for the base."""
+        self.suspect = False
+        """The live weights were found to differ from those; a swap ends that."""
         self._weights, self._threads, self._recompute = weights, threads, recompute
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -176,10 +178,24 @@ class SlotLoop:
             self._go_back()
             raise
         copied = time.perf_counter()
-        self.staged = staged
+        self.staged, self.suspect = staged, False
         if self._recompute:
             self.batch.fill_anew()
         return time.perf_counter() - begun, copied - copying
+
+    def tensors(self) -> list[str]:
+        """Names of the live weights, sorted."""
+        return self._weights.names()
+
+    def differs(self, name: str, staged: StagedVersion | None) -> bool:
+        """Whether a live tensor differs from a version, or from the base where it is None. In the thread.
+
+        Raises:
+            EngineError: if the version's file cannot be read.
+        """
+        found: bool = self._weights.differs(name, self._files(staged))
+        self.suspect |= found
+        return found
 
     def _files(self, staged: StagedVersion | None) -> Sequence[Path]:
         return self._weights.base_paths if staged is None else [staged.path]

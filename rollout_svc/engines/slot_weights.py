@@ -80,6 +80,29 @@ class InPlaceWeights:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def names(self) -> list[str]:
+        """Every tensor, sorted."""
+        return sorted(self._live)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def differs(self, name: str, paths: Sequence[Path]) -> bool:
+        """Whether a live tensor differs from the files in any bit, after the rounding that a copy does.
+
+        Raises:
+            EngineError: if no file has it.
+        """
+        live = self._live[name]
+        with ExitStack() as stack:
+            for given, file in _tensors(paths, stack):
+                if given == name:
+                    wanted = file.get_tensor(name).to(device=live.device, dtype=live.dtype)
+                    return wanted.shape != live.shape or not torch.equal(_bits(live), _bits(wanted))
+        raise EngineError(f"{name} is in none of the version's files; stage it again")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
 
 def _tensors(paths: Sequence[Path], stack: ExitStack) -> Iterator[tuple[str, Any]]:
     """Every tensor's name with its open file.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import random
+from collections.abc import AsyncGenerator, Sequence
 from typing import Literal
 
 import structlog
@@ -286,7 +287,7 @@ class TransformersEngine:
         """
         async with self._commands:
             loop = self._loop
-            if loop.staged == staged:
+            if loop.staged == staged and not loop.suspect:
                 return ApplyReport(staged.version, 0.0, 0.0)
             self._base_model.check(staged)
             return ApplyReport(staged.version, *await asyncio.wrap_future(loop.call(lambda: loop.swap(staged))))
@@ -300,6 +301,28 @@ class TransformersEngine:
         async with self._commands:
             loop = self._loop
             return ApplyReport(BASE, *await asyncio.wrap_future(loop.call(lambda: loop.swap(None))))
+
+    async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
+        """Compare the live tensors bit for bit with a version's file (None: the base model's), one at a time between steps.
+
+        Args:
+            staged: The version.
+            share: Part of the tensors to look at, above 0; 1 for all. Which ones depends on the version.
+
+        Returns:
+            Tensors that differ; the next `apply` of the version then loads it anew.
+
+        Raises:
+            EngineError: if the file cannot be read.
+        """
+        async with self._commands:
+            loop = self._loop
+            names = chosen(loop.tensors(), share, BASE if staged is None else staged.version)
+            return [
+                name
+                for name in names
+                if await asyncio.wrap_future(loop.call(lambda name=name: loop.differs(name, staged)))  # type: ignore[misc]
+            ]
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -319,6 +342,14 @@ class TransformersEngine:
             paused=loop.paused is not None,
             healthy=not loop.broken,
         )
+
+
+def chosen(names: Sequence[str], share: float, version: Version) -> list[str]:
+    """A share of the names, at least one; another one for each version."""
+    if share >= 1.0:
+        return list(names)
+    count = max(1, round(share * len(names)))
+    return random.Random(str(version)).sample(names, count)  # noqa: S311 - no secret
 
 
 def _tokenizer(directory: str) -> Decoder | None:

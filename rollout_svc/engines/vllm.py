@@ -31,11 +31,15 @@ from rollout_svc.engines.vllm_describe import describe, model_directory
 from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm_start import VllmProcesses, launch
 from rollout_svc.engines.vllm_types import Llm
+from rollout_svc.engines.vllm_verify import read_plans, verify
 from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, step
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyReport, Selection, StagedAdapter, StagedVersion
 
 __all__ = ["VllmEngine"]
+
+VERIFY_PHASES = 10
+"""A comparison of all weights may take so many times as long as a step of an update."""
 
 LEAST_COALESCE_S = 0.001
 """A stream wakes no more often than this; an engine step takes longer."""
@@ -339,9 +343,40 @@ class VllmEngine:
         """
         return await undisturbed(self._apply(None))
 
+    async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
+        """Compare the live weights of every worker with a version's files, between steps.
+
+        Args:
+            staged: The version; None for the base model.
+            share: Part of the model's tensors to look at, above 0; 1 for all.
+
+        Returns:
+            Tensors that differ; the next `apply` of the version then loads it anew. Tensors whose live form is not known,
+            such as quantised ones, are only logged.
+
+        Raises:
+            EngineError: if they could not be compared.
+        """
+        async with self._commands:
+            deadline_s = VERIFY_PHASES * self._phase_deadline_s
+            found = await verify(self._llm, self._weights.files(staged), share, deadline_s)
+            self._weights.suspect |= bool(found.tensors)
+            if found.unchecked:
+                log.warning("live weights of unknown form", count=len(found.unchecked), first=found.unchecked[0])
+            return found.tensors
+
+    async def read_plans(self) -> list[Selection]:
+        """Byte ranges that each worker reads of every tensor, by rank.
+
+        Raises:
+            EngineError: if one cannot tell.
+        """
+        async with self._commands:
+            return await read_plans(self._llm, self._weights.files(None), self._phase_deadline_s)
+
     async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
         async with self._commands:
-            if staged is not None and self._weights.staged == staged:
+            if staged is not None and self._weights.staged == staged and not self._weights.suspect:
                 self._adapters.slots.current = None  # back from an adapter to its base, which never changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             return await self._switch(staged)

@@ -65,6 +65,7 @@ class Weights:
         base: The model on disk; set when the engine has started.
         version: What serves.
         staged: Where it came from; None for the base.
+        suspect: The live weights were found to differ from those of `version`; a switch ends that.
         admit: Set unless a switch is under way; requests that come meanwhile belong to the next version.
     """
 
@@ -72,6 +73,7 @@ class Weights:
         self.base: BaseModel | None = None
         self.version = BASE
         self.staged: StagedVersion | None = None
+        self.suspect = False
         self.admit = asyncio.Event()
         self.admit.set()
         self._clear_cache = clear_cache
@@ -142,7 +144,7 @@ class Weights:
             except EngineError as second:
                 await self._go_back(llm)
                 raise EngineError(f"{second}; version {self.version} serves on") from second
-        self.version = files.version
+        self.version, self.suspect = files.version, False
         return copy_s
 
     async def _go_back(self, llm: Llm) -> None:
