@@ -10,6 +10,7 @@ from weightsync_stack import RESOURCE, Stack
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.codec import encode
 from weightsync.manifest import manifest_digest
 from weightsync.shard_source import ShardSource
 
@@ -33,8 +34,6 @@ class DeltaSource(ShardSource):
         for tensor in self.shard.tensors:
             new, old = _bytes(tensors[tensor.name]), _bytes(base[tensor.name])
             if encoded:
-                from weightsync.codec import encode
-
                 found = encode(new, old, tensor.dtype)
                 tensor.encoding = pb.TensorEncoding.ValueType(found.encoding)
                 if tensor.encoding in {pb.TENSOR_ENCODING_DENSE_ZSTD, pb.TENSOR_ENCODING_DELTA}:

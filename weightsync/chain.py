@@ -26,6 +26,7 @@ __all__ = [
     "keep",
     "newest_dense",
     "newest_model",
+    "next_dense",
     "removal_order",
 ]
 
@@ -106,6 +107,17 @@ def newest_dense(versions: Versions) -> Version | None:
 def newest_model(versions: Versions) -> Version | None:
     """The newest version that is no adapter."""
     return max((version for version, forms in versions.items() if not forms.is_adapter), default=None)
+
+
+def next_dense(versions: Versions) -> list[Step] | None:
+    """The way to the newest version that can be reached, if that has no dense form yet; None if there is nothing to make."""
+    for version in sorted(versions, reverse=True):
+        if versions[version].dense_bytes is not None:
+            return None
+        path = None if versions[version].is_adapter else find_path(versions, version)
+        if path is not None:
+            return path
+    return None
 
 
 def find_path(

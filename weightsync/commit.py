@@ -43,6 +43,7 @@ async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.Com
         finally:
             run.committing = None
     runs.retention_due.set()
+    runs.dense_forms.wake(run)
     return pb.CommitVersionResponse(manifest=stored.manifest)
 
 

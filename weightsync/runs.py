@@ -8,6 +8,7 @@ import errno
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -18,12 +19,13 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
+from weightsync.dense_forms import DenseForms
 from weightsync.ledger import Ledger, RefusedError
 from weightsync.metrics import HELD_BYTES
 from weightsync.names import BadNameError, parse_run
 from weightsync.source_list import SourceList
 from weightsync.store import RunStore, StoreLockedError
-from weightsync.stored import StoredVersion
+from weightsync.stored import StoredForm, StoredVersion
 from weightsync.upload import Upload
 
 __all__ = ["Run", "Runs", "Upstream", "disk_error", "refused"]
@@ -72,6 +74,7 @@ class Run:
         committing: The version whose commit is under way.
         relays: Services that give the same versions out again.
         watchers: WatchVersions streams of this run.
+        building_bytes: Size of the dense form that is being made of deltas; 0 if none is.
     """
 
     def __init__(self, name: str, ledger: Ledger, store: RunStore) -> None:
@@ -85,6 +88,7 @@ class Run:
         self.changed = asyncio.Event()
         self.relays = SourceList()
         self.watchers = 0
+        self.building_bytes = 0
 
     def restore(self, found: list[StoredVersion]) -> None:
         """Take up what was found on disk."""
@@ -102,6 +106,11 @@ class Run:
         self.versions[stored.version] = stored
         self.changed.set()
         self.changed = asyncio.Event()
+
+    def add_dense(self, version: Version, form: StoredForm) -> None:
+        """Give a visible version a dense form."""
+        self.ledger.add_dense(version, form.manifest.size_bytes)
+        self.versions[version] = self.versions[version].with_form(form)
 
     def find(self, version: Version) -> StoredVersion:
         """A visible version.
@@ -123,8 +132,9 @@ class Run:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of visible versions and of the uploads' announced sizes."""
-        return self.ledger.bytes_committed + sum(upload.shard.size for upload in self.uploads.values())
+        """Bytes of visible versions, of the uploads' announced sizes, and of what is being made."""
+        uploads = sum(upload.shard.size for upload in self.uploads.values())
+        return self.ledger.bytes_committed + uploads + self.building_bytes
 
 
 class Upstream(Protocol):
@@ -151,6 +161,7 @@ class Runs:
 
     Attributes:
         retention_due: Wakes `retain_forever`.
+        dense_forms: Makes dense forms of deltas in the background.
         upstream: Where the versions come from if this is a relay.
     """
 
@@ -171,6 +182,7 @@ class Runs:
         self._room = asyncio.Lock()
         self.retention_due = asyncio.Event()
         self._threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
+        self.dense_forms = DenseForms(self, config.dense_delay_s, config.heartbeat_s)
 
     def __iter__(self) -> Iterator[Run]:
         """The runs that were opened."""
@@ -215,6 +227,7 @@ class Runs:
             run.restore(await self.in_thread(run.store.recover))
         except StoreLockedError as error:
             raise SluiceError.failed_precondition("DIRECTORY_IN_USE", str(error)) from error
+        self.dense_forms.wake(run)
         log.info("run opened", run=name, directory=str(run.store.root), versions=len(run.versions))
         return run
 
@@ -245,16 +258,25 @@ class Runs:
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
         """
+        if self._lacking(run, need) > 0:
+            await self._retain_versions(run)
         while (lacking := self._lacking(run, need)) > 0:
-            evictable = run.ledger.evictable(self.clock())
-            if not evictable:
-                raise SluiceError.resource_exhausted(
-                    "DISK_FULL",
-                    f"a shard of {need} bytes needs {lacking} bytes more than there are (weightsync.max_bytes,"
-                    " min_free_bytes), and every version is in use: make room",
-                    _RETRY_AFTER_S,
-                )
-            await self.delete(run, evictable[0])
+            if evictable := run.ledger.evictable(self.clock()):
+                await self.delete(run, evictable[0])
+            elif not await self.dense_forms.stop_builds():
+                raise _no_room(need, lacking)
+
+    async def reserve_dense(self, run: Run, need: int) -> None:
+        """See that a dense form of `need` bytes fits beside all that retention would leave.
+
+        Raises:
+            SluiceError: RESOURCE_EXHAUSTED.
+        """
+        async with self._room:
+            await self._retain_versions(run)
+            if (lacking := self._lacking(run, need)) > 0:
+                raise _no_room(need, lacking)
+            run.building_bytes = need
 
     def _lacking(self, run: Run, need: int) -> int:
         promised = sum(upload.shard.size - upload.shard.stored for each in self for upload in each.uploads.values())
@@ -292,8 +314,17 @@ class Runs:
             )
             if idle or (newest is not None and version <= newest):
                 await self.drop_uploads(run, version)
-        while surplus := run.ledger.surplus(now):
+        await self._retain_versions(run)
+
+    async def _retain_versions(self, run: Run) -> None:
+        while surplus := run.ledger.surplus(self.clock()):
             await self.delete(run, surplus[0])
+        while surplus := run.ledger.surplus_dense(self.clock()):
+            version = surplus[0]
+            run.ledger.drop_dense(version)
+            run.versions[version] = replace(run.versions[version], dense=None)
+            await self.in_thread(run.store.remove_dense, version)
+            log.info("dense form removed", run=run.name, version=str(version))
 
     async def retain_forever(self) -> None:
         """Apply retention after each commit, and now and then, because leases and uploads run out without a call.
@@ -313,12 +344,22 @@ class Runs:
                     log.warning("retention failed", run=run.name, error=str(error))
 
     async def close(self) -> None:
-        """Wait for the work in threads and let other processes have the directories."""
+        """End the work in the background, wait for that in threads and let other processes have the directories."""
+        await self.dense_forms.close()
         await asyncio.to_thread(self._threads.shutdown)
         for run in self:
             for upload in run.uploads.values():
                 upload.shard.close()
             run.store.close()
+
+
+def _no_room(need: int, lacking: int) -> SluiceError:
+    return SluiceError.resource_exhausted(
+        "DISK_FULL",
+        f"{need} bytes need {lacking} bytes more than there are (weightsync.max_bytes, min_free_bytes), and every version"
+        " is in use: make room",
+        _RETRY_AFTER_S,
+    )
 
 
 def _discard(uploads: list[Upload]) -> None:

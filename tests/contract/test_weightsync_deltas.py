@@ -21,7 +21,7 @@ V1, V2, V3, V4 = (Version(1, number) for number in range(1, 5))
 
 @pytest_asyncio.fixture
 async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with running_stack(tmp_path, heartbeat_s=0.1) as running:
+    async with running_stack(tmp_path, heartbeat_s=0.1, dense_delay_s=3600) as running:
         yield running
 
 
