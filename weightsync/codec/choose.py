@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.codec.delta import apply_delta, encode_block, encode_delta, patterns
+from weightsync.codec.delta import BLOCK_LOG2, BLOCK_LOG2_SPARSE, apply_delta, encode_block, encode_delta, patterns
 from weightsync.codec.differences import count_changed
 from weightsync.codec.encoding import CodecError, Encoded, Encoding
 from weightsync.codec.frames import compress, decompress
@@ -17,9 +17,13 @@ __all__ = ["apply", "encode"]
 _ZSTD_SAVES = 1 / 4
 """Part of the dense bytes that zstd must save to be worth its time on both ends. Trained bf16 weights save a fifth: they
 stay dense; zeros, masks, tables and values of few bits are compressed."""
+_DELTA_SUFFICES = 3 / 8
+"""Share of the dense bytes up to which a delta is taken without trying zstd on the dense bytes."""
 _SAMPLES = 4
 _SAMPLE_ELEMENTS = 1 << 16
 """A long slice is tried on this many places of this length before all of it is encoded: they cost less than the comparison."""
+_SPARSE = 1 / 16
+"""Share of the dense size below which a delta gets longer blocks."""
 
 
 def encode(new: NDArray[np.uint8], base: NDArray[np.uint8] | None, dtype: str) -> Encoded:
@@ -63,10 +67,10 @@ def apply(encoding: Encoding, data: bytes | memoryview, target: NDArray[np.uint8
     _element_size(target, dtype)
     if not target.flags.writeable:
         raise ValueError("the target cannot be written; give a writable copy of the base")
-    view = memoryview(data).cast("B")
+    view = memoryview(data)
     if encoding == Encoding.UNCHANGED:
-        if len(view):
-            raise CodecError(f"{len(view)} bytes belong to a slice that is announced as unchanged")
+        if view.nbytes:
+            raise CodecError(f"{view.nbytes} bytes belong to a slice that is announced as unchanged")
     elif encoding == Encoding.DELTA:
         if dtype not in WIDTHS:
             raise CodecError(f"{dtype} has no delta encoding; pull the dense form")
@@ -74,8 +78,8 @@ def apply(encoding: Encoding, data: bytes | memoryview, target: NDArray[np.uint8
     elif encoding == Encoding.DENSE_ZSTD:
         target[:] = np.frombuffer(decompress(view, target.size), np.uint8)
     elif encoding == Encoding.DENSE:
-        if len(view) != target.size:
-            raise CodecError(f"a dense slice has {len(view)} bytes, its place has {target.size}")
+        if view.nbytes != target.size:
+            raise CodecError(f"a dense slice has {view.nbytes} bytes, its place has {target.size}")
         target[:] = np.frombuffer(view, np.uint8)
     else:
         raise CodecError(f"encoding {encoding} is not known to this release; update it")
@@ -92,35 +96,37 @@ def _element_size(octets: NDArray[np.uint8], dtype: str) -> int:
 
 def _encode_float(new: NDArray[np.uint8], base: NDArray[np.uint8], width: int) -> Encoded:
     patterns_new, patterns_base = patterns(new, width), patterns(base, width)
-    if _delta_promises(patterns_new, patterns_base):
-        stream, changed = encode_delta(patterns_new, patterns_base)
+    promised = _sampled_delta(patterns_new, patterns_base)
+    if promised < 1:
+        block_log2 = BLOCK_LOG2_SPARSE if promised < _SPARSE else BLOCK_LOG2
+        stream, changed = encode_delta(patterns_new, patterns_base, block_log2)
     else:
         stream, changed = None, count_changed(new, base, width)
     if not changed:
         return Encoded(Encoding.UNCHANGED, b"", 0)
-    if stream is not None and len(stream) <= new.size * (1 - _ZSTD_SAVES) / 2:
+    if stream is not None and len(stream) <= new.size * _DELTA_SUFFICES:
         return Encoded(Encoding.DELTA, stream, changed)
     dense = _encode_dense(new, changed)
     return dense if stream is None or len(stream) >= len(dense.data) else Encoded(Encoding.DELTA, stream, changed)
 
 
 def _encode_dense(new: NDArray[np.uint8], changed: int) -> Encoded:
-    most = new.size * (1 - _ZSTD_SAVES)
+    most = 1 - _ZSTD_SAVES
     sample = np.concatenate([new[place] for place in _places(new.size)]) if new.size else new
-    if len(compress(sample.data)) <= sample.size * (1 - _ZSTD_SAVES):
+    if len(compress(sample.data)) <= sample.size * most:
         frame = compress(new.data)
-        if len(frame) <= most:
+        if len(frame) <= new.size * most:
             return Encoded(Encoding.DENSE_ZSTD, frame, changed)
     return Encoded(Encoding.DENSE, new.data, changed)
 
 
-def _delta_promises(new: Patterns, base: Patterns) -> bool:
-    """Whether a delta of the sampled places is smaller than they are; short slices are always tried."""
+def _sampled_delta(new: Patterns, base: Patterns) -> float:
+    """Size of a delta of the sampled places as a share of their dense size; 0 for short slices, which are always tried."""
     places = _places(new.size)
     if len(places) < _SAMPLES:
-        return True
+        return 0.0
     sizes = (sum(map(len, encode_block(new[place], base[place])[0])) for place in places)
-    return sum(sizes) < _SAMPLES * _SAMPLE_ELEMENTS * new.itemsize
+    return sum(sizes) / (_SAMPLES * _SAMPLE_ELEMENTS * new.itemsize)
 
 
 def _places(count: int) -> list[slice]:

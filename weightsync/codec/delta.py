@@ -19,10 +19,12 @@ from weightsync.codec.gaps import check_lengths, choose_mode, read_positions, wr
 from weightsync.codec.integers import Patterns, pattern_type, step_codes, take_steps
 from weightsync.codec.steps import STEP_BITS, choose_bits, read_codes, write_codes
 
-__all__ = ["BLOCK_LOG2", "apply_delta", "encode_block", "encode_delta", "patterns"]
+__all__ = ["BLOCK_LOG2", "BLOCK_LOG2_SPARSE", "apply_delta", "encode_block", "encode_delta", "patterns"]
 
-BLOCK_LOG2 = 22
-"""Elements of a block, as a power of two: its positions stay in the cache, and its tables are a thousandth of its streams."""
+BLOCK_LOG2 = 20
+"""Elements of a block, as a power of two: the arrays of one whose elements all change are a few MiB each."""
+BLOCK_LOG2_SPARSE = 22
+"""The same where few change: the block's tables are then still a small part of its streams."""
 _BLOCK_LOG2_LIMITS = range(8, 25)
 
 _MAGIC = b"SLD1"

@@ -91,7 +91,7 @@ def read_positions(
         CodecError: if the streams say something else.
     """
     if mode == BITMAP:
-        positions = np.flatnonzero(np.unpackbits(gaps, bitorder="little"))
+        positions = np.flatnonzero(np.unpackbits(gaps, bitorder="little").view(np.bool_))
     else:
         if gaps[-1] == ESCAPE:
             raise CodecError("the stream of gaps ends within a gap; pull the version again")
