@@ -1,0 +1,101 @@
+"""Runs cells of the matrix: kill, restart, and see that every version is whole, kept and right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.cells import Cell
+from benchmarks.faults.process import DEADLINE_S, GoneError
+from benchmarks.faults.world import World, expect
+from sluice.versions import Version
+
+__all__ = ["CellResult", "run_cell", "run_matrix"]
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What became of one fault.
+
+    Attributes:
+        phase: Where on a version's way it happened.
+        victim: Who was killed.
+        form: "delta" or "anchor".
+        ok: Whether everything held.
+        recovery_s: Seconds from the kill until the engine served the version, or the one that took its place; restart included.
+        detail: What did not hold; empty if everything did.
+    """
+
+    phase: str
+    victim: str
+    form: str
+    ok: bool
+    recovery_s: float
+    detail: str
+
+
+def run_matrix(cells: Iterable[Cell], work_dir: Path) -> list[CellResult]:
+    """Run cells one after the other, each in a directory of its own below `work_dir`."""
+    return [run_cell(cell, work_dir / cell.id) for cell in cells]
+
+
+def run_cell(cell: Cell, directory: Path) -> CellResult:
+    """Kill a program at a point, start it again, and check everything that must hold."""
+    directory.mkdir(parents=True)
+    try:
+        with World(directory, relay=cell.relay) as world:
+            recovery_s = _kill_and_recover(cell, world)
+    except (AssertionError, TimeoutError, GoneError) as error:
+        return CellResult(cell.phase, cell.victim, cell.form, False, 0.0, f"{error}; logs are in {directory}")
+    return CellResult(cell.phase, cell.victim, cell.form, True, recovery_s, "")
+
+
+def _kill_and_recover(cell: Cell, world: World) -> float:
+    number = 1
+    if cell.form == "delta":
+        world.deliver(Version(1, 1))
+        number = 2
+    pushing = _kill(cell, world, Version(1, number))
+    killed_at = time.monotonic()
+    world.restart(world.program(cell.victim))
+    version = Version(world.epoch, number)
+    if cell.victim == "trainer":
+        _expect_gone(pushing)
+        world.push(version)
+    else:
+        pushing.result(DEADLINE_S)
+    world.await_served(version)
+    recovery_s = time.monotonic() - killed_at
+    newest = Version(world.epoch, number + 1)
+    world.deliver(newest)
+    world.check(newest)
+    return recovery_s
+
+
+def _kill(cell: Cell, world: World, version: Version) -> Future[dict[str, Any]]:
+    """Send a version on its way and kill the victim at the point; the push goes on where the trainer lives."""
+    victim = world.program(cell.victim)
+    place = world.program(cell.at or cell.victim)
+    place.arm(cell.point, halt=place is not victim)
+    pushing = world.push_later(version)
+    if place is victim:
+        victim.await_death()
+        expect(victim.killed, f"{victim.name} ended by itself")
+    else:
+        if not place.reached.wait(DEADLINE_S):
+            raise TimeoutError(f"{place.name} did not come to {cell.point.target}")
+        victim.kill()
+        place.ask("go_on")
+    return pushing
+
+
+def _expect_gone(pushing: Future[dict[str, Any]]) -> None:
+    """The trainer's death ends its push, unless the version was through before."""
+    try:
+        pushing.result(DEADLINE_S)
+    except GoneError:
+        return

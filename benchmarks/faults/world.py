@@ -1,0 +1,208 @@
+"""A trainer, a weight service, possibly a relay, and an engine, each in a process, and what must be true of them together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from benchmarks.children import free_port
+from benchmarks.faults.observer import Observer
+from benchmarks.faults.process import DEADLINE_S, Program
+from benchmarks.faults.programs import RUN
+from benchmarks.faults.versions import DENSE_BYTES
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import Version
+
+__all__ = ["World"]
+
+_KEEP = 8
+"""More than the versions of any cell: retention then removes nothing that a check still asks for."""
+
+_SILENCE_S = 2.0
+"""Seconds without a sign of life after which an engine opens a stream again."""
+
+
+class World:
+    """Builds the processes, starts versions on their way, and checks what came of it.
+
+    Args:
+        directory: Where everything lies; empty.
+        relay: Whether the engine is fed by a relay.
+        service: Settings of the service beyond the usual ones.
+
+    Attributes:
+        acknowledged: Versions of which the trainer heard that they are committed.
+    """
+
+    def __init__(self, directory: Path, *, relay: bool = False, **service: object) -> None:
+        self.directory = directory
+        self.stage_dir = directory / "shm"
+        self.epoch = 1
+        self.acknowledged: list[Version] = []
+        self._service_settings = service
+        self._ports = {"service": free_port(), "relay": free_port()}
+        self.service = self._service("service", {})
+        self.relay = self._service("relay", {"upstream": self.address("service")}) if relay else None
+        self.trainer = Program("trainer", "trainer", {"target": self.address("service")}, directory / "trainer.log")
+        self.engine = Program("engine", "engine", self._engine_settings(), directory / "engine.log")
+        self.programs = [each for each in (self.service, self.relay, self.trainer, self.engine) if each is not None]
+        self.observer = Observer(self.engine, [self.store(each) for each in ("service", "relay")[: 1 + relay]])
+        self._threads = ThreadPoolExecutor(4)
+        self._stopping = threading.Event()
+
+    def address(self, name: str) -> str:
+        """Where the service or the relay listens."""
+        return f"127.0.0.1:{self._ports[name]}"
+
+    def store(self, name: str) -> Path:
+        """Directory of the versions of the service or the relay."""
+        return self.directory / name / RUN / "weights"
+
+    def _service(self, name: str, more: dict[str, object]) -> Program:
+        config: dict[str, Any] = {
+            "server": {"port": self._ports[name], "drain_s": 0},
+            "min_free_bytes": 0,
+            "keep": _KEEP,
+            "heartbeat_s": 0.3,
+            **self._service_settings,
+            **more,
+        }
+        settings = {"directory": str(self.directory / name), "config": config}
+        return Program("service", name, settings, self.directory / f"{name}.log")
+
+    def _engine_settings(self) -> dict[str, object]:
+        target = self.address("relay" if self.relay is not None else "service")
+        return {"target": target, "replica": "engine", "stage_dir": str(self.stage_dir), "silence_s": _SILENCE_S}
+
+    def __enter__(self) -> Self:
+        """Start everything."""
+        for program in self.programs:
+            program.start()
+        for program in self.programs:
+            program.await_ready()
+        self.observer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End everything."""
+        self._stopping.set()
+        self.observer.stop()
+        for program in self.programs:
+            if not program.dead.is_set():
+                program.kill()
+        self._threads.shutdown(cancel_futures=True)
+
+    def program(self, name: str) -> Program:
+        """A program by name."""
+        return next(each for each in self.programs if each.name == name)
+
+    def push(self, version: Version, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """Have the trainer publish a version, and again while that fails, as a trainer does.
+
+        Raises:
+            GoneError: if the trainer dies.
+            TimeoutError: if it cannot be published in time; the message holds the last failure.
+        """
+        deadline = time.monotonic() + deadline_s
+        while True:
+            answer = self.try_push(version, deadline - time.monotonic())
+            if "error" not in answer:
+                return answer
+            if time.monotonic() > deadline or self._stopping.wait(0.1):
+                raise TimeoutError(f"version {version} was not published: {answer['error']}")
+
+    def try_push(self, version: Version, deadline_s: float) -> dict[str, Any]:
+        """Have the trainer publish a version once; the answer holds "error", "code" and "reason" where that failed."""
+        answer = self.trainer.ask("push", deadline_s + 5, version=str(version), deadline_s=deadline_s)
+        if "error" not in answer:
+            self.acknowledged.append(version)
+        return answer
+
+    def push_later(self, version: Version) -> Future[dict[str, Any]]:
+        """Begin to publish a version."""
+        return self._threads.submit(self.push, version)
+
+    def await_served(self, version: Version) -> None:
+        """Return when the engine serves a version."""
+        self.observer.await_served(version, DEADLINE_S)
+
+    def deliver(self, version: Version) -> None:
+        """Publish a version and return when the engine serves it."""
+        self.push(version)
+        self.await_served(version)
+
+    def restart(self, program: Program) -> None:
+        """Start a program again, as a supervisor does. A trainer begins a new epoch."""
+        if program is self.trainer:
+            self.epoch += 1
+        program.start()
+        program.await_ready()
+
+    def visible(self, name: str = "service") -> list[Version]:
+        """Versions that the service lists, newest first."""
+        with grpc.insecure_channel(self.address(name)) as channel:
+            stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+            request = pb.ListVersionsRequest(run=f"runs/{RUN}")
+            response = stub.ListVersions(request, timeout=DEADLINE_S, wait_for_ready=True)
+        return [Version.from_proto(each.version) for each in response.versions]
+
+    def reported(self) -> Version | None:
+        """The version that the engine said it serves, as the service knows it."""
+        with grpc.insecure_channel(self.address("service")) as channel:
+            stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+            request = pb.ListVersionsRequest(run=f"runs/{RUN}")
+            response = stub.ListVersions(request, timeout=DEADLINE_S, wait_for_ready=True)
+        return next((Version.from_proto(each.version) for each in response.replicas if each.replica == "engine"), None)
+
+    def check(self, newest: Version) -> None:
+        """What must hold when the dust has settled and `newest` serves.
+
+        Raises:
+            AssertionError: if something is lost, wrong or left over; the message says what.
+            TimeoutError: if something does not happen in time.
+        """
+        self.observer.await_loaded(newest, DEADLINE_S)
+        visible = self.visible()
+        lost = set(self.acknowledged) - set(visible)
+        unknown = set(self.observer.served) - set(visible) - {Version(0, 0)}
+        expect(not self.observer.wrong, "; ".join(self.observer.wrong[:3]))
+        expect(not lost, f"committed and lost: {sorted(lost)}")
+        expect(not unknown, f"served and never committed: {sorted(unknown)}")
+        expect(visible[0] == newest, f"the newest version is {visible[0]}, not {newest}")
+        _eventually(lambda: self.reported() == newest, "the engine's report did not arrive")
+        for name in ("service", "relay")[: 1 if self.relay is None else 2]:
+            _eventually(lambda: not rubbish(self.store(name)), "rubbish stays in the store")  # noqa: B023 - awaited here
+        _eventually(lambda: _bytes_in(self.stage_dir) < 2.5 * DENSE_BYTES, "shared memory is not given back")
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    """Raise AssertionError where a condition does not hold; holds with optimised code too."""
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+def rubbish(store: Path) -> list[Path]:
+    """Files of a store that no version needs."""
+    return [path for part in (".incoming", ".trash") for path in (store / part).rglob("*") if path.is_file()]
+
+
+def _bytes_in(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def _eventually(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        time.sleep(0.02)

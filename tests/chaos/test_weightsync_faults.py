@@ -1,0 +1,18 @@
+"""Kill -9 at every phase of a version's way: none is ever half-visible, lost after its commit, or wrong by a bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.cells import CELLS, Cell
+from benchmarks.faults.matrix import run_cell
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.id)
+def test_every_version_is_whole_kept_and_right_after_a_kill(cell: Cell, tmp_path: Path) -> None:
+    result = run_cell(cell, tmp_path / "cell")
+    assert result.ok, result.detail
