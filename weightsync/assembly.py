@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,11 +67,11 @@ class Assembly:
             await self._take_dense(steps[0])
             if steps[1:]:
                 digests = slice_digests(steps[0].manifest)
-                await self._patch(steps[1:], digests, steps[0].manifest.size_bytes, asyncio.sleep(0))
+                await self._patch(steps[1:], digests, steps[0].manifest.size_bytes)
             return
         limit = held.path.stat().st_size
         async with self._copying(held.path) as copied:
-            await self._patch(steps, held.digests, limit, asyncio.shield(copied))
+            await self._patch(steps, held.digests, limit, copied)
 
     async def _take_dense(self, step: Step) -> None:
         staging = StagingFile(step.manifest, self._descriptor)
@@ -92,14 +92,16 @@ class Assembly:
             stop.set()
             await asyncio.gather(copied, return_exceptions=True)
 
-    async def _patch(self, deltas: Sequence[Step], digests: Digests, limit: int, ready: Awaitable[None]) -> None:
+    async def _patch(
+        self, deltas: Sequence[Step], digests: Digests, limit: int, copied: asyncio.Future[None] | None = None
+    ) -> None:
         """Apply a chain; the next delta comes in while one is applied, so that two are in memory at most.
 
         Args:
             deltas: At least one.
             digests: What the file's content is known to have.
             limit: Bytes that a delta may have.
-            ready: Done when the file has that content.
+            copied: Done when the file has that content; None if it has.
         """
         pulling = asyncio.create_task(self._pull_delta(deltas[0], limit))
         patched: PatchedFile | None = None
@@ -110,7 +112,8 @@ class Assembly:
                 if following:
                     pulling = asyncio.create_task(self._pull_delta(following[0], limit))
                 if patched is None:
-                    await ready
+                    if copied is not None:
+                        await asyncio.shield(copied)
                     patched = await run_to_end(self._pull.threads, partial(PatchedFile, self._descriptor, digests))
                 apply = partial(patched.apply, step.manifest, shards, verify=not following)
                 await run_to_end(self._pull.threads, apply)
