@@ -1,0 +1,229 @@
+"""Encode and publish: anchors and deltas from one kept copy, and what happens when something is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+from safetensors.torch import load_file
+from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack, weights
+
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.publisher import WeightPublisher
+
+RUN = RESOURCE.removeprefix("runs/")
+DEADLINE_S = 30
+
+
+@pytest_asyncio.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with running_stack(tmp_path, dense_delay_s=0) as running:
+        yield running
+
+
+@pytest.fixture
+def publisher(stack: Stack) -> WeightPublisher:
+    return WeightPublisher(stack.channel, RUN, chunk_bytes=1000)
+
+
+def model(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: tensor.contiguous() for name, tensor in weights(seed).items()} | {
+        "model.layer.weight": torch.randn(300, 40, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    }
+
+
+def nudge(tensors: dict[str, torch.Tensor], seed: int) -> None:
+    """A few values of one tensor, as a small learning rate does."""
+    tensor = tensors["model.layer.weight"]
+    random = torch.Generator().manual_seed(seed)
+    mask = torch.rand(tensor.shape, generator=random) < 0.02
+    tensor.copy_(torch.where(mask, tensor * 1.01, tensor))
+
+
+async def dense(stack: Stack, version: Version) -> dict[str, torch.Tensor]:
+    """The Hugging Face directory of a version, which the service makes in the background."""
+    path = stack.directory / f"v{version}"
+    await eventually((path / "manifest.json").exists)
+    return load_file(path / "model.safetensors")
+
+
+async def manifest(stack: Stack, version: Version) -> pb.Manifest:
+    request = pb.GetManifestRequest(run=RESOURCE, version=version.to_proto())
+    return (await stack.sync.GetManifest(request, timeout=DEADLINE_S)).manifest
+
+
+async def test_the_first_version_is_an_anchor_and_the_next_ones_are_deltas(
+    stack: Stack, publisher: WeightPublisher
+) -> None:
+    tensors = model()
+    kinds = []
+    for number in range(1, 5):
+        version = Version(1, number)
+        report = await publisher.update(version, tensors, deadline_s=DEADLINE_S)
+        kinds.append(report.kind)
+        assert equal_bits(await dense(stack, version), tensors)
+        nudge(tensors, number)
+    assert kinds == ["anchor", "delta", "delta", "delta"]
+
+
+async def test_a_delta_reports_what_it_cost(stack: Stack, publisher: WeightPublisher) -> None:
+    tensors = model()
+    first = await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+    nudge(tensors, 1)
+    report = await publisher.update(Version(1, 2), tensors, deadline_s=DEADLINE_S, labels={"optimizer_steps": "2"})
+    elements = sum(tensor.numel() for tensor in tensors.values())
+    assert first.changed_fraction == 1
+    assert report.dense_bytes == first.dense_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert 0 < report.bytes_sent < report.dense_bytes / 10
+    assert 0 < report.changed_fraction < 300 * 40 * 0.03 / elements
+    assert report.diff_s > 0
+    stored = await manifest(stack, Version(1, 2))
+    assert Version.from_proto(stored.base) == Version(1, 1)
+    assert stored.push_timings.changed_fraction == pytest.approx(report.changed_fraction)
+    assert stored.push_timings.diff.ToNanoseconds() == pytest.approx(report.diff_s * 1e9, rel=1e-3)
+    assert stored.push_timings.push.ToNanoseconds() > 0
+    assert stored.labels["optimizer_steps"] == "2"
+
+
+async def test_weights_that_all_changed_go_out_whole_and_trials_become_rare(
+    stack: Stack, publisher: WeightPublisher
+) -> None:
+    reports = []
+    for number in range(1, 5):
+        tensors = model(number)
+        reports.append(await publisher.update(Version(1, number), tensors, deadline_s=DEADLINE_S))
+        assert equal_bits(await dense(stack, Version(1, number)), tensors)
+    assert {report.kind for report in reports} == {"anchor"}
+    assert [report.changed_fraction < 1 for report in reports] == [False, True, False, True]
+
+
+async def test_dense_encoding_never_compares(stack: Stack) -> None:
+    publisher = WeightPublisher(stack.channel, RUN, encoding="dense")
+    tensors = model()
+    for number in (1, 2):
+        report = await publisher.update(Version(1, number), tensors, deadline_s=DEADLINE_S)
+        assert (report.kind, report.changed_fraction) == ("anchor", 1)
+
+
+async def test_weights_may_change_once_they_are_encoded(stack: Stack, publisher: WeightPublisher) -> None:
+    tensors = model()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    update = await asyncio.to_thread(publisher.encode, Version(1, 1), tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    await publisher.publish(update, deadline_s=DEADLINE_S)
+    assert equal_bits(await dense(stack, Version(1, 1)), before)
+
+
+async def test_encoding_waits_for_the_push_that_reads_the_copy(stack: Stack, publisher: WeightPublisher) -> None:
+    first, second = model(1), model(2)
+    update = await asyncio.to_thread(publisher.encode, Version(1, 1), first)
+    pushing = asyncio.create_task(publisher.publish(update, deadline_s=DEADLINE_S))
+    await asyncio.sleep(0)  # the push has the copy now
+    with pytest.raises(SluiceError) as hurried:
+        publisher.encode(Version(1, 2), second, deadline_s=0)
+    assert hurried.value.reason == "PUSH_IN_PROGRESS"
+    later = await asyncio.to_thread(publisher.encode, Version(1, 2), second)
+    assert pushing.done()
+    await pushing
+    await publisher.publish(later, deadline_s=DEADLINE_S)
+    assert equal_bits(await dense(stack, Version(1, 1)), first)
+    assert equal_bits(await dense(stack, Version(1, 2)), second)
+
+
+async def test_an_update_that_was_overtaken_is_refused(stack: Stack, publisher: WeightPublisher) -> None:
+    old = await asyncio.to_thread(publisher.encode, Version(1, 1), model(1))
+    new = await asyncio.to_thread(publisher.encode, Version(1, 2), model(2))
+    with pytest.raises(SluiceError) as refused:
+        await publisher.publish(old, deadline_s=DEADLINE_S)
+    assert refused.value.reason == "OVERTAKEN"
+    assert (await publisher.publish(new, deadline_s=DEADLINE_S)).kind == "anchor"
+    assert await stack.visible() == [Version(1, 2)]
+
+
+async def test_publishing_again_finds_the_version(stack: Stack, publisher: WeightPublisher) -> None:
+    tensors = model()
+    await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+    nudge(tensors, 1)
+    update = await asyncio.to_thread(publisher.encode, Version(1, 2), tensors)
+    first = await publisher.publish(update, deadline_s=DEADLINE_S)
+    again = await publisher.publish(update, deadline_s=DEADLINE_S)
+    assert (first.kind, again.duplicate, again.bytes_sent, again.digest) == ("delta", True, 0, first.digest)
+
+
+async def test_a_new_epoch_begins_with_an_anchor(stack: Stack, publisher: WeightPublisher) -> None:
+    tensors = model()
+    await publisher.update(Version(1, 7), tensors, deadline_s=DEADLINE_S)
+    report = await publisher.update(Version(2, 5), tensors, deadline_s=DEADLINE_S)
+    assert report.kind == "anchor"
+
+
+async def test_a_service_that_lost_the_base_gets_the_whole_version_at_once(tmp_path: Path) -> None:
+    tensors = model()
+    async with running_stack(tmp_path / "one") as stack:
+        port = int(stack.target.rpartition(":")[2])
+        channel = connect(stack.target, SecurityConfig())
+        publisher = WeightPublisher(channel, RUN)
+        await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+    nudge(tensors, 1)
+    async with running_stack(tmp_path / "another", port=port) as stack:
+        report = await publisher.update(Version(1, 2), tensors, deadline_s=DEADLINE_S)
+        assert report.kind == "anchor"
+        assert equal_bits(await dense(stack, Version(1, 2)), tensors)
+        nudge(tensors, 2)
+        assert (await publisher.update(Version(1, 3), tensors, deadline_s=DEADLINE_S)).kind == "delta"
+        assert equal_bits(await dense(stack, Version(1, 3)), tensors)
+        await channel.close()
+
+
+async def test_a_lost_push_is_followed_by_an_anchor(tmp_path: Path) -> None:
+    tensors = model()
+    async with running_stack(tmp_path) as stack:
+        port = int(stack.target.rpartition(":")[2])
+        channel = connect(stack.target, SecurityConfig())
+        publisher = WeightPublisher(channel, RUN)
+        await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+        nudge(tensors, 1)
+        update = await asyncio.to_thread(publisher.encode, Version(1, 2), tensors)
+    with pytest.raises(SluiceError) as lost:  # the service is gone between encode and commit
+        await publisher.publish(update, deadline_s=0.3)
+    assert lost.value.code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+    nudge(tensors, 2)
+    async with running_stack(tmp_path, port=port) as stack:
+        assert await stack.visible() == [Version(1, 1)]
+        report = await publisher.update(Version(1, 3), tensors, deadline_s=DEADLINE_S)
+        assert report.kind == "anchor"
+        assert equal_bits(await dense(stack, Version(1, 3)), tensors)
+        assert await stack.visible() == [Version(1, 3), Version(1, 1)]
+        await channel.close()
+
+
+async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(
+    stack: Stack, publisher: WeightPublisher
+) -> None:
+    tensors = model()
+    await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+    with pytest.raises(ValueError, match="complex"):
+        await publisher.update(
+            Version(1, 2), tensors | {"odd": torch.zeros(2, dtype=torch.complex64)}, deadline_s=DEADLINE_S
+        )
+    assert (await publisher.update(Version(1, 2), tensors, deadline_s=DEADLINE_S)).kind == "anchor"
+
+
+async def test_files_of_the_host_are_offered_and_chunks_go_where_they_are_not_taken(stack: Stack) -> None:
+    publisher = WeightPublisher(stack.channel, RUN, local=True)
+    tensors = model()
+    for number in range(1, 4):
+        version = Version(1, number)
+        report = await publisher.update(version, tensors, deadline_s=DEADLINE_S)
+        assert report.bytes_sent > 0
+        assert equal_bits(await dense(stack, version), tensors)
+        nudge(tensors, number)

@@ -1,0 +1,112 @@
+"""Ranks of a sharded trainer publish their own slices; what is committed is the model that one process would hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from trainer_rank import VERSIONS, whole_state
+from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack
+
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).parents[1] / "trainer_rank.py"
+DEADLINE_S = 150.0
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+@contextlib.asynccontextmanager
+async def ranks(count: int, *arguments: str) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    port = str(free_port())
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, str(PROGRAM), *arguments), env=os.environ | shared | {"RANK": str(rank)}
+        )
+        for rank in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+async def published(stack: Stack, tmp_path: Path, layout: str, count: int, scenario: str) -> list[list[dict[str, Any]]]:
+    """What each rank noted; one that was killed noted nothing."""
+    async with ranks(count, layout, stack.target, str(tmp_path), scenario) as processes:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(process.wait() for process in processes))
+    notes = [tmp_path / f"{rank}.json" for rank in range(count)]
+    return [json.loads(path.read_text()) if path.exists() else [] for path in notes]
+
+
+async def manifest(stack: Stack, number: int) -> pb.Manifest:
+    request = pb.GetManifestRequest(run=RESOURCE, version=Version(1, number).to_proto())
+    return (await stack.sync.GetManifest(request, timeout=30)).manifest
+
+
+async def check_newest(stack: Stack, number: int) -> None:
+    """The Hugging Face directory of a version holds what one process would, bit for bit."""
+    directory = stack.directory / f"v1.{number}"
+    await eventually((directory / "manifest.json").exists)
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    assert equal_bits(found, whole_state(number)[-1])
+
+
+@pytest.mark.parametrize(("layout", "count"), [("fsdp", 2), ("fsdp", 4), ("tp", 2), ("both", 4)])
+async def test_slices_of_all_ranks_become_the_whole_model(layout: str, count: int, tmp_path: Path) -> None:
+    async with running_stack(tmp_path, dense_delay_s=0, keep=VERSIONS) as stack:
+        notes = await published(stack, tmp_path, layout, count, "all is well")
+        assert all([note.get("kind") for note in rank] == ["anchor", "delta", "delta"] for rank in notes), notes
+        assert all(rank == notes[0] for rank in notes), "every rank learns the same outcome"
+        assert await stack.visible() == [Version(1, number) for number in range(VERSIONS, 0, -1)]
+        for number in (1, VERSIONS):
+            await check_newest(stack, number)
+        shards = (await manifest(stack, VERSIONS)).shards
+        assert [shard.name for shard in shards] == [f"rank-{rank:05d}" for rank in range(count)]
+        anchor = await manifest(stack, 1)
+        smallest, largest = (
+            min(each.size_bytes for each in anchor.shards),
+            max(each.size_bytes for each in anchor.shards),
+        )
+        assert largest < 2 * smallest, "no rank sends for the others"
+
+
+async def test_a_failure_of_one_rank_is_one_of_all_and_the_next_version_is_an_anchor(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, dense_delay_s=0) as stack:
+        notes = await published(stack, tmp_path, "fsdp", 2, "refuses")
+        assert notes[0][1]["error"] == "ENCODE_FAILED"
+        assert "complex64" in notes[1][1]["error"]
+        assert [rank[2].get("kind") for rank in notes] == ["anchor", "anchor"]
+        assert await stack.visible() == [Version(1, 3), Version(1, 1)]
+        await check_newest(stack, 3)
+
+
+async def test_a_killed_rank_ends_the_publication_of_the_others_and_nothing_is_committed(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, dense_delay_s=0) as stack:
+        notes = await published(stack, tmp_path, "fsdp", 2, "dies")
+        assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
+        assert notes[1] == []
+        assert await stack.visible() == [Version(1, 1)]
