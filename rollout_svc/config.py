@@ -58,6 +58,10 @@ class RolloutConfig(Section):
     follow_weights: bool = Field(
         True, description="Follow the versions of weight sync; false serves the base model and needs no weight sync."
     )
+    use_relays: bool = Field(
+        True,
+        description="Take versions from the nearest relay of `peers.weightsync`, where there are any; false: from it alone.",
+    )
     kv_policy: Literal["keep", "recompute"] = Field(
         "keep",
         description="Keys and values of requests under way at an update: keep those of the old weights (cheap), or recompute.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
@@ -66,6 +67,7 @@ class Weights:
                 limits=PullLimits(deadline_s=config.deadlines.pull_s),
                 failures=(EngineError, SluiceError),
                 observe=self._observe,
+                connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
             )
 
     async def run_forever(self) -> None:

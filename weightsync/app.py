@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
         relay = None if config.upstream is None else await _build_relay(stack, common, config.upstream, runs)
         ingest = WeightSyncServicer(runs) if config.upstream is None else RelaySyncServicer(runs, config.upstream)
         stack.push_async_callback(ingest.close)
-        _register(server, ingest, WeightDeliveryServicer(runs))
+        _register(server, ingest, WeightDeliveryServicer(runs, partial(server.require, role="admin")))
         await _open_own_run(runs, common.run)
         failed = asyncio.Event()
         await server.start()
@@ -94,7 +95,7 @@ def _register(server: RpcServer, ingest: WeightSyncServicer, delivery: WeightDel
 
 
 async def _build_relay(stack: AsyncExitStack, common: CommonConfig, upstream: str, runs: Runs) -> Relay:
-    channel = await stack.enter_async_context(connect(upstream, common.security, role="agent"))
+    channel = await stack.enter_async_context(connect(upstream, common.security))
     return Relay(runs, channel, upstream)
 
 

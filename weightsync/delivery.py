@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -26,10 +27,19 @@ _MOST_ERROR_CHARACTERS = 2000
 
 
 class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
-    """Serves `sluice.v1.WeightDeliveryService`."""
+    """Serves `sluice.v1.WeightDeliveryService`.
 
-    def __init__(self, runs: Runs) -> None:
+    Args:
+        runs: What it gives out.
+        require_admin: Raises `SluiceError` where a call comes without the admin's token: engines load what a relay gives
+            them, so not everybody may call itself one.
+    """
+
+    def __init__(
+        self, runs: Runs, require_admin: Callable[[grpc.aio.ServicerContext[Any, Any]], None] | None = None
+    ) -> None:
         self._runs = runs
+        self._require_admin = require_admin
         self._watchers = 0
 
     async def WatchVersions(  # noqa: N802 - gRPC's name
@@ -124,6 +134,8 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             raise SluiceError.invalid_argument("replica", f"give a name of 1 to {_MOST_REPLICA_CHARACTERS} characters")
         if request.phase == pb.REPLICA_PHASE_UNSPECIFIED:
             raise SluiceError.invalid_argument("phase", "say what became of the version")
+        if request.relay_address and self._require_admin is not None:
+            self._require_admin(context)
         run = await self._runs.open(request.run)
         about = Version.from_proto(request.version)
         serving = Version.from_proto(request.serving) if request.HasField("serving") else None

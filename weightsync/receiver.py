@@ -27,6 +27,7 @@ from weightsync.names import run_resource
 from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.pull import PullError, PullLimits
 from weightsync.report import Reporter
+from weightsync.sources import SourceLimits, Sources
 from weightsync.staged import ApplyReport, StagedVersion
 from weightsync.staged_copies import StagedCopies
 from weightsync.staging import StagingError
@@ -74,6 +75,8 @@ class WeightReceiver:
         failures: What `apply` and `recover` may raise.
         observe: Called with the timings of each update that was applied.
         local_files: Read the service's files where this process sees them, in place of a transfer.
+        connect_to: Opens a channel to a relay's address, with the agent role; None keeps the replica at `channel`.
+        source_limits: How long sources are waited for.
     """
 
     def __init__(
@@ -91,8 +94,13 @@ class WeightReceiver:
         failures: tuple[type[Exception], ...] = (Exception,),
         observe: Callable[[UpdateTimings], None] | None = None,
         local_files: bool = True,
+        connect_to: Callable[[str], grpc.aio.Channel] | None = None,
+        source_limits: SourceLimits | None = None,
     ) -> None:
         self._run = run_resource(run)
+        self._sources = Sources(channel, self._run, replica, connect_to, limits=source_limits)
+        if connect_to is not None:
+            channel = self._sources.channel
         self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
         limits = limits or PullLimits()
@@ -113,13 +121,16 @@ class WeightReceiver:
 
     async def run_forever(self) -> None:
         """Follow the policy until cancelled. A weight service that cannot be reached is tried again for ever."""
+        await self._sources.settle()
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._sources.run_forever())
             tasks.create_task(self._watch.run_forever())
             tasks.create_task(self._reporter.run_forever())
             tasks.create_task(self._sync_forever())
 
     async def close(self) -> None:
         """Remove what is staged; call it when the engine reads it no more."""
+        await self._sources.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._copies.close)
 

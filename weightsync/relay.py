@@ -54,7 +54,7 @@ class Relay:
 
     Args:
         runs: The runs of this service; the relay makes itself their upstream.
-        channel: To the service behind, with the agent role.
+        channel: To the service behind, with the admin role, which a relay needs to call itself one.
         target: Its address, for messages.
         limits: How long pulls wait.
     """

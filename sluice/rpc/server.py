@@ -85,6 +85,15 @@ class RpcServer:
         self._roles[service_name] = role
         self._unimplemented.extend(server_info.missing_methods(service_name, servicer))
 
+    def require(self, context: grpc.aio.ServicerContext[Any, Any], role: Role) -> None:
+        """Ask a call for a greater role than its service asks for.
+
+        Raises:
+            SluiceError: as `TokenCheck.verify`.
+        """
+        given = (value for key, value in context.invocation_metadata() or () if key == "authorization")
+        self._tokens.verify(next(given, None), role)
+
     async def start(self) -> int:
         """Bind and serve.
 
