@@ -30,13 +30,11 @@ class Adapter:
         number: What the engine knows it by; never given twice, so that nothing cached for another is taken for its own.
         staged: Where it lies.
         requests: Requests under way on it.
-        retired: It is being taken away; its requests end.
     """
 
     number: int
     staged: StagedAdapter
     requests: int = 0
-    retired: bool = False
 
     @property
     def version(self) -> Version:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout_svc.engines.base import FinishReason
+from rollout_svc.engines.slot_adapters import SlotAdapters
 from rollout_svc.engines.slot_cache import SlotCache
 from rollout_svc.engines.slot_model import SlotModel
 from rollout_svc.engines.slot_requests import LiveRequest, LiveSample, WaitingLine
@@ -63,6 +64,11 @@ class SlotBatch:
         self.prompt_tokens = 0
 
     @property
+    def adapters(self) -> SlotAdapters:
+        """What rows may run on beside the weights."""
+        return self._model.adapters
+
+    @property
     def kv_usage(self) -> float:
         """Share of the cache's positions that are in use."""
         return self._cache.usage(sum(sample.last_position for _, sample in self.rows))
@@ -82,7 +88,8 @@ class SlotBatch:
         if self.rows:
             samples = [sample for _, sample in self.rows]
             tokens = [sample.token_ids[-1] for sample in samples]
-            logits = self._model.decode(self._cache, tokens, [sample.last_position for sample in samples])
+            positions = [sample.last_position for sample in samples]
+            logits = self._model.decode(self._cache, tokens, positions, [live.adapter for live, _ in self.rows])
             ended += self._deliver(logits, 0, version)
         return ended
 
@@ -108,7 +115,8 @@ class SlotBatch:
         while first < len(sequences):
             count = _within_budget(sequences[first:], self._limits.prefill_tokens)
             batch = sequences[first : first + count]
-            self._model.prefill(self._cache, first, batch, range(count), [(0, 0)])
+            adapters = [live.adapter for live, _ in self.rows[first : first + count]]
+            self._model.prefill(self._cache, first, batch, range(count), [(0, 0)], adapters=adapters)
             first += count
 
     def _admit(self, waiting: WaitingLine) -> list[Owned]:
@@ -142,6 +150,7 @@ class SlotBatch:
             [live.request.prompt_ids for live in owners],
             sources,
             [(prompt, position) for prompt, each in enumerate(wanted) for position in each],
+            adapters=[live.adapter for live in owners],
         )
         ends = np.cumsum([len(each) for each in wanted])
         for live, each, end in zip(owners, wanted, ends, strict=True):
@@ -156,14 +165,15 @@ class SlotBatch:
         rows = self.rows[first:]
         drawn = draw(logits, [sample.row for _, sample in rows], self._random)
         ended: list[int] = []
-        for number, (_, sample) in enumerate(rows):
+        for number, (live, sample) in enumerate(rows):
             logprob = drawn.logprobs[number]
             if math.isnan(logprob):
                 log.error("the model's output is not finite", request=sample.request.request_id, version=str(version))
                 self._cache.clean(first + number)
                 sample.finish_reason = FinishReason.ERROR
             else:
-                sample.take(drawn.token_ids[number], logprob, drawn.top[number], version)
+                sampled_by = version if live.adapter is None else live.adapter.version
+                sample.take(drawn.token_ids[number], logprob, drawn.top[number], sampled_by)
                 sample.finish_reason = self._reason_to_end(sample)
                 self.generated_tokens += 1
             if sample.finish_reason is not None:

@@ -113,7 +113,7 @@ class SlotLoop:
         else:
             self._waiting.add(live)
 
-    def abort(self, live: LiveRequest | None) -> bool:
+    def abort(self, live: LiveRequest | None, reason: FinishReason = FinishReason.ABORT) -> bool:
         """End a request with what it has, or all of them; False if there was nothing left to end. In the thread."""
         for held in [each for each in self._held if live is None or each is live]:
             self._held.remove(held)
@@ -123,7 +123,7 @@ class SlotLoop:
             [row for row, (owner, _) in enumerate(self.batch.rows) if live is None or owner is live]
         )
         for owner, sample in gone:
-            sample.finish_reason = FinishReason.ABORT
+            sample.finish_reason = reason
             owner.sample_ended()
         return bool(gone)
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollout_svc.engines.adapter_slots import Adapter
 from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.base_model import model_directory
+from rollout_svc.engines.slot_adapters import SlotAdapters
 from rollout_svc.engines.slot_cache import DecodeView, KvShape, PrefillView, SlotCache
 from rollout_svc.engines.slot_shapes import Keys, Logits, PickedLogits, Queries
 
@@ -51,6 +53,7 @@ class SlotModel:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise EngineError(f"cannot load {model}: {error}") from error
         self.module.requires_grad_(requires_grad=False).eval().to(self.device)
+        self.adapters = SlotAdapters(self.module)
         self.info = _info(model, self.module, max_model_len)
         self._picked: tuple[Tensor, Tensor] | None = None
         head = self.module.get_output_embeddings()
@@ -77,8 +80,8 @@ class SlotModel:
         cache.reserve(2, 2, used=0)
         name = self.info.architecture
         try:
-            logits = self.prefill(cache, 0, [[0], [0]], [0, 1], [(0, 0), (1, 0)])
-            self.decode(cache, [0, 0], [1, 1])
+            logits = self.prefill(cache, 0, [[0], [0]], [0, 1], [(0, 0), (1, 0)], adapters=[None] * 2)
+            self.decode(cache, [0, 0], [1, 1], [None] * 2)
         except (NotImplementedError, RuntimeError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise EngineError(
                 f'{name} is not served by the transformers engine: {error}; use engine = "vllm"'
@@ -94,6 +97,8 @@ class SlotModel:
         prompts: Sequence[Sequence[int]],
         sources: Sequence[int],
         picked: Sequence[tuple[int, int]],
+        *,
+        adapters: Sequence[Adapter | None],
     ) -> PickedLogits:
         """Fill rows with prompts.
 
@@ -103,6 +108,7 @@ class SlotModel:
             prompts: Token ids, each forwarded once.
             sources: For each row, which prompt it takes.
             picked: Prompt and position of each of the wanted logits.
+            adapters: What each prompt runs on beside the weights.
 
         Returns:
             Logits at the picked positions.
@@ -113,22 +119,28 @@ class SlotModel:
         view = PrefillView(cache, first, torch.tensor(sources, device=self.device))
         positions = torch.arange(length, device=self.device).expand(len(prompts), -1)
         with self._picking(picked):
-            output = self.module(
-                input_ids=ids, position_ids=positions, past_key_values=view, use_cache=True, logits_to_keep=0
-            )
+            inputs = {"input_ids": ids, "position_ids": positions, "past_key_values": view}
+            output = self.adapters.forward(inputs | {"use_cache": True, "logits_to_keep": 0}, adapters)
         if len(view.layers_seen) != cache.keys.shape[0]:
             raise NotImplementedError("not all of its layers are attention layers with keys and values")
         logits: Tensor = output.logits[0]
         return logits
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
-    def decode(self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int]) -> Logits:
+    def decode(
+        self,
+        cache: SlotCache,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        adapters: Sequence[Adapter | None],
+    ) -> Logits:
         """One step of the first rows.
 
         Args:
             cache: Their keys and values.
             tokens: The last token of each, not forwarded yet.
             positions: Its position.
+            adapters: What each row runs on beside the weights.
 
         Returns:
             Logits of the next token.
@@ -136,13 +148,14 @@ class SlotModel:
         width = max(positions) + 1
         at = torch.tensor(positions, device=self.device)
         seen = torch.arange(width, device=self.device) <= at[:, None]
-        output = self.module(
-            input_ids=torch.tensor(tokens, device=self.device)[:, None],
-            position_ids=at[:, None],
-            attention_mask=seen[:, None, None],
-            past_key_values=DecodeView(cache, at, width),
-            use_cache=True,
-        )
+        inputs = {
+            "input_ids": torch.tensor(tokens, device=self.device)[:, None],
+            "position_ids": at[:, None],
+            "attention_mask": seen[:, None, None],
+            "past_key_values": DecodeView(cache, at, width),
+            "use_cache": True,
+        }
+        output = self.adapters.forward(inputs, adapters)
         logits: Tensor = output.logits[:, 0]
         return logits
 

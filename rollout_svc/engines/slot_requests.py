@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from rollout_svc.engines.adapter_slots import Adapter
 from rollout_svc.engines.base import (
     EngineError,
     FinishReason,
@@ -119,10 +120,11 @@ class LiveRequest:
     Args:
         request: What was asked.
         info: What the engine serves.
+        adapter: What it runs on beside the weights.
     """
 
-    def __init__(self, request: GenerationRequest, info: ModelInfo) -> None:
-        self.request = request
+    def __init__(self, request: GenerationRequest, info: ModelInfo, adapter: Adapter | None = None) -> None:
+        self.request, self.adapter, self.adapter_name = request, adapter, request.adapter
         self.samples = [LiveSample(request, index, info) for index in range(request.n)]
         self.prompt_logprobs: list[float] = []
         self.error: EngineError | None = None

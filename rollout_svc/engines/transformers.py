@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal
 
 import structlog
 
+from rollout_svc.engines.adapters import Adapters
 from rollout_svc.engines.base import (
     EngineBusyError,
     EngineError,
@@ -20,6 +22,8 @@ from rollout_svc.engines.base import (
     PauseMode,
 )
 from rollout_svc.engines.base_model import BaseModel, read_base_model
+from rollout_svc.engines.lora import AdapterInfo, LoraLimits
+from rollout_svc.engines.slot_adapters import SlotAdapterHost
 from rollout_svc.engines.slot_batch import BatchLimits, SlotBatch
 from rollout_svc.engines.slot_cache import SlotCache
 from rollout_svc.engines.slot_loop import SlotLoop
@@ -28,7 +32,7 @@ from rollout_svc.engines.slot_requests import LiveRequest
 from rollout_svc.engines.slot_weights import InPlaceWeights
 from rollout_svc.engines.stop_strings import Decoder
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 
 __all__ = ["TransformersEngine"]
 
@@ -58,6 +62,7 @@ class TransformersEngine:
         prefill_tokens: Most prompt tokens between two steps.
         threads: CPU threads; None leaves PyTorch's choice.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
+        lora: How many adapters it holds beside the weights, and of which rank; None serves none.
     """
 
     info: ModelInfo
@@ -76,6 +81,7 @@ class TransformersEngine:
         prefill_tokens: int = 4096,
         threads: int | None = None,
         drain_deadline_s: float = 600.0,
+        lora: LoraLimits | None = None,
     ) -> None:
         self._model, self._device, self._dtype = model, device, dtype
         self._max_model_len, self._max_queued = max_model_len, max_queued
@@ -88,6 +94,9 @@ class TransformersEngine:
         self._decoder: Decoder | None = None
         self._resume_from: StagedVersion | None = None
         self._live: dict[str, set[LiveRequest]] = {}
+        self._adapters = Adapters(
+            SlotAdapterHost(lambda: self._loop, self._base_shapes, self._requests), lora, drain_deadline_s
+        )
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -121,7 +130,8 @@ class TransformersEngine:
                 except EngineError:
                     await self._stop()  # not healthy until another attempt serves the base
                     raise
-            return loop.version
+            await self._adapters.load_anew()
+            return self._adapters.version or loop.version
 
     async def stop(self) -> None:
         """End every request and free everything. Idempotent."""
@@ -130,6 +140,7 @@ class TransformersEngine:
 
     async def _start(self) -> SlotLoop:
         loop = self._running = await asyncio.to_thread(self._build)
+        self._adapters.begin()
         loop.start()
         log.info("transformers engine started", model=self._model, dtype=self.info.dtype)
         return loop
@@ -174,6 +185,12 @@ class TransformersEngine:
         if self._base is None:
             raise EngineError("the engine is not running; call start()")
         return self._base
+
+    def _base_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._base_model.shapes
+
+    def _requests(self) -> list[LiveRequest]:
+        return [live for of_name in self._live.values() for live in of_name]
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -233,13 +250,15 @@ class TransformersEngine:
         _check(request, self.info, has_tokenizer=self._decoder is not None)
         if loop.queued + request.n > self._max_queued:
             raise EngineBusyError(f"{loop.queued} samples wait already, at most {self._max_queued} may; retry later")
-        live = LiveRequest(request, self.info)
-        self._live.setdefault(request.request_id, set()).add(live)
-        loop.post(lambda: loop.add(live))
+        with self._adapters.entering(request.adapter) as adapter:
+            live = LiveRequest(request, self.info, adapter)
+            self._live.setdefault(request.request_id, set()).add(live)
+            loop.post(lambda: loop.add(live))
         return live
 
     def _release(self, live: LiveRequest) -> None:
         """Forget a request; abort it if its caller gave it up before its end."""
+        self._adapters.left(live.adapter)
         of_same_name = self._live[live.request.request_id]
         of_same_name.discard(live)
         if not of_same_name:
@@ -288,9 +307,10 @@ class TransformersEngine:
         async with self._commands:
             loop = self._loop
             if loop.staged == staged and not loop.suspect:
+                self._adapters.serve_weights()  # back from an adapter to its base, which never changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             self._base_model.check(staged)
-            return ApplyReport(staged.version, *await asyncio.wrap_future(loop.call(lambda: loop.swap(staged))))
+            return await self._swap(loop, staged)
 
     async def reload_base(self) -> ApplyReport:
         """Return to the base model on disk, as version (0, 0).
@@ -299,8 +319,14 @@ class TransformersEngine:
             EngineError: as `apply` does.
         """
         async with self._commands:
-            loop = self._loop
-            return ApplyReport(BASE, *await asyncio.wrap_future(loop.call(lambda: loop.swap(None))))
+            return await self._swap(self._loop, None)
+
+    async def _swap(self, loop: SlotLoop, staged: StagedVersion | None) -> ApplyReport:
+        version = BASE if staged is None else staged.version
+        await self._adapters.retire_others(version)
+        times = await asyncio.wrap_future(loop.call(lambda: loop.swap(staged)))
+        self._adapters.serve_weights()
+        return ApplyReport(version, *times)
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
         """Compare the live tensors bit for bit with a version's file (None: the base model's), one at a time between steps.
@@ -324,6 +350,43 @@ class TransformersEngine:
                 if await asyncio.wrap_future(loop.call(lambda name=name: loop.differs(name, staged)))  # type: ignore[misc]
             ]
 
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    @property
+    def lora_limits(self) -> LoraLimits | None:
+        """How many adapters it holds and of which rank; None where it serves none."""
+        return self._adapters.limits
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Let new requests run on an adapter; the weights are not touched.
+
+        Raises:
+            EngineError: if it does not fit; what served before serves on.
+        """
+        begun = time.perf_counter()
+        async with self._commands:
+            await self._adapters.serve(staged)
+        return ApplyReport(staged.version, 0.0, time.perf_counter() - begun)
+
+    async def load_named(self, name: str, staged: StagedAdapter) -> None:
+        """Give an adapter a name for requests.
+
+        Raises:
+            AdaptersFullError: if names hold as many as they may.
+            EngineError: if it does not fit.
+        """
+        async with self._commands:
+            await self._adapters.name(name, staged)
+
+    async def unload_named(self, name: str) -> bool:
+        """Take a name away and end its requests. False if there was no such name."""
+        async with self._commands:
+            return await self._adapters.unname(name)
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """What it holds."""
+        return self._adapters.describe()
+
     # --- status ---------------------------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
@@ -332,7 +395,7 @@ class TransformersEngine:
         if loop is None:
             return EngineStatus(BASE, 0, 0, 0.0, 0, 0, self._limits.running, paused=False, healthy=False)
         return EngineStatus(
-            version=loop.version,
+            version=self._adapters.version or loop.version,
             running=len(loop.batch.rows),
             queued=loop.queued,
             kv_cache_usage=loop.batch.kv_usage,

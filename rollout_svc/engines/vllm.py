@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import structlog
 
 from rollout_svc.engines import vllm_results as results
-from rollout_svc.engines.adapter_slots import Adapter
+from rollout_svc.engines.adapters import Adapters
 from rollout_svc.engines.base import (
     EngineError,
     EngineStatus,
@@ -26,7 +27,7 @@ from rollout_svc.engines.base import (
 )
 from rollout_svc.engines.base_model import read_base_model
 from rollout_svc.engines.lora import AdapterInfo, LoraLimits
-from rollout_svc.engines.vllm_adapters import Adapters, lora_request
+from rollout_svc.engines.vllm_adapters import VllmAdapterHost, lora_request
 from rollout_svc.engines.vllm_describe import describe, model_directory
 from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm_start import VllmProcesses, launch
@@ -98,7 +99,8 @@ class VllmEngine:
         self._live: dict[str, set[TrackedRequest]] = {}
         self._generated = 0
         self._prompted = 0
-        self._adapters = Adapters(self._weights, self._tracked, phase_deadline_s)
+        host = VllmAdapterHost(lambda: self._llm, self._weights, self._tracked, phase_deadline_s)
+        self._adapters = Adapters(host, lora, phase_deadline_s)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class VllmEngine:
             staged, self._weights.staged = self._weights.staged, None
             if staged is not None and staged.path.is_file():
                 await self._switch(staged)
-            await self._adapters.load_anew(self._llm)
+            await self._adapters.load_anew()
             return self._version
 
     async def stop(self) -> None:
@@ -145,7 +147,7 @@ class VllmEngine:
         self.info = describe(self._model, self._processes.config)
         self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
         self._broken, self._paused = "", None
-        self._adapters.begin(self._lora)
+        self._adapters.begin()
         llm = self._processes.llm
         await step(llm, "labelling the base weights", llm.update_weight_version(str(BASE)), self._phase_deadline_s)
         log.info("vllm started", model=self._model, dtype=self.info.dtype, max_model_len=self.info.max_model_len)
@@ -271,7 +273,7 @@ class VllmEngine:
 
     async def _release(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
         """Forget a request; abort it if its caller gave it up before its end."""
-        self._adapters.left(tracked)
+        self._adapters.left(tracked.adapter)
         live = self._live[request.request_id]
         live.discard(tracked)
         if not live:
@@ -377,7 +379,7 @@ class VllmEngine:
     async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
         async with self._commands:
             if staged is not None and self._weights.staged == staged and not self._weights.suspect:
-                self._adapters.slots.current = None  # back from an adapter to its base, which never changed
+                self._adapters.serve_weights()  # back from an adapter to its base, which never changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             return await self._switch(staged)
 
@@ -385,14 +387,13 @@ class VllmEngine:
         llm = self._llm
         files = self._weights.files(staged)
         try:
-            for adapter in self._adapters.slots.of_other_bases(files.version):
-                await self._adapters.retire(llm, adapter)
+            await self._adapters.retire_others(files.version)
             report = await self._weights.switch(llm, files, resume=self._paused is None)
         except HalfLoadedError as error:
             self._break(str(error))
             raise
         self._weights.staged = staged
-        self._adapters.slots.current = None
+        self._adapters.serve_weights()
         return report
 
     def _break(self, why: str) -> None:
@@ -418,8 +419,8 @@ class VllmEngine:
 
     async def _apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
         begun = time.perf_counter()
-        async with self._commands:
-            self._adapters.slots.current = await self._load_adapter(staged)
+        async with self._changing():
+            await self._adapters.serve(staged)
         return ApplyReport(staged.version, 0.0, time.perf_counter() - begun)
 
     async def load_named(self, name: str, staged: StagedAdapter) -> None:
@@ -429,25 +430,27 @@ class VllmEngine:
             AdaptersFullError: if names hold as many as they may.
             EngineError: if it does not fit.
         """
-        async with self._commands:
-            self._adapters.slots.check_name(name)
-            self._adapters.slots.named[name] = await self._load_adapter(staged)
+        async with self._changing():
+            await self._adapters.name(name, staged)
 
     async def unload_named(self, name: str) -> bool:
         """Take a name away and end its requests. False if there was no such name."""
-        async with self._commands:
-            return await self._adapters.unname(self._llm, name)
+        async with self._changing():
+            return await self._adapters.unname(name)
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """What it holds."""
         return self._adapters.describe()
 
-    async def _load_adapter(self, staged: StagedAdapter) -> Adapter:
-        try:
-            return await self._adapters.load(self._llm, staged)
-        except HalfLoadedError as error:
-            self._break(str(error))
-            raise
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """One change at a time; a failure that leaves the engine unknown ends it."""
+        async with self._commands:
+            try:
+                yield
+            except HalfLoadedError as error:
+                self._break(str(error))
+                raise
 
     # --- status ---------------------------------------------------------------------------------------------------
 
