@@ -73,7 +73,7 @@ def test_the_bound_is_the_entropy() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
-@pytest.mark.parametrize("count", [1, 100, COUNT])
+@pytest.mark.parametrize("count", [1, 100, 1000, 2 * COUNT])
 def test_what_has_nothing_in_common_stays_dense(dtype: str, count: int) -> None:
     random = np.random.default_rng(2)
     width = 4 if dtype == "F32" else 2
@@ -102,9 +102,9 @@ def test_what_compresses_well_is_compressed(dtype: str) -> None:
 
 def test_a_delta_that_only_part_of_the_slice_promises_is_not_sent_if_it_is_larger() -> None:
     random = np.random.default_rng(4)
-    base = random.integers(0, 2**16, COUNT).astype("<u2")
-    new = random.integers(0, 2**16, COUNT).astype("<u2")
-    new[: 1 << 16] = base[: 1 << 16]
+    base = random.integers(0, 2**16, 2 * COUNT).astype("<u2")
+    new = random.integers(0, 2**16, 2 * COUNT).astype("<u2")
+    new[: 1 << 18] = base[: 1 << 18]
     encoded = encode(new.view(np.uint8), base.view(np.uint8), "BF16")
     assert len(encoded.data) <= new.nbytes
     apply(encoded.encoding, encoded.data, base.view(np.uint8), "BF16")

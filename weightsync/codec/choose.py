@@ -20,8 +20,9 @@ stay dense; zeros, masks, tables and values of few bits are compressed."""
 _DELTA_SUFFICES = 3 / 8
 """Share of the dense bytes up to which a delta is taken without trying zstd on the dense bytes."""
 _SAMPLES = 4
-_SAMPLE_ELEMENTS = 1 << 16
-"""A long slice is tried on this many places of this length before all of it is encoded: they cost less than the comparison."""
+_SAMPLE_ELEMENTS = 1 << 14
+_SAMPLED_FROM = 16
+"""A slice that is this many times longer than all samples is tried on them before all of it is encoded."""
 _SPARSE = 1 / 16
 """Share of the dense size below which a delta gets longer blocks."""
 
@@ -112,8 +113,7 @@ def _encode_float(new: NDArray[np.uint8], base: NDArray[np.uint8], width: int) -
 
 def _encode_dense(new: NDArray[np.uint8], changed: int) -> Encoded:
     most = 1 - _ZSTD_SAVES
-    sample = np.concatenate([new[place] for place in _places(new.size)]) if new.size else new
-    if len(compress(sample.data)) <= sample.size * most:
+    if _sampled_frame(new) <= most:
         frame = compress(new.data)
         if len(frame) <= new.size * most:
             return Encoded(Encoding.DENSE_ZSTD, frame, changed)
@@ -123,15 +123,24 @@ def _encode_dense(new: NDArray[np.uint8], changed: int) -> Encoded:
 def _sampled_delta(new: Patterns, base: Patterns) -> float:
     """Size of a delta of the sampled places as a share of their dense size; 0 for short slices, which are always tried."""
     places = _places(new.size)
-    if len(places) < _SAMPLES:
+    if len(places) == 1:
         return 0.0
     sizes = (sum(map(len, encode_block(new[place], base[place])[0])) for place in places)
     return sum(sizes) / (_SAMPLES * _SAMPLE_ELEMENTS * new.itemsize)
 
 
+def _sampled_frame(octets: NDArray[np.uint8]) -> float:
+    """Size of the sampled places in zstd as a share of their dense size; 0 for short slices, which are always tried."""
+    places = _places(octets.size)
+    if len(places) == 1:
+        return 0.0
+    sample = np.concatenate([octets[place] for place in places])
+    return len(compress(sample.data)) / sample.size
+
+
 def _places(count: int) -> list[slice]:
     """Where a slice of `count` items is sampled: all of it if it is short."""
-    if count <= 2 * _SAMPLES * _SAMPLE_ELEMENTS:
+    if count < _SAMPLED_FROM * _SAMPLES * _SAMPLE_ELEMENTS:
         return [slice(0, count)]
     step = (count - _SAMPLE_ELEMENTS) // (_SAMPLES - 1)
     return [slice(start, start + _SAMPLE_ELEMENTS) for start in range(0, step * _SAMPLES, step)]
