@@ -1,0 +1,146 @@
+"""Receivers of one host as real processes, killed while they make or use the copy that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from weightsync_stack import RUN, Stack, eventually, running_stack
+
+from sluice.versions import Version
+from weightsync.publisher import WeightPublisher
+from weightsync.shared_area import remove_stale
+
+pytestmark = pytest.mark.slow
+
+RECEIVER = """
+import asyncio, sys
+from pathlib import Path
+from safetensors.numpy import load_file
+from sluice.config import SecurityConfig
+from sluice.rpc import connect
+from weightsync.receiver import ApplyReport, PullLimits, WeightReceiver
+from weightsync.assembly import Assembly
+
+target, run, replica, stage_dir, mode = sys.argv[1:]
+follow = Assembly.follow
+
+async def slow_follow(self, steps, held):
+    print("building", flush=True)
+    if mode == "hang":
+        await asyncio.Event().wait()
+    await follow(self, steps, held)
+
+Assembly.follow = slow_follow
+
+async def apply(staged):
+    tensors = load_file(staged.path)
+    print(f"applied {staged.version} {float(tensors['w'][0])}", flush=True)
+    return ApplyReport(staged.version, 0.0, 0.0)
+
+async def main():
+    async with connect(target, SecurityConfig()) as channel:
+        await WeightReceiver(channel, run, replica, Path(stage_dir), apply, local_files=False, limits=PullLimits(attempts=3)).run_forever()
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def receiver(stack: Stack, replica: str, stage_dir: Path, mode: str = "plain") -> AsyncIterator[Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", RECEIVER, stack.target, RUN, replica, str(stage_dir), mode, stdout=PIPE
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def line_of(process: Process, wanted: str) -> None:
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        while not (line := (await process.stdout.readline()).decode()).startswith(wanted):
+            assert line, "the receiver ended"
+
+
+@pytest_asyncio.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with running_stack(tmp_path / "out", keep=20) as running:
+        yield running
+
+
+def tensors(number: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100_000,), float(number)), "fixed": torch.arange(50_000, dtype=torch.float32)}
+
+
+async def push(publisher: WeightPublisher, number: int) -> None:
+    await publisher.update(Version(1, number), tensors(number), deadline_s=60)
+
+
+def staged(stage_dir: Path) -> list[str]:
+    return sorted(path.name.split("-")[0] + path.suffix for path in stage_dir.glob("*/*"))
+
+
+async def test_a_killed_builder_is_followed_by_another_process(stack: Stack, tmp_path: Path) -> None:
+    stage_dir = tmp_path / "shm"
+    publisher = WeightPublisher(stack.channel, RUN)
+    await push(publisher, 1)
+    async with receiver(stack, "builder", stage_dir, "hang") as builder:
+        await line_of(builder, "building")
+        async with receiver(stack, "other", stage_dir) as other:
+            await eventually(lambda: other.pid is not None and staged(stage_dir) == ["v1.1.build", "v1.1.part"])
+            builder.kill()
+            await builder.wait()
+            await line_of(other, "applied 1.1 1.0")
+            assert staged(stage_dir) == ["v1.1.safetensors"]
+    assert len(remove_stale(stage_dir)) == 1
+
+
+async def test_a_killed_user_takes_no_file_from_the_others_and_leaves_none(stack: Stack, tmp_path: Path) -> None:
+    stage_dir = tmp_path / "shm"
+    publisher = WeightPublisher(stack.channel, RUN)
+    await push(publisher, 1)
+    async with receiver(stack, "first", stage_dir) as first, receiver(stack, "second", stage_dir) as second:
+        for process in (first, second):
+            await line_of(process, "applied 1.1 1.0")
+        first.kill()
+        await first.wait()
+        assert staged(stage_dir) == ["v1.1.safetensors"]
+        await push(publisher, 2)
+        await line_of(second, "applied 1.2 2.0")
+        await eventually(lambda: staged(stage_dir) == ["v1.2.safetensors"])
+
+
+async def test_four_receivers_hold_a_base_and_one_staged_copy(stack: Stack, tmp_path: Path) -> None:
+    stage_dir = tmp_path / "shm"
+    publisher = WeightPublisher(stack.channel, RUN)
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, len([name for name in staged(stage_dir) if not name.endswith(".build")]))
+            await asyncio.sleep(0.001)
+
+    watching = asyncio.create_task(watch())
+    async with contextlib.AsyncExitStack() as processes:
+        replicas = [
+            await processes.enter_async_context(receiver(stack, f"replica-{number}", stage_dir)) for number in range(4)
+        ]
+        for number in range(1, 6):
+            await push(publisher, number)
+            for replica in replicas:
+                await line_of(replica, f"applied 1.{number} {float(number)}")
+    watching.cancel()
+    assert most == 2

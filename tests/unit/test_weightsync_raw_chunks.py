@@ -1,0 +1,54 @@
+"""Messages of a pull, read by hand: the same as protobuf reads them, or an error."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.v1 import weightsync_pb2 as pb
+from weightsync.chunks import ChunkError, ChunkSizeError, make_chunk
+from weightsync.raw_chunks import parse_pull_response
+
+OFFSETS = st.one_of(st.integers(0, 300), st.integers(0, 2**63))
+
+
+@given(offset=OFFSETS, data=st.binary(min_size=1, max_size=300))
+def test_a_message_is_read_as_protobuf_writes_it(offset: int, data: bytes) -> None:
+    message = pb.PullWeightsResponse(chunk=make_chunk(offset, data)).SerializeToString()
+    chunk = parse_pull_response(message)
+    assert (chunk.offset, bytes(chunk.check())) == (offset, data)
+
+
+@given(offset=OFFSETS, data=st.binary(min_size=1, max_size=300), extra=st.binary(max_size=20))
+def test_fields_in_another_order_and_unknown_ones_are_read_too(offset: int, data: bytes, extra: bytes) -> None:
+    chunk = make_chunk(offset, data)
+    parts = [
+        pb.Chunk(crc32c=chunk.crc32c).SerializeToString(),
+        pb.Chunk(data=data).SerializeToString(),
+        pb.Chunk(offset=offset).SerializeToString(),
+        b"\x7a" + bytes([len(extra)]) + extra,  # field 15, length-delimited
+    ]
+    body = b"".join(parts)
+    message = b"\x0a" + bytes([len(body) & 0x7F | 0x80, len(body) >> 7]) + body
+    read = parse_pull_response(message)
+    assert (read.offset, bytes(read.check())) == (offset, data)
+
+
+@given(message=st.binary(max_size=60))
+def test_any_other_bytes_are_refused_or_read_as_protobuf_reads_them(message: bytes) -> None:
+    try:
+        chunk = parse_pull_response(message)
+    except ChunkError:
+        return
+    assert bytes(chunk.data) == pb.PullWeightsResponse.FromString(message).chunk.data
+
+
+def test_damage_and_wrong_sizes_are_told_apart() -> None:
+    message = bytearray(pb.PullWeightsResponse(chunk=make_chunk(0, b"abc")).SerializeToString())
+    message[-7] ^= 1  # in the data, before the checksum's tag and four bytes
+    with pytest.raises(ChunkError, match="crc32c"):
+        parse_pull_response(bytes(message)).check()
+    empty = pb.PullWeightsResponse(chunk=pb.Chunk(offset=3)).SerializeToString()
+    with pytest.raises(ChunkSizeError):
+        parse_pull_response(empty).check()

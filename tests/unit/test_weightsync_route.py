@@ -1,0 +1,57 @@
+"""The way to a version: what follows from what."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.route import RouteError, Step, check_route, direct_step
+
+V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
+
+
+def dense(version: Version) -> Step:
+    return Step(pb.Manifest(version=version.to_proto(), kind=pb.VERSION_KIND_ANCHOR))
+
+
+def delta(version: Version, base: Version) -> Step:
+    return Step(pb.Manifest(version=version.to_proto(), base=base.to_proto(), kind=pb.VERSION_KIND_DELTA))
+
+
+@pytest.mark.parametrize(
+    ("steps", "held"),
+    [
+        ([dense(V3)], None),
+        ([dense(V3)], V1),
+        ([delta(V3, V2)], V2),
+        ([delta(V2, V1), delta(V3, V2)], V1),
+        ([dense(V1), delta(V3, V1)], None),
+    ],
+)
+def test_ways_that_lead_there(steps: list[Step], held: Version | None) -> None:
+    check_route(steps, V3, held)
+
+
+@pytest.mark.parametrize(
+    ("steps", "held"),
+    [
+        ([], None),
+        ([dense(V2)], None),
+        ([delta(V3, V2)], None),
+        ([delta(V3, V2)], V1),
+        ([delta(V2, V1), delta(V3, V1)], V1),
+        ([delta(V2, V1), dense(V3)], V1),
+        ([Step(pb.Manifest(version=V3.to_proto(), kind=pb.VERSION_KIND_ADAPTER))], None),
+    ],
+)
+def test_ways_that_do_not(steps: list[Step], held: Version | None) -> None:
+    with pytest.raises(RouteError):
+        check_route(steps, V3, held)
+
+
+def test_an_announced_delta_on_what_is_held_needs_no_other_way() -> None:
+    assert direct_step(delta(V2, V1).manifest, V1) is not None
+    assert direct_step(delta(V2, V1).manifest, None) is None
+    assert direct_step(delta(V3, V2).manifest, V1) is None
+    assert direct_step(dense(V3).manifest, None) is not None

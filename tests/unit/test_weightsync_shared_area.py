@@ -1,0 +1,172 @@
+"""One staged copy per host: who makes it, who may use it, who removes it. Locks are per open file, so one process can play many."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from sluice.versions import Version
+from weightsync.copies import HostCopies
+from weightsync.pull import PullLimits
+from weightsync.shared_area import SharedArea, SharedCopy, remove_stale
+from weightsync.staging import StagingError
+
+DIGEST = "0" * 32
+
+
+def made(area: SharedArea, number: int = 1) -> SharedCopy:
+    claim = area.claim(area.file(Version(1, number), DIGEST))
+    assert claim is not None
+    os.write(claim.descriptor, b"whole")
+    return claim.publish()
+
+
+def names(area: SharedArea) -> list[str]:
+    return sorted(path.name for path in area.path.glob("*"))
+
+
+def test_the_last_user_removes_the_file(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    first = made(area)
+    second = area.attach(first.path)
+    assert second is not None
+    first.release()
+    first.release()
+    assert first.path.read_bytes() == b"whole"
+    second.release()
+    assert names(area) == []
+
+
+def test_one_at_a_time_makes_a_file(tmp_path: Path) -> None:
+    area, other = SharedArea(tmp_path, "run"), SharedArea(tmp_path, "run")
+    path = area.file(Version(1, 1), DIGEST)
+    claim = area.claim(path)
+    assert claim is not None
+    assert other.claim(path) is None
+    assert other.attach(path) is None
+    claim.abandon()
+    assert names(area) == []
+    again = other.claim(path)
+    assert again is not None
+    copy = again.publish()
+    assert area.claim(path) is None
+    copy.release()
+
+
+def test_what_is_made_or_used_is_not_swept(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    copy = made(area)
+    claim = area.claim(area.file(Version(1, 2), DIGEST))
+    assert claim is not None
+    assert remove_stale(tmp_path) == []
+    assert area.others(claim.path) == [copy.path]
+    staged = claim.publish()
+    for each in (staged, copy):
+        each.release()
+    area.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_dead_left_is_swept(tmp_path: Path) -> None:
+    directory = tmp_path / "sluice-run"
+    directory.mkdir()
+    for name in ("v1.1-a.safetensors", "v1.2-b.part", "v1.2-b.build"):
+        (directory / name).write_bytes(b"left")
+    assert remove_stale(tmp_path) == [directory / "v1.1-a.safetensors"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_others_keep_there_is_left_alone(tmp_path: Path) -> None:
+    for path in (tmp_path / "sluice-other" / "notes.txt", tmp_path / "elsewhere" / "v1.1-a.safetensors"):
+        path.parent.mkdir()
+        path.write_bytes(b"mine")
+    SharedArea(tmp_path, "run")
+    assert len(list(tmp_path.glob("*/*"))) == 2
+
+
+def test_a_version_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    with pytest.raises(StagingError, match=rf"needs {1 << 60}: .*shm_size"):
+        area.check_room(1 << 60)
+    area.check_room(1)
+
+
+def test_a_forked_child_keeps_no_file_in_memory(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    copy = made(area)
+    child = os.fork()
+    if child == 0:
+        try:
+            os.fstat(copy.descriptor)
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert area.others(copy.path) == []
+    assert copy.path.exists()  # the child took no lock with it
+    copy.release()
+
+
+async def test_a_third_copy_waits_until_one_is_let_go(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    old, current = made(area, 1), made(area, 2)
+    built = asyncio.Event()
+
+    async def build(descriptor: int) -> None:
+        os.write(descriptor, b"third")
+        built.set()
+
+    with ThreadPoolExecutor(2) as threads:
+        copies = HostCopies(area, threads, PullLimits(room_wait_s=60))
+        waiting = asyncio.create_task(copies.obtain(area.file(Version(1, 3), DIGEST), 5, build))
+        while len(names(area)) < 4:  # noqa: ASYNC110 - the claim is a file
+            await asyncio.sleep(0.001)
+        assert not built.is_set()
+        old.release()
+        staged, _ = await waiting
+    assert built.is_set()
+    assert staged.path.read_bytes() == b"third"
+    for copy in (staged, current):
+        copy.release()
+
+
+async def test_a_receiver_that_is_held_back_does_not_stop_the_others(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    held = [made(area, 1), made(area, 2)]
+
+    async def build(descriptor: int) -> None:
+        os.write(descriptor, b"third")
+
+    with ThreadPoolExecutor(2) as threads:
+        copies = HostCopies(area, threads, PullLimits(room_wait_s=0.0))
+        staged, _ = await copies.obtain(area.file(Version(1, 3), DIGEST), 5, build)
+    assert staged.path.exists()
+    for copy in (staged, *held):
+        copy.release()
+
+
+async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    path = area.file(Version(1, 1), DIGEST)
+
+    async def fail(descriptor: int) -> None:
+        os.write(descriptor, b"half")
+        raise StagingError("no")
+
+    async def build(descriptor: int) -> int:
+        return os.write(descriptor, b"whole")
+
+    with ThreadPoolExecutor(2) as threads:
+        copies = HostCopies(area, threads, PullLimits())
+        with pytest.raises(StagingError):
+            await copies.obtain(path, 5, fail)
+        assert names(area) == []
+        copy, written = await copies.obtain(path, 5, build)
+        other, none = await copies.obtain(path, 5, fail)
+    assert (written, none, path.read_bytes()) == (5, None, b"whole")
+    copy.release()
+    other.release()
