@@ -90,7 +90,8 @@ def summarise(
                 ages[age] += tokens
     metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
     metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
-    metrics |= {f"trainer/{name}": value for name, value in step.metrics.items()}
+    for name, value in step.metrics.items():  # of the way of the weights, the trainer tells its part
+        metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
     return StepSummary(len(records) - sum(dropped.values()), dict(dropped), frozenset(stale_groups), metrics)
 
 

@@ -33,7 +33,8 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     """
     check_model(common.model)
     channel = connect(common.peers.weightsync, common.security)
-    trainer = Trainer(common, config, WeightPublisher(channel, common.run))
+    publisher = WeightPublisher(channel, common.run, encoding=config.publish.encoding, local=config.publish.local)
+    trainer = Trainer(common, config, publisher)
     server = RpcServer(
         "trainer",
         config.server,

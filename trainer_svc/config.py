@@ -9,7 +9,15 @@ from pydantic import Field, model_validator
 from sluice.config import Section, ServerConfig
 from trainer_svc.objectives.presets import PRESETS, Aggregation, KlKind
 
-__all__ = ["CONFIG", "CheckpointConfig", "DeadlinesConfig", "ObjectiveConfig", "OptimizerConfig", "TrainerConfig"]
+__all__ = [
+    "CONFIG",
+    "CheckpointConfig",
+    "DeadlinesConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PublishConfig",
+    "TrainerConfig",
+]
 
 RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
 
@@ -141,6 +149,19 @@ class DeadlinesConfig(Section):
     )
 
 
+class PublishConfig(Section):
+    """How new weights travel to weight sync."""
+
+    encoding: Literal["auto", "dense"] = Field(
+        "auto",
+        description="auto: the exact difference from the version before, or whole tensors where that has more than half the bytes (after which comparing is left out for 1, 2, 4 and up to 16 versions); dense: always whole tensors.",
+    )
+    local: bool = Field(
+        True,
+        description="Whether weights are handed to a weight service of the same host as files in /dev/shm, where four copies fit into it; otherwise, and to other hosts, they go by socket.",
+    )
+
+
 class TrainerConfig(ComputeConfig):
     """The table `[trainer]`."""
 
@@ -148,6 +169,7 @@ class TrainerConfig(ComputeConfig):
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Precision of published weights. auto: bfloat16 on CUDA, float32 on CPU."
     )
+    publish: PublishConfig = Field(default_factory=PublishConfig, description="How new weights travel to weight sync.")
     queue_batches: int = Field(
         2, ge=1, description="Batches that may wait; more are refused with a delay to retry after."
     )

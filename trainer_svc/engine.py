@@ -10,7 +10,7 @@ import torch
 
 from trainer_svc.batch import MicroBatch, Sequence, pack
 from trainer_svc.config import ComputeConfig, ObjectiveConfig, TrainerConfig
-from trainer_svc.export import export_hf, named_tensors
+from trainer_svc.export import export_hf, live_tensors, named_tensors
 from trainer_svc.model import load_policy, resolve_device
 from trainer_svc.objectives.aggregation import sequence_weights
 from trainer_svc.objectives.objective import Objective
@@ -103,6 +103,10 @@ class TrainEngine:
                 for index, values in zip(batch.order, logprobs.float().cpu().split(counts), strict=True):
                     results[index][sequences[index].loss_mask] = values
         return results
+
+    def live_tensors(self) -> dict[str, torch.Tensor]:
+        """The weights under their Hugging Face names, tied ones once, where they lie: the next step changes them."""
+        return live_tensors(self.policy.model)
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """The weights under their Hugging Face names, tied ones once, as CPU copies that later steps do not touch.

@@ -10,15 +10,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-__all__ = ["export_hf", "named_tensors"]
+__all__ = ["export_hf", "live_tensors", "named_tensors"]
 
 
-def named_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Hugging Face names to contiguous CPU copies; of tied weights only the first name appears.
+def live_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Hugging Face names to the live tensors, where they lie; of tied weights only the first name appears.
 
-    Args:
-        model: The model.
-        dtype: Precision of floating-point tensors; None keeps the model's.
+    Only what transformers fuses at load (experts, for one) is taken apart, which may copy it.
     """
     once: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
@@ -28,9 +26,19 @@ def named_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str
             continue
         seen.add(place)
         once[name] = tensor
-    # transformers fuses some modules at load (experts, for one); files and engines use the names before that.
-    published = revert_weight_conversion(model, once)
-    return {name: _copy(tensor, dtype) for name, tensor in published.items()}
+    # Files and engines use the names before transformers fused modules.
+    published: dict[str, torch.Tensor] = revert_weight_conversion(model, once)
+    return published
+
+
+def named_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Hugging Face names to contiguous CPU copies; of tied weights only the first name appears.
+
+    Args:
+        model: The model.
+        dtype: Precision of floating-point tensors; None keeps the model's.
+    """
+    return {name: _copy(tensor, dtype) for name, tensor in live_tensors(model).items()}
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -28,6 +28,7 @@ from trainer_svc.epochs import LineageFile, from_proto, to_proto
 from trainer_svc.random_state import random_state, restore_random_state
 from trainer_svc.staleness import Lineage
 from trainer_svc.step_metrics import StepMetrics
+from weightsync.publisher import Update, WeightPublisher
 
 __all__ = ["Applied", "Learner", "Restored"]
 
@@ -56,13 +57,11 @@ class Applied:
     Attributes:
         consumption: What of the batch was trained, and why the rest was not.
         metrics: The optimizer step; None if nothing was left to train.
-        weights: The new weights under their Hugging Face names, as CPU copies in the published precision.
         seconds: Wall-clock time of all of it.
     """
 
     consumption: Consumption
     metrics: StepMetrics | None
-    weights: dict[str, torch.Tensor]
     seconds: float
 
     @property
@@ -162,7 +161,7 @@ class Learner:
         metrics = self.engine.train_batch(consumption.sequences) if consumption.sequences else None
         self.version = batch.target
         self.last_batch_id = batch.batch_id
-        return Applied(consumption, metrics, self.weights(), perf_counter() - start)
+        return Applied(consumption, metrics, perf_counter() - start)
 
     def abandon(self) -> None:
         """End the step in progress at its next forward pass, without applying its batch, and any step before `restore`.
@@ -174,6 +173,19 @@ class Learner:
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights under their Hugging Face names, as CPU copies in the published precision."""
         return self.engine.named_tensors(self._publish_dtype())
+
+    def encode(self, publisher: WeightPublisher, deadline_s: float) -> Update:
+        """Compare the weights with those of the version before, for their publication; later steps may change them.
+
+        Args:
+            publisher: Keeps the copy to compare with.
+            deadline_s: Seconds to wait for the push before.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if that goes on for longer.
+        """
+        tensors = self.engine.live_tensors()
+        return publisher.encode(self.version, tensors, dtype=self._publish_dtype(), deadline_s=deadline_s)
 
     def save(self, journal_position: int) -> Checkpoint:
         """Write a checkpoint of the present version, unless there is one.

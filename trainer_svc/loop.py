@@ -31,8 +31,8 @@ class TrainingLoop:
     """One epoch of training.
 
     Takes the next batch, drops or cuts what is too old, gives the survivors their advantages, makes one optimizer step,
-    publishes the new version in the background, and reports what became of each trajectory. The next step may run while
-    a version is pushed, but no step begins while a second one waits to be.
+    reports what became of each trajectory, and publishes the new version in the background. The next step may run while
+    a version is pushed, but its weights are encoded, and the step after it begins, when that push has ended.
 
     Args:
         learner: The policy.
@@ -81,19 +81,20 @@ class TrainingLoop:
             waiting = perf_counter()
             self.phase = trainer_pb2.TRAINER_PHASE_WAITING
             batch = await self._queue.next()
-            await self._step(batch, Waits(batch_s=perf_counter() - waiting, push_s=push_wait_s))
-            push_wait_s = await self._let_publish()
+            push_wait_s = await self._step(batch, Waits(batch_s=perf_counter() - waiting, push_s=push_wait_s))
 
-    async def _step(self, batch: Batch, waits: Waits) -> None:
+    async def _step(self, batch: Batch, waits: Waits) -> float:
+        """One batch; returns the seconds that its version waited for the one before to leave."""
         self.phase = trainer_pb2.TRAINER_PHASE_TRAINING
         applied = await self._compute.run(
             partial(self._learner.apply, batch), deadline_s=self._config.deadlines.step_s, what="a training step"
         )
         version = self._queue.finish()
-        self._publication.offer(version, applied.weights)  # first of all: replicas may be waiting for it
         self._report(step_report(batch, version, applied, waits, self._publication.last_push))
         self._check_finite(applied)
+        waited_s = await self._publish()
         await self._save_if_due(version)
+        return waited_s
 
     def _report(self, report: StepReport) -> None:
         self._steps.append(report)
@@ -123,12 +124,20 @@ class TrainingLoop:
             self.phase = trainer_pb2.TRAINER_PHASE_SAVING
             await self._saving.save_or_log()
 
-    async def _let_publish(self) -> float:
-        """Wait until no version waits; returns the seconds."""
+    async def _publish(self) -> float:
+        """Encode the new version once the one before is out, and offer it; returns the seconds of waiting."""
         start = perf_counter()
         self.phase = trainer_pb2.TRAINER_PHASE_PUBLISHING
-        await self._publication.room()
-        return perf_counter() - start
+        await self._publication.idle()
+        waited_s = perf_counter() - start
+        deadlines = self._config.deadlines
+        update = await self._compute.run(
+            partial(self._learner.encode, self._publication.publisher, deadlines.push_s),
+            deadline_s=deadlines.step_s,
+            what="comparing the weights with the version before",
+        )
+        self._publication.offer(update)
+        return waited_s
 
 
 def _first(group: ExceptionGroup[Exception]) -> Exception:

@@ -1,18 +1,16 @@
-"""New weights on their way to weight sync, in the background: one push in flight, one version waiting behind it."""
+"""New weights on their way to weight sync, in the background: one version at a time, repeated until its deadline."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from time import monotonic
 
 import grpc
 import structlog
-import torch
 
 from sluice.rpc import SluiceError
 from sluice.versions import Version
-from weightsync.publisher import PushReport, WeightPublisher
+from weightsync.publisher import PushReport, Update, WeightPublisher
 
 __all__ = ["Publication"]
 
@@ -35,36 +33,37 @@ log = structlog.get_logger(__name__)
 class Publication:
     """Publishes the versions of one epoch in order.
 
+    One version is on its way at a time, since the publisher's copy of the weights holds one: the next is encoded when
+    `idle` returned. Training goes on meanwhile.
+
     Args:
         publisher: Pushes one version.
         deadline_s: Seconds for one version, retries included.
     """
 
     def __init__(self, publisher: WeightPublisher, deadline_s: float) -> None:
-        self._publisher = publisher
+        self.publisher = publisher
         self._deadline_s = deadline_s
-        self._waiting: tuple[Version, Mapping[str, torch.Tensor]] | None = None
-        self._offered = asyncio.Event()
-        self._free = asyncio.Event()
-        self._free.set()
+        self._offered: asyncio.Queue[Update] = asyncio.Queue(maxsize=1)
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.published: Version | None = None
         self.last_push: PushReport | None = None
 
-    def offer(self, version: Version, weights: Mapping[str, torch.Tensor]) -> None:
-        """Publish a version as soon as the push before it has ended.
+    def offer(self, update: Update) -> None:
+        """Publish a version in the background.
 
         Raises:
-            RuntimeError: if a version waits already; await `room` first.
+            RuntimeError: if another one is on its way; await `idle` first.
         """
-        if self._waiting is not None:
-            raise RuntimeError(f"version {self._waiting[0]} still waits to be published")
-        self._waiting = (version, weights)
-        self._free.clear()
-        self._offered.set()
+        if not self._idle.is_set():
+            raise RuntimeError(f"version {update.version} was offered while another is published")
+        self._idle.clear()
+        self._offered.put_nowait(update)
 
-    async def room(self) -> None:
-        """Return when no version waits. `run` ends the wait by its deadline, if need be with an error."""
-        await self._free.wait()
+    async def idle(self) -> None:
+        """Return when no version is on its way. `run` ends the wait by its deadline, if need be with an error."""
+        await self._idle.wait()
 
     async def run(self) -> None:
         """Publish what is offered, until cancelled.
@@ -73,18 +72,10 @@ class Publication:
             SluiceError: if a version cannot be published in time.
         """
         while True:
-            await self._offered.wait()
-            self._offered.clear()
-            await self._publish_offered()
+            await self.publish(await self._offered.get())
+            self._idle.set()
 
-    async def _publish_offered(self) -> None:
-        """Apart from `run`, so that nothing holds a copy of the weights while it waits for the next ones."""
-        if self._waiting is not None:
-            offered, self._waiting = self._waiting, None
-            self._free.set()
-            await self.publish(*offered)
-
-    async def publish(self, version: Version, weights: Mapping[str, torch.Tensor]) -> None:
+    async def publish(self, update: Update) -> None:
         """Push one version, again and again until the deadline.
 
         Raises:
@@ -94,13 +85,13 @@ class Publication:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                self.last_push = await self._publisher.push(version, weights, deadline_s=deadline - monotonic())
+                self.last_push = await self.publisher.publish(update, deadline_s=deadline - monotonic())
             except SluiceError as error:
                 if error.code not in RETRIED or monotonic() + pause_s >= deadline:
-                    raise _unpublished(version, error, self._deadline_s) from error
-                log.warning("push failed, retrying", version=str(version), error=str(error), pause_s=pause_s)
+                    raise _unpublished(update.version, error, self._deadline_s) from error
+                log.warning("push failed, retrying", version=str(update.version), error=str(error), pause_s=pause_s)
             else:
-                self.published = version
+                self.published = update.version
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -12,7 +12,11 @@ Metrics of a step by name; those of the optimizer step are the fields of `StepMe
     wait_batch_seconds, wait_push_seconds                    for this batch; for an earlier version to leave
     idle_share                                               both waits' share of waits and step
     tokens_per_second                                        tokens of the trained rows, prompts included, per second of step
-    push_seconds, push_bytes                                 the last push that ended
+    push_seconds, push_bytes                                 the last push that ended, its commit included
+    weights/diff_s, weights/push_s, weights/commit_s         its parts: comparing with the version before, sending, committing
+    weights/bytes_sent, weights/dense_bytes                  what travelled, and what a dense copy has
+    weights/changed_fraction                                 values that differ from the version before, of those compared
+    weights/delta                                            1 if the difference travelled, 0 for whole tensors
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def step_report(
         metrics |= applied.metrics.as_flat()
     metrics |= _time_metrics(applied, waits)
     if pushed is not None:
-        metrics |= {"push_seconds": pushed.push_s + pushed.commit_s, "push_bytes": float(pushed.bytes_sent)}
+        metrics |= _push_metrics(pushed)
     duration, end_time = Duration(), Timestamp()
     duration.FromNanoseconds(int(applied.seconds * 1e9))
     end_time.GetCurrentTime()
@@ -86,4 +90,18 @@ def _time_metrics(applied: Applied, waits: Waits) -> dict[str, float]:
         "wait_push_seconds": waits.push_s,
         "idle_share": idle / (idle + applied.seconds),
         "tokens_per_second": tokens / applied.seconds,
+    }
+
+
+def _push_metrics(pushed: PushReport) -> dict[str, float]:
+    return {
+        "push_seconds": pushed.push_s + pushed.commit_s,
+        "push_bytes": float(pushed.bytes_sent),
+        "weights/diff_s": pushed.diff_s,
+        "weights/push_s": pushed.push_s,
+        "weights/commit_s": pushed.commit_s,
+        "weights/bytes_sent": float(pushed.bytes_sent),
+        "weights/dense_bytes": float(pushed.dense_bytes),
+        "weights/changed_fraction": pushed.changed_fraction,
+        "weights/delta": float(pushed.kind == "delta"),
     }

@@ -144,10 +144,14 @@ class Trainer:
             what="restoring the checkpoint",
         )
         await asyncio.to_thread(self.batch_files.remove_covered, restored.version)
-        weights = await self._compute.run(self.learner.weights, deadline_s=deadlines.load_s, what="copying the weights")
+        update = await self._compute.run(
+            partial(self.learner.encode, self._publisher, deadlines.push_s),
+            deadline_s=deadlines.push_s + deadlines.load_s,
+            what="copying the weights",
+        )
         self._publication = Publication(self._publisher, deadlines.push_s)
         try:
-            await self._publication.publish(restored.version, weights)
+            await self._publication.publish(update)
         except SluiceError as error:
             if error.code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
                 raise SluiceError.unavailable("WEIGHTSYNC_UNAVAILABLE", error.message, retry_after_s=1.0) from error

@@ -83,6 +83,26 @@ async def test_the_first_version_of_an_epoch_is_the_base_model(running: Stack) -
         assert torch.equal(served[name], tensor)
 
 
+async def test_small_steps_travel_as_differences_and_arrive_bit_for_bit(model: Path, tmp_path: Path) -> None:
+    async with stack(model, tmp_path, lr=1e-6, publish_dtype="bfloat16") as running:
+        await running.client.begin_epoch(RUN, 1)
+        for number in range(1, 4):
+            await running.submit(number)
+            metrics = (await running.report(number)).metrics
+        assert metrics["weights/delta"] == 1
+        assert 0 < metrics["weights/bytes_sent"] < metrics["weights/dense_bytes"] / 2
+        assert 0 < metrics["weights/changed_fraction"] < 0.5
+        assert {"weights/diff_s", "weights/push_s", "weights/commit_s"} <= set(metrics)
+        directory = running.output_dir / RUN / "weights" / "v1.3"
+        async with asyncio.timeout(30):
+            while not (directory / "manifest.json").exists():  # noqa: ASYNC110 - a directory of another service
+                await asyncio.sleep(0.02)
+        served = load_file(directory / "model.safetensors")
+        weights = running.trainer.learner.weights()
+        assert served.keys() == weights.keys()
+        assert all(torch.equal(served[name], tensor) for name, tensor in weights.items())
+
+
 async def test_reports_carry_what_objectives_md_lists(running: Stack) -> None:
     await running.submit(1)
     metrics = (await running.report(1)).metrics
@@ -92,6 +112,7 @@ async def test_reports_carry_what_objectives_md_lists(running: Stack) -> None:
         *("effective_sample_size", "chi_square", "degenerate_groups", "truncated_trajectories", "padding_fraction"),
         *("staleness_mean", "staleness_max", "staleness_share_ge_1", "staleness_tokens/0", "tokens", "loss_tokens"),
         *("wait_batch_seconds", "wait_push_seconds", "idle_share", "tokens_per_second", "push_seconds", "push_bytes"),
+        *("weights/diff_s", "weights/push_s", "weights/commit_s", "weights/bytes_sent", "weights/dense_bytes"),
     }
     assert expected <= set(metrics)
     assert metrics["reward_mean"] == 0.5

@@ -125,7 +125,7 @@ def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
     step = trainer_pb2.StepReport(
         policy_version=Version(1, 4).to_proto(),
         sequence_no=4,
-        metrics={"loss": 1.5},
+        metrics={"loss": 1.5, "weights/diff_s": 0.1},
         results=[
             trainer_pb2.TrajectoryResult(trajectory_id="g1-0", outcome=trained, trained_tokens=4),
             trainer_pb2.TrajectoryResult(trajectory_id="g1-1", outcome=trained, trained_tokens=4),
@@ -139,6 +139,7 @@ def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
     assert summary.metrics["staleness/share_ge_1"] == pytest.approx(1 / 8)
     assert summary.metrics["tokens/trained"] == 8
     assert summary.metrics["trainer/loss"] == 1.5
+    assert summary.metrics["weights/diff_s"] == 0.1
     assert [each.reason for each in records] == ["", "", "STALE"]
 
 
