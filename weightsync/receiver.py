@@ -20,6 +20,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
+from weightsync.adapters import AdapterStage, AdapterUse
 from weightsync.apply import Applier, ApplyError
 from weightsync.build import VersionBuilder
 from weightsync.metrics import UPDATES
@@ -27,8 +28,9 @@ from weightsync.names import run_resource
 from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.pull import PullError, PullLimits
 from weightsync.report import Reporter
+from weightsync.selection import Selection
 from weightsync.sources import SourceLimits, Sources
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 from weightsync.staged_copies import StagedCopies
 from weightsync.staging import StagingError
 from weightsync.update import ReceiverStatus, UpdateRequest, UpdateTimings, observe_update
@@ -36,6 +38,7 @@ from weightsync.watch import VersionWatch
 
 # All that a rollout service needs: it imports nothing else of this package.
 __all__ = [
+    "AdapterUse",
     "ApplyReport",
     "Policy",
     "PolicyError",
@@ -43,6 +46,7 @@ __all__ = [
     "PolicyMode",
     "PullLimits",
     "ReceiverStatus",
+    "Selection",
     "StagedVersion",
     "UpdateTimings",
     "WeightReceiver",
@@ -77,6 +81,9 @@ class WeightReceiver:
         local_files: Read the service's files where this process sees them, in place of a transfer.
         connect_to: Opens a channel to a relay's address, with the agent role; None keeps the replica at `channel`.
         source_limits: How long sources are waited for.
+        selection: What the engine's processes on this host read of each tensor; None for everything. Dense forms are then
+            pulled in those parts, deltas whole, and the staged file has holes. It saves something only where the processes
+            of one engine are spread over hosts, with a receiver on each: together they read every byte.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class WeightReceiver:
         local_files: bool = True,
         connect_to: Callable[[str], grpc.aio.Channel] | None = None,
         source_limits: SourceLimits | None = None,
+        selection: Selection | None = None,
     ) -> None:
         self._run = run_resource(run)
         self._sources = Sources(channel, self._run, replica, connect_to, limits=source_limits)
@@ -105,13 +113,18 @@ class WeightReceiver:
         self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
         limits = limits or PullLimits()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
-        builder = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
+        builder = VersionBuilder(
+            channel, self._run, self._threads, limits, local_files=local_files, selection=selection
+        )
+        self._adapter_use = adapters
+        self._adapters = None if adapters is None else AdapterStage(stage_dir, run, builder, adapters.held)
         self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
         self._applier = Applier(apply, recover, serving, apply_deadline_s, failures, release=self._copies.release)
         self._observe = observe
         self._policy = WeightPolicy()
         self._wake = asyncio.Event()
         self._watch = VersionWatch(self._delivery, self._run, replica, self._wake.set)
+        self._sources.switched = self._watch.hurry
         self._reporter = Reporter(self._delivery, self._run, replica, self._applier)
         self._requests: list[UpdateRequest] = []
         self._staged: StagedVersion | None = None
@@ -133,6 +146,8 @@ class WeightReceiver:
         await self._sources.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._copies.close)
+        if self._adapters is not None:
+            await asyncio.to_thread(self._adapters.close)
 
     def set_policy(
         self, mode: PolicyMode, version: Version | None = None, *, owner: str = "", ttl_s: float | None = None
@@ -261,6 +276,12 @@ class WeightReceiver:
         wanted = Version.from_proto(manifest.version)
         if wanted == self._applier.serving:
             return ApplyReport(wanted, 0.0, 0.0)
+        if manifest.kind == pb.VERSION_KIND_ADAPTER:
+            return await self._take_adapter(manifest, started)
+        current = self._applier.current
+        if current is not None and (current.version, current.digest) == (wanted, manifest.digest):
+            self._forget_staged()  # back from an adapter to the weights beneath
+            return self._taken(await self._applier.apply(current), UpdateTimings(wanted), started)
         timings = UpdateTimings(wanted)
         if self._staged is None or (self._staged.version, self._staged.digest) != (wanted, manifest.digest):
             self._forget_staged()
@@ -268,6 +289,54 @@ class WeightReceiver:
         self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, timings=timings)
         report = await self._applier.apply(self._staged)
         self._staged = None
+        return self._taken(report, timings, started)
+
+    async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
+        """Have an adapter loaded beside the weights that it belongs to, which are taken first where others are in."""
+        version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
+        use = self._adapter_use
+        if use is None or self._adapters is None:
+            raise StagingError(f"version {version} is an adapter: set rollout.lora.enabled = true and start again")
+        if base != self._applier.weights:
+            if base == BASE:
+                raise StagingError(
+                    f"adapter {version} belongs to the model on disk, the weights are {self._applier.weights}: call ReloadWeights"
+                )
+            await self._take(base)
+
+        async def load(staged: StagedAdapter, timings: UpdateTimings) -> ApplyReport:
+            self._reporter.tell(pb.REPLICA_PHASE_STAGED, version, timings=timings)
+            return await self._applier.apply_adapter(staged, use.apply)
+
+        return self._taken(*await self._adapters.bring(manifest, load), started)
+
+    async def with_adapter(self, version: Version, use: Callable[[StagedAdapter], Awaitable[ApplyReport]]) -> None:
+        """Stage an adapter and have it used, beside what the policy serves.
+
+        Raises:
+            SluiceError: NOT_FOUND, or FAILED_PRECONDITION if the version is no adapter of the weights that are in.
+            Exception: what `use` raises.
+        """
+        try:
+            manifest = await self._manifest(version)
+            base = Version.from_proto(manifest.base)
+            if manifest.kind != pb.VERSION_KIND_ADAPTER or self._adapters is None:
+                raise SluiceError.failed_precondition(
+                    "NOT_AN_ADAPTER", f"version {version} holds whole weights: take it with UpdateWeights"
+                )
+            if base != self._applier.weights:
+                raise SluiceError.failed_precondition(
+                    "WRONG_BASE",
+                    f"adapter {version} belongs to version {base}, the weights are {self._applier.weights}:"
+                    " update to its base first",
+                )
+            await self._adapters.bring(manifest, lambda staged, _timings: use(staged))
+        except (PullError, StagingError, OSError, grpc.aio.AioRpcError) as error:
+            raise _as_sluice_error(error) from error
+
+    def _taken(self, report: ApplyReport, timings: UpdateTimings, started: float) -> ApplyReport:
+        """Tell everybody that a version serves."""
+        wanted = report.version
         self._error = ""
         total_s = time.perf_counter() - started
         timings = replace(timings, pause_s=report.pause_s, apply_s=report.apply_s, total_s=total_s)

@@ -64,6 +64,7 @@ class Sources:
     Attributes:
         channel: Where the engine's calls go.
         current: Address of the source in use, `ROOT` for the root.
+        switched: Called when calls go to another source from now on.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Sources:
         limits: SourceLimits | None = None,
     ) -> None:
         self.current = ROOT
+        self.switched: Callable[[], None] = lambda: None
         self.channel = SwitchingChannel(root, self._call_failed)
         self._run, self._replica, self._connect = run, replica, connect
         self._host = host_id() if host is None else host
@@ -141,6 +143,7 @@ class Sources:
     def _use(self, address: str) -> None:
         self._failing_since = None
         self.current = address
+        self.switched()
         self.channel.switch(self._channels[address])
 
     async def _ask(self) -> list[Candidate | None]:

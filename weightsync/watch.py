@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 
@@ -55,11 +56,16 @@ class VersionWatch:
         self._run = run
         self._replica = replica
         self._changed = changed
+        self._hurry = asyncio.Event()
 
     @property
     def newest_version(self) -> Version | None:
         """The newest version that was announced."""
         return None if self.newest is None else Version.from_proto(self.newest.version)
+
+    def hurry(self) -> None:
+        """The stub leads elsewhere from now on: end the pause between attempts, if there is one."""
+        self._hurry.set()
 
     async def run_forever(self) -> None:
         """Watch until cancelled; pauses between attempts grow to five seconds and vary, so that a fleet does not come at once."""
@@ -72,12 +78,20 @@ class VersionWatch:
                 reason = str(SluiceError.from_rpc(error))
             except TimeoutError:
                 reason = f"no sign of life for {_SILENCE_S:g} s"
-            if self.connected:
+            if self._hurry.is_set():
+                pause_s = 0.0
+                self._hurry.clear()
+            elif self.connected:
                 pause_s = _FIRST_PAUSE_S
                 log.info("weight service lost, the version in service stays", reason=reason)
             self.connected = False
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
-            pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s * random.uniform(0.5, 1.5)):  # noqa: S311 - jitter, not a secret
+                    await self._hurry.wait()
+            pause_s = (
+                _FIRST_PAUSE_S if self._hurry.is_set() else min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, pause_s * 2))
+            )
+            self._hurry.clear()
 
     async def _watch_once(self) -> None:
         known = self.newest_version

@@ -1,7 +1,8 @@
 """Which calls may be sent twice: the only ones that a channel retries, and only when the server was unavailable.
 
 Streams are left out: their callers go on where they broke (an offset, a sequence number, a batch id) rather than begin
-anew. Health checks are left out because they ask about this moment. `Generate` is left out because a caller who lost a replica wants to choose another one.
+anew. Health checks and ListSources are left out because they ask
+about this moment. `Generate` is left out because a caller who lost a replica wants to choose another one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "GetStatus",
     ),
     "sluice.v1.WeightSyncService": ("CommitVersion", "ListVersions", "GetManifest", "DeleteVersion"),
-    "sluice.v1.WeightDeliveryService": ("ListSources", "ReportVersion"),
+    "sluice.v1.WeightDeliveryService": ("ReportVersion",),
     "sluice.v1.TrainerService": ("BeginEpoch", "GetTrainerState", "SaveCheckpoint", "ListCheckpoints"),
     "sluice.v1.OrchestratorService": (
         "GetRun",

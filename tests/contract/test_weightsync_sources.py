@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
-import pytest
 import pytest_asyncio
 from relay_stack import Engine, Node, push, running, sources
 from weightsync_stack import RESOURCE, equal_bits, eventually, weights
@@ -69,7 +68,6 @@ async def test_an_engine_goes_to_a_relay_that_comes_later(root: Node, tmp_path: 
             await eventually(lambda: engine.version == Version(1, 2))
 
 
-@pytest.mark.slow
 async def test_engines_fall_back_to_the_root_and_return(root: Node, relay: Node, tmp_path: Path) -> None:
     engines = [Engine(f"replica-{index}") for index in range(3)]
     own = await root.serving.runs.open(RESOURCE)
