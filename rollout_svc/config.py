@@ -68,7 +68,10 @@ class RolloutConfig(Section):
     )
     stage_dir: Path = Field(
         Path("/dev/shm"),  # noqa: S108 - shared memory is where the engine's processes find a staged version
-        description="Directory in memory where versions are staged; needs room for two.",
+        description="Directory in memory where versions are staged, once per host; needs room for two.",
+    )
+    local_files: bool = Field(
+        True, description="Read versions from weight sync's files where this host has them; false: always by sockets."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the transformers engine computes; auto takes CUDA where there is one."

@@ -64,9 +64,10 @@ class Weights:
                 config.stage_dir,
                 self._apply,
                 apply_deadline_s=3 * config.deadlines.apply_s,
-                limits=PullLimits(deadline_s=config.deadlines.pull_s),
+                limits=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
                 failures=(EngineError, SluiceError),
                 observe=self._observe,
+                local_files=config.local_files,
                 connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
             )
 
