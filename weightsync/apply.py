@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from sluice.versions import Version
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 
 __all__ = ["Applier", "ApplyError"]
 
@@ -35,7 +35,8 @@ class Applier:
 
     Attributes:
         serving: The version that the engine serves.
-        current: Where it came from; None if it was not staged here.
+        weights: The version of its weights; another one where an adapter serves.
+        current: Where the weights came from; None if they were not staged here.
         last_report: What the last successful apply cost.
     """
 
@@ -49,7 +50,7 @@ class Applier:
         *,
         release: Callable[[StagedVersion], None] | None = None,
     ) -> None:
-        self.serving = serving
+        self.serving = self.weights = serving
         self.current: StagedVersion | None = None
         self.last_report: ApplyReport | None = None
         self._apply = apply
@@ -57,6 +58,7 @@ class Applier:
         self._deadline_s = deadline_s
         self._failures = failures
         self._release = release or _remove
+        self._adapter: StagedAdapter | None = None
         self._lock = asyncio.Lock()
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
@@ -72,16 +74,34 @@ class Applier:
                 await self._fall_back()
                 raise
             previous, self.current = self.current, staged
-            self.serving = staged.version
+            self.serving = self.weights = staged.version
             self.last_report = report
             if previous is not None and previous.path != staged.path:
                 self._release(previous)
+            return report
+
+    async def apply_adapter(
+        self, staged: StagedAdapter, apply: Callable[[StagedAdapter], Awaitable[ApplyReport]]
+    ) -> ApplyReport:
+        """Let an adapter serve beside the weights, which stay as they are; a failure leaves what served before.
+
+        Raises:
+            ApplyError: if it does not serve.
+        """
+        async with self._lock:
+            report = await self._bounded(staged.version, apply(staged))
+            self.serving = staged.version
+            self._adapter = staged
+            self.last_report = report
             return report
 
     async def run_exclusive(self, action: Callable[[], Awaitable[Version]]) -> Version:
         """Run what changes the engine by other means while no version is applied."""
         async with self._lock:
             self.serving = await action()
+            if self._adapter is not None and self._adapter.version == self.serving:
+                return self.serving  # an engine that was started again, on the weights and the adapter that it had
+            self.weights = self.serving
             if self.current is not None and self.current.version != self.serving:
                 self._drop_current()
             return self.serving
@@ -94,13 +114,16 @@ class Applier:
         return await self._once(staged)
 
     async def _once(self, staged: StagedVersion) -> ApplyReport:
+        return await self._bounded(staged.version, self._apply(staged))
+
+    async def _bounded(self, version: Version, work: Awaitable[ApplyReport]) -> ApplyReport:
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await self._apply(staged)
+                return await work
         except TimeoutError as error:
-            raise ApplyError(f"version {staged.version} was not applied within {self._deadline_s:g} s") from error
+            raise ApplyError(f"version {version} was not applied within {self._deadline_s:g} s") from error
         except self._failures as error:
-            raise ApplyError(f"version {staged.version} was not applied: {error}") from error
+            raise ApplyError(f"version {version} was not applied: {error}") from error
 
     async def _fall_back(self) -> None:
         if self.current is not None:
@@ -114,7 +137,7 @@ class Applier:
             return
         try:
             async with asyncio.timeout(self._deadline_s):
-                self.serving = await self._recover()
+                self.serving = self.weights = await self._recover()
         except TimeoutError:
             log.exception("the engine did not come back in time", deadline_s=self._deadline_s)
         except self._failures:
