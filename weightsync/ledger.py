@@ -225,7 +225,11 @@ class Ledger:
             return f"in use by {', '.join(sorted(users))}"
         if version == chain.newest_dense(self.committed):
             return "it is the newest with a dense form"
-        lost = [each for each, forms in self.committed.items() if forms.base == version and forms.stands_on_base]
+        lost = [
+            each
+            for each, forms in self.committed.items()
+            if forms.base == version and forms.stands_on_base and chain.is_reachable(self.committed, each)
+        ]
         if lost:
             return f"it is the base of {', '.join(str(each) for each in sorted(lost))}"
         return "deltas lead over it from a live replica's version" if version in self._needed(now).versions else ""

@@ -26,7 +26,7 @@ def path_to(run: Run, wanted: Version | None, held: Version | None) -> list[Step
     run.find(target)
     path = find_path(run.ledger.committed, target, held)
     if path is None:
-        damaged = damaged_on_the_way(run.ledger.committed, target)
+        damaged = damaged_on_the_way(run.ledger.committed, target) or "an older version"
         raise SluiceError.data_loss(
             "DELTA_DAMAGED",
             f"version {target} cannot be reached, because the delta of {damaged} gave other bytes than announced:"

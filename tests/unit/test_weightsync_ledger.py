@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sluice.versions import Version
-from weightsync.chain import Forms
+from weightsync.chain import Forms, delta_chain, find_path, newest_dense, newest_model, next_dense
 from weightsync.ledger import Ledger, RefusedError
 
 LEASE_S = 10.0
@@ -26,7 +26,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(keep=2)
+        self.ledger = Ledger(keep=2, anchor_every=3)
         self.now = 0.0
         self.content: dict[Version, str] = {}
         self.leases: dict[str, tuple[set[Version | None], float]] = {}
@@ -36,6 +36,15 @@ class LedgerMachine(RuleBasedStateMachine):
     def needed(self) -> set[Version | None]:
         served = {version for said, expires in self.leases.values() if expires > self.now for version in said}
         return served | {version for version, _ in self.holds} | {self.newest}
+
+    def reachable(self, version: Version | None) -> bool:
+        """Told by the definition, not by the code under test."""
+        forms = self.ledger.committed.get(version)
+        if forms is None:
+            return False
+        if forms.is_adapter or forms.dense_bytes is not None:
+            return True
+        return not forms.damaged and self.reachable(forms.base)
 
     @rule(version=versions, digest=st.sampled_from(["x", "y"]))
     def commit(self, version: Version, digest: str) -> None:
@@ -54,10 +63,64 @@ class LedgerMachine(RuleBasedStateMachine):
             self.content[version] = digest
             self.newest = max(version, self.newest or version)
 
+    @rule(version=versions, base=versions, size=st.integers(1, 9))
+    def commit_delta(self, version: Version, base: Version, size: int) -> None:
+        if version in self.ledger.committed:
+            return
+        known = self.ledger.committed.get(base)
+        sound = known is not None and not known.is_adapter and base < version and self.reachable(base)
+        allowed = sound and (self.newest is None or version > self.newest)
+        try:
+            self.ledger.commit(version, Forms("d", delta_bytes=size, base=base, copy_bytes=10))
+        except RefusedError:
+            assert not allowed
+        else:
+            assert allowed
+            self.content[version], self.newest = "d", version
+
+    @rule(back=st.integers(0, 2), size=st.integers(1, 9))
+    def commit_next_delta(self, back: int, size: int) -> None:
+        """What a trainer does nearly always; seldom hit by chance."""
+        models = sorted(version for version, forms in self.ledger.committed.items() if not forms.is_adapter)
+        if self.newest is not None and models[-1 - back :]:
+            self.commit_delta(Version(self.newest.epoch, self.newest.number + 1), models[-1 - back :][0], size)
+
+    @rule()
+    def commit_next_adapter(self) -> None:
+        base = newest_model(self.ledger.committed)
+        if self.newest is not None and base is not None:
+            self.commit_adapter(Version(self.newest.epoch, self.newest.number + 1), base)
+
+    @rule(version=versions, base=versions)
+    def commit_adapter(self, version: Version, base: Version) -> None:
+        if version in self.ledger.committed or (self.newest is not None and version <= self.newest):
+            return
+        known = self.ledger.committed.get(base)
+        forms = Forms("a", adapter_bytes=1, base=base)
+        if known is None or known.is_adapter or base >= version:
+            with pytest.raises(RefusedError):
+                self.ledger.commit(version, forms)
+        else:
+            self.ledger.commit(version, forms)
+            self.content[version], self.newest = "a", version
+
+    @rule(damaged=st.booleans())
+    def make_dense(self, damaged: bool) -> None:
+        path = next_dense(self.ledger.committed)
+        if path is not None and damaged:
+            self.ledger.mark_damaged(path[1].version)
+        elif path is not None:
+            self.ledger.add_dense(path[-1].version, 10)
+
     @rule(replica=replicas, serving=st.none() | versions, staged=st.none() | versions)
     def report(self, replica: str, serving: Version | None, staged: Version | None) -> None:
         self.ledger.report(replica, serving=serving, staged=staged, error="", now=self.now, lease_s=LEASE_S)
         self.leases[replica] = ({serving, staged} - {None}, self.now + LEASE_S)
+
+    @rule(replica=replicas, back=st.integers(0, 4))
+    def report_recent(self, replica: str, back: int) -> None:
+        if recent := sorted(self.ledger.committed)[-1 - back :]:
+            self.report(replica, recent[0], None)
 
     @rule(version=versions, holder=replicas)
     def hold(self, version: Version, holder: str) -> None:
@@ -79,24 +142,48 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def retain(self) -> None:
-        needed = self.needed()
-        before = set(self.ledger.committed)
+        """Whatever goes, at each step: what is needed stays reachable, held forms stay, replicas keep their deltas."""
+        needed, before = self.needed(), dict(self.ledger.committed)
+        reachable = {version for version in before if self.reachable(version)}
+        ways = self.ways_of_replicas()
+        latest = newest_dense(before)
+        newest_live = sorted(before.keys() - self.ledger.retired(), reverse=True)
         for version in self.ledger.surplus(self.now):
             assert version not in needed
             assert self.ledger.delete(version, self.now)
-        left = set(self.ledger.committed)
-        idle = left - needed - self.ledger.retired()
-        assert len(idle) <= self.ledger.keep
-        assert before & needed == left & needed
+            assert all(self.reachable(each) for each in reachable & self.ledger.committed.keys())
+        for version in self.ledger.surplus_dense(self.now):
+            assert version not in {held for held, _ in self.holds}
+            self.ledger.drop_dense(version)
+            assert all(self.reachable(each) for each in reachable & self.ledger.committed.keys())
+        assert not self.ledger.surplus(self.now)
+        left = self.ledger.committed
+        assert before.keys() & needed == left.keys() & needed
+        assert latest is None or left[latest].dense_bytes is not None
+        assert set(newest_live[:2]) <= left.keys()
+        assert ways == self.ways_of_replicas()
+
+    def ways_of_replicas(self) -> dict[Version, list[Version]]:
+        """The deltas from what replicas have to the newest, where they are smaller than a dense copy."""
+        versions, target = self.ledger.committed, newest_model(self.ledger.committed)
+        ways = {}
+        for version in self.needed() - {held for held, _ in self.holds} - {None}:
+            way = delta_chain(versions, version, target) if target and version in versions else None
+            if way and sum(versions[each].delta_bytes or 0 for each in way) < 10:
+                ways[version] = way
+        return ways
 
     @rule(version=versions)
     def delete(self, version: Version) -> None:
-        if version in self.needed() and version in self.ledger.committed:
+        present = version in self.ledger.committed
+        reachable = {each for each in self.ledger.committed if self.reachable(each)}
+        if present and self.ledger.needed_by(version, self.now):
             with pytest.raises(RefusedError):
                 self.ledger.delete(version, self.now)
         else:
-            present = version in self.ledger.committed
+            assert not present or version not in self.needed()
             assert self.ledger.delete(version, self.now) == present
+        assert all(self.reachable(each) for each in reachable & self.ledger.committed.keys())
 
     @invariant()
     def the_newest_is_there_and_nothing_changed(self) -> None:
@@ -104,8 +191,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert all(self.content[version] == each.digest for version, each in self.ledger.committed.items())
         assert not set(self.ledger.evictable(self.now)) & self.needed()
 
+    @invariant()
+    def a_way_is_found_exactly_where_there_is_one(self) -> None:
+        committed = self.ledger.committed
+        for version in committed:
+            assert (find_path(committed, version) is not None) == self.reachable(version)
 
-LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+LedgerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestLedger = LedgerMachine.TestCase
 
 
