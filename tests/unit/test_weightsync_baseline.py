@@ -15,6 +15,7 @@ from weightsync_stack import equal_bits, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.baseline import Baseline, Diff
+from weightsync.chunks import make_chunk
 from weightsync.codec import Encoding, apply
 from weightsync.delta_trials import DeltaTrials
 from weightsync.kept_file import KeptFile, sweep
@@ -22,6 +23,7 @@ from weightsync.manifest import ManifestError, entry_name
 from weightsync.shard_source import tensor_bytes
 from weightsync.slice_plan import share_out, total_bytes
 from weightsync.slices import LocalSlice, local_slices, to_proto
+from weightsync.transfer import wire_chunk
 
 WHOLE = 1 << 40
 """A limit on encoded bytes that nothing here reaches."""
@@ -244,3 +246,11 @@ def test_trials_in_vain_become_rare_and_one_that_pays_ends_the_pause() -> None:
     trials.note(worth=True)
     assert trials.due()
     assert trials.due()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 127, 128, 1 << 20, (1 << 40) + 5])
+@pytest.mark.parametrize("sizes", [[1], [3, 0, 200], [1 << 16, 1]])
+def test_a_chunk_is_written_as_protobuf_writes_it(offset: int, sizes: list[int]) -> None:
+    pieces = [memoryview(bytes(range(256)) * (size // 256 + 1))[:size] for size in sizes]
+    expected = pb.PushWeightsRequest(chunk=make_chunk(offset, b"".join(pieces)))
+    assert wire_chunk(offset, pieces) == expected.SerializeToString(deterministic=True)
