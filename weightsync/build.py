@@ -24,6 +24,7 @@ from weightsync.metrics import FALLBACKS
 from weightsync.patching import PatchedFile, slice_digests
 from weightsync.pull import PullError, PullLimits, pull_call
 from weightsync.route import RouteError, Step, check_route, direct_step
+from weightsync.selection import Selection
 from weightsync.staging import StagingError
 
 __all__ = ["VersionBuilder"]
@@ -42,16 +43,25 @@ class VersionBuilder:
         threads: Where files are read, decoded, checked and written.
         limits: How long pulls wait.
         local_files: Read files of this host in place of a transfer, where the service names any.
+        selection: What of each version is wanted; None for everything.
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, run: str, threads: Executor, limits: PullLimits, *, local_files: bool
+        self,
+        channel: grpc.aio.Channel,
+        run: str,
+        threads: Executor,
+        limits: PullLimits,
+        *,
+        local_files: bool,
+        selection: Selection | None = None,
     ) -> None:
         self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         self._pull = FormPull(pull_call(channel), threads, limits)
         self._run = run
         self._threads = threads
         self._local_files = local_files
+        self.selection = selection
 
     async def build(self, target: pb.Manifest, held: HeldVersion | None, descriptor: int) -> BuildCost:
         """Fill a file with a version, verified.
@@ -79,7 +89,7 @@ class VersionBuilder:
                 if failure is not None:
                     _note_fallback(target, failure, start, local)
                 try:
-                    await Assembly(self._pull, descriptor, cost, local=local).follow(steps, start)
+                    await self._assembly(descriptor, cost, local=local).follow(steps, start)
                     await run_to_end(self._threads, partial(_check_against, descriptor, steps[-1].manifest, target))
                 except (PullError, StagingError) as error:
                     _raise_if_unreachable(error)
@@ -89,6 +99,9 @@ class VersionBuilder:
             if start is None:
                 break  # that was the dense form
         raise PullError(str(failure)) from failure
+
+    def _assembly(self, descriptor: int, cost: BuildCost, *, local: bool) -> Assembly:
+        return Assembly(self._pull, descriptor, cost, local=local, selection=self.selection)
 
     async def _route(self, target: pb.Manifest, base: HeldVersion | None) -> list[Step]:
         """The forms to apply, checked."""

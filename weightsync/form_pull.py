@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +49,11 @@ class FormPull:
         self._call = call
         self._limits = limits
 
+    @property
+    def gap_bytes(self) -> int:
+        """How far apart ranges may lie that are pulled together."""
+        return self._limits.gap_bytes
+
     async def pull(self, step: Step, sinks: Mapping[str, ChunkSink], cost: BuildCost, *, local: bool) -> None:
         """Fill the sinks of all shards, several at a time.
 
@@ -61,13 +66,20 @@ class FormPull:
         Raises:
             PullError, StagingError, OSError: as `pull_range` and `read_local`.
         """
+        whole = [(shard, sinks[shard.name], shard.size_bytes) for shard in step.manifest.shards]
+        await self.pull_parts(step, whole, cost, local=local)
+
+    async def pull_parts(
+        self, step: Step, parts: Sequence[tuple[pb.Shard, ChunkSink, int]], cost: BuildCost, *, local: bool
+    ) -> None:
+        """Fill sinks with parts of shards, several at a time: of each the shard, the sink, and the byte after the last."""
         slots = asyncio.Semaphore(self._limits.streams)
 
-        async def take(shard: pb.Shard) -> None:
+        async def take(shard: pb.Shard, sink: ChunkSink, end: int) -> None:
             async with slots:
-                await self._pull_shard(step, shard, sinks[shard.name], cost, local=local)
+                await self._pull_part(step, shard, sink, end, cost, local=local)
 
-        tasks = [asyncio.create_task(take(shard)) for shard in step.manifest.shards]
+        tasks = [asyncio.create_task(take(*part)) for part in parts]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -76,17 +88,19 @@ class FormPull:
             await asyncio.gather(*tasks, return_exceptions=True)
             cost.last_byte_at = time.perf_counter()
 
-    async def _pull_shard(self, step: Step, shard: pb.Shard, sink: ChunkSink, cost: BuildCost, *, local: bool) -> None:
+    async def _pull_part(
+        self, step: Step, shard: pb.Shard, sink: ChunkSink, end: int, cost: BuildCost, *, local: bool
+    ) -> None:
         file, before = step.files.get(shard.name), sink.position
         if local and file is not None and is_local(file):
-            await run_to_end(self.threads, partial(read_local, file, shard.size_bytes, sink))
+            await run_to_end(self.threads, partial(read_local, file, shard.size_bytes, sink, end))
             cost.local_bytes += sink.position - before
             return
         wanted = ShardRange(
             run=step.manifest.run,
             version=step.manifest.version,
             shard=shard.name,
-            end=shard.size_bytes,
+            end=end,
             base=step.manifest.base if step.is_delta else None,
         )
         try:

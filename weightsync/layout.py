@@ -15,7 +15,16 @@ from typing import Any
 from weightsync.dtypes import DTYPES
 from weightsync.names import BadNameError, check_tensor
 
-__all__ = ["HEADER_LENGTH_BYTES", "MAX_HEADER_BYTES", "Entry", "LayoutError", "parse_header", "place", "render_header"]
+__all__ = [
+    "HEADER_LENGTH_BYTES",
+    "MAX_HEADER_BYTES",
+    "Entry",
+    "LayoutError",
+    "parse_header",
+    "parse_metadata",
+    "place",
+    "render_header",
+]
 
 HEADER_LENGTH_BYTES = 8
 """A file begins with its header's length, little-endian."""
@@ -112,6 +121,18 @@ def parse_header(text: bytes | memoryview) -> list[Entry]:
             )
         position = entry.end
     return entries
+
+
+def parse_metadata(text: bytes | memoryview) -> dict[str, str]:
+    """The free facts of a header without its length.
+
+    Raises:
+        LayoutError: if it is not JSON of the right form.
+    """
+    try:
+        return dict(json.loads(bytes(text)).get(_METADATA) or {})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise LayoutError(f"not a safetensors header: {error}; write the shard with safetensors") from error
 
 
 def _entry(name: str, row: Mapping[str, Any]) -> Entry:

@@ -24,7 +24,7 @@ def is_local(file: pb.LocalFile) -> bool:
     return bool(file.path) and (status.st_dev, status.st_ino) == (file.device, file.inode)
 
 
-def read_local(file: pb.LocalFile, size: int, sink: ChunkSink) -> None:
+def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None:
     """Fill a sink from a file. Blocking. What is wrong with the bytes shows in their digests.
 
     By reads and not through a map: a file that is cut off meanwhile is an error then, not a signal.
@@ -32,7 +32,8 @@ def read_local(file: pb.LocalFile, size: int, sink: ChunkSink) -> None:
     Args:
         file: The file.
         size: Bytes that it must have.
-        sink: Takes them.
+        sink: Takes them, from the first that it wants on.
+        end: Byte after the last one wanted.
 
     Raises:
         PullError: if it cannot be read, or is another file.
@@ -48,8 +49,9 @@ def read_local(file: pb.LocalFile, size: int, sink: ChunkSink) -> None:
         if (status.st_dev, status.st_ino, status.st_size) != (file.device, file.inode, size):
             raise PullError(f"{file.path} is not the file that was named")
         block = memoryview(bytearray(min(_BLOCK_BYTES, size)))
-        while sink.position < size:
-            count = _read(file.path, descriptor, block, sink.position)
+        while sink.position < end:
+            part = block[: min(len(block), end - sink.position)]
+            count = _read(file.path, descriptor, part, sink.position)
             sink.feed(RawChunk(sink.position, block[:count]))
     finally:
         os.close(descriptor)

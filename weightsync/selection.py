@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import xxhash
+
 __all__ = [
     "MOST_RANGES",
     "Ranges",
     "Selection",
+    "fingerprint",
+    "intersection",
     "missing",
     "normal",
     "region_ranges",
@@ -53,6 +57,21 @@ def total(ranges: Ranges) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
+def intersection(one: Ranges, other: Ranges) -> Ranges:
+    """What lies in both."""
+    common: list[tuple[int, int]] = []
+    others = normal(other)
+    first = 0
+    for begin, end in normal(one):
+        while first < len(others) and others[first][1] <= begin:
+            first += 1
+        for low, high in others[first:]:
+            if low >= end:
+                break
+            common.append((max(begin, low), min(end, high)))
+    return normal(common)
+
+
 def shifted(ranges: Ranges, by: int) -> Ranges:
     """The ranges, each ``by`` bytes later."""
     return tuple((begin + by, end + by) for begin, end in ranges)
@@ -78,6 +97,12 @@ def union(selections: Iterable[Selection]) -> dict[str, Ranges]:
     every = list(selections)
     names = set.intersection(*(set(each) for each in every)) if every else set()
     return {name: normal(piece for each in every for piece in each[name]) for name in sorted(names)}
+
+
+def fingerprint(selection: Selection) -> str:
+    """A short name that other selections do not have; hexadecimal."""
+    lines = "\n".join(f"{name} {normal(ranges)}" for name, ranges in sorted(selection.items()))
+    return xxhash.xxh3_64(lines.encode()).hexdigest()
 
 
 def region_ranges(offset: int, sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> Ranges:

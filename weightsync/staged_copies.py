@@ -17,6 +17,7 @@ from weightsync.dtypes import DTYPES
 from weightsync.manifest import box
 from weightsync.patching import Digests, slice_digests
 from weightsync.pull import PullLimits
+from weightsync.selection import fingerprint
 from weightsync.shared_area import SharedArea, SharedCopy
 from weightsync.staged import StagedVersion, TensorSpec
 from weightsync.update import UpdateTimings
@@ -47,6 +48,7 @@ class StagedCopies:
         self._area = SharedArea(stage_dir, run)
         self._copies = HostCopies(self._area, threads, limits)
         self._builder = builder
+        self._part = "" if builder.selection is None else f"-{fingerprint(builder.selection)}"
         self._used: dict[Path, _Used] = {}
 
     async def stage(self, manifest: pb.Manifest, current: StagedVersion | None) -> tuple[StagedVersion, UpdateTimings]:
@@ -64,7 +66,7 @@ class StagedCopies:
         """
         started = time.perf_counter()
         version = Version.from_proto(manifest.version)
-        path = self._area.file(version, manifest.digest)
+        path = self._area.file(version, manifest.digest + self._part)
         build = partial(self._builder.build, manifest, self._held(current))
         copy, cost = await self._copies.obtain(path, _dense_bytes(manifest), build)
         self._used[path] = _Used(copy, slice_digests(manifest))

@@ -12,7 +12,7 @@ from weightsync.raw_chunks import RawChunk
 from weightsync.scan import Scan
 from weightsync.staged_file import FileLayout, write_all
 
-__all__ = ["ShardSink", "StagingError", "StagingFile"]
+__all__ = ["ShardSink", "StagingError", "StagingFile", "check_dense"]
 
 _PAGE = 4096
 """The data begins at a page, so that readers that map the file find aligned tensors."""
@@ -29,7 +29,7 @@ class StagingFile:
     Several shards may come at a time, each in one thread at a time.
 
     Args:
-        manifest: The version; an anchor of whole tensors.
+        manifest: The version; an anchor or adapter of whole tensors.
         descriptor: An open file; it is emptied, and stays the caller's.
 
     Raises:
@@ -38,7 +38,7 @@ class StagingFile:
     """
 
     def __init__(self, manifest: pb.Manifest, descriptor: int) -> None:
-        _check(manifest)
+        check_dense(manifest)
         self.manifest = manifest
         self._data_begin = -(-len(_longest_header(manifest)) // _PAGE) * _PAGE
         self._descriptor = descriptor
@@ -147,8 +147,13 @@ class ShardSink:
         return placed
 
 
-def _check(manifest: pb.Manifest) -> None:
-    if manifest.kind != pb.VERSION_KIND_ANCHOR:
+def check_dense(manifest: pb.Manifest) -> None:
+    """Whether a manifest is of whole tensors.
+
+    Raises:
+        StagingError: if it is of another kind or contradicts itself.
+    """
+    if manifest.kind not in {pb.VERSION_KIND_ANCHOR, pb.VERSION_KIND_ADAPTER}:
         raise StagingError(f"version of kind {pb.VersionKind.Name(manifest.kind)} where a dense form was expected")
     try:
         check_manifest(manifest)

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.coverage import METADATA_KEY, Coverage, CoverageError
-from weightsync.selection import MOST_RANGES, missing, normal, region_ranges, total, union
+from weightsync.selection import (
+    MOST_RANGES,
+    fingerprint,
+    intersection,
+    missing,
+    normal,
+    region_ranges,
+    total,
+    union,
+)
 
 pieces = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 
@@ -35,6 +44,19 @@ def test_what_is_missing_is_needed_and_not_there(have, need):
     if hole is not None:
         assert hole[0] == min(wanting)
         assert set(range(*hole)) <= wanting
+
+
+@given(pieces, pieces)
+def test_an_intersection_holds_what_both_hold(one, other):
+    found = intersection(normal(one), normal(other))
+    assert bytes_of(found) == bytes_of(one) & bytes_of(other)
+    assert found == normal(found)
+
+
+def test_a_fingerprint_tells_selections_apart():
+    names = [fingerprint(each) for each in ({}, {"w": ()}, {"w": ((0, 4),)}, {"v": ((0, 4),)})]
+    assert len(set(names)) == 4
+    assert fingerprint({"w": ((0, 4),), "v": ()}) == fingerprint({"v": (), "w": ((2, 4), (0, 2))})
 
 
 def test_ranges_that_lie_near_each_other_are_joined_when_asked_for():
