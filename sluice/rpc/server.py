@@ -190,13 +190,18 @@ class RpcServer:
         await draining
 
     async def stop(self, grace: float) -> None:
-        """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them."""
-        if self._server is None or self._calls is None:
+        """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them.
+
+        Without effect on a server that has stopped.
+        """
+        server = self._server
+        if server is None or self._calls is None:
             return
         log.info("draining", in_flight=self._calls.in_flight, grace_s=grace)
         await self._health.enter_graceful_shutdown()
         self._calls.end_watches()
-        await self._server.stop(grace)
+        await server.stop(grace)
+        self._server = None
         log.info("stopped")
 
 
