@@ -26,6 +26,10 @@ class WeightSyncConfig(Section):
         ge=1,
         description="Versions after which a dense form is kept as an anchor, from which chains of deltas start; earlier if the chain outgrows half a dense copy.",
     )
+    local_dir: Path | None = Field(
+        Path("/dev/shm"),  # noqa: S108 - a well-known place is the point: trainers of this host write there
+        description="Directory below which a trainer of the same host may name files to be read in place of a transfer; none: nowhere.",
+    )
     dense_delay_s: float = Field(
         1.0,
         ge=0,

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import xxhash
 
-from sluice.v1 import weightsync_pb2 as pb
-from weightsync.chunks import check_chunk
 from weightsync.scan import Scan, ScannedTensor
 
 __all__ = ["IncomingShard"]
@@ -51,15 +49,13 @@ class IncomingShard:
         """Where the first tensor begins in the file; known once the header is in."""
         return self._scan.data_begin
 
-    def write(self, chunk: pb.Chunk) -> None:
-        """Take the next chunk; the caller sees to the order.
+    def write(self, data: bytes) -> None:
+        """Take the next bytes, which are verified; the caller sees to the order.
 
         Raises:
-            ChunkError: if its crc32c differs.
             LayoutError: if the bytes make no safetensors file of the announced size.
             OSError: if the disk does not take them.
         """
-        data = check_chunk(chunk)
         position = self.stored
         self._scan.feed(data)
         rest = memoryview(data)

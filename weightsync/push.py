@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import grpc
 
@@ -13,11 +14,26 @@ from sluice.versions import Version
 from weightsync.chunks import ChunkError, ChunkSizeError
 from weightsync.layout import LayoutError
 from weightsync.ledger import RefusedError
+from weightsync.local_source import LocalSource, NoLocalFileError
 from weightsync.names import BadNameError, check_shard
 from weightsync.runs import Run, Runs, disk_error, refused
 from weightsync.upload import OffsetError, SupersededError, Upload
 
 __all__ = ["receive_shard"]
+
+_COPIED_AT_ONCE = 32 << 20
+"""Bytes of a local file per turn of a thread: some hundredths of a second."""
+
+_FAILURES = (
+    ChunkError,
+    ChunkSizeError,
+    LayoutError,
+    NoLocalFileError,
+    OffsetError,
+    OSError,
+    SluiceError,
+    SupersededError,
+)
 
 
 async def receive_shard(runs: Runs, requests: AsyncIterator[pb.PushWeightsRequest]) -> pb.PushWeightsResponse:
@@ -37,8 +53,29 @@ async def receive_shard(runs: Runs, requests: AsyncIterator[pb.PushWeightsReques
     stored = _compare_committed(run, version, header.shard)
     if stored is not None:
         return pb.PushWeightsResponse(stored_bytes=stored.size_bytes, digest=stored.digest)
-    upload = await _find_upload(runs, run, version, header)
-    return await _receive(runs, run, upload, header, requests)
+    if not header.HasField("local"):
+        upload = await _find_upload(runs, run, version, header)
+        return await _receive(runs, run, upload, header, partial(_write_chunks, runs, requests))
+    source = await _open_local(runs, header)
+    try:
+        upload = await _find_upload(runs, run, version, header)
+        return await _receive(runs, run, upload, header, partial(_copy_file, runs, source))
+    finally:
+        source.close()
+
+
+async def _open_local(runs: Runs, header: pb.PushHeader) -> LocalSource:
+    if header.resume_offset:
+        raise SluiceError.invalid_argument("header.resume_offset", "a local file is read from its beginning")
+    directory = runs.config.local_dir
+    try:
+        return await runs.in_thread(LocalSource, header.local, header.shard.size_bytes, directory)
+    except NoLocalFileError as error:
+        raise _no_local_file(error) from error
+
+
+def _no_local_file(error: NoLocalFileError) -> SluiceError:
+    return SluiceError.failed_precondition("NO_LOCAL_FILE", f"{error}: push the shard in chunks")
 
 
 def _check_header(header: pb.PushHeader) -> None:
@@ -107,27 +144,30 @@ async def _receive(
     run: Run,
     upload: Upload,
     header: pb.PushHeader,
-    requests: AsyncIterator[pb.PushWeightsRequest],
+    fill: Callable[[Upload, object], Awaitable[None]],
 ) -> pb.PushWeightsResponse:
     ticket, stored = await runs.in_thread(upload.take_over)
     if not upload.shard.complete and stored != header.resume_offset:
         raise _offset_error(stored)
     try:
         if not upload.shard.complete:
-            await _write_chunks(runs, upload, ticket, requests)
+            await fill(upload, ticket)
         if upload.shard.stored == upload.shard.size:
             await runs.in_thread(upload.finish, ticket)
             _check_digest(upload, header.shard)
-    except (ChunkError, ChunkSizeError, LayoutError, SluiceError, OSError, OffsetError, SupersededError) as error:
+    except _FAILURES as error:
         failure = _failure(error)
-        if isinstance(error, ChunkError | LayoutError | OSError) or failure.code is grpc.StatusCode.DATA_LOSS:
+        if (
+            isinstance(error, ChunkError | LayoutError | OSError | NoLocalFileError)
+            or failure.code is grpc.StatusCode.DATA_LOSS
+        ):
             await _discard(runs, run, Version.from_proto(header.version), upload)
         raise failure from error
     return pb.PushWeightsResponse(stored_bytes=upload.shard.stored, digest=upload.shard.digest)
 
 
 async def _write_chunks(
-    runs: Runs, upload: Upload, ticket: object, requests: AsyncIterator[pb.PushWeightsRequest]
+    runs: Runs, requests: AsyncIterator[pb.PushWeightsRequest], upload: Upload, ticket: object
 ) -> None:
     """One chunk is written while the next one arrives; never more, so that a slow disk slows the sender down."""
     writing: asyncio.Future[None] | None = None
@@ -144,6 +184,19 @@ async def _write_chunks(
     finally:
         if writing is not None and not writing.done():
             await asyncio.wait({writing}, timeout=runs.config.chunk_idle_s)
+
+
+async def _copy_file(runs: Runs, source: LocalSource, upload: Upload, ticket: object) -> None:
+    """Copied in pieces, so that a caller who leaves ends the work."""
+    size = upload.shard.size
+    for begin in range(0, size, _COPIED_AT_ONCE):
+        upload.active_at = runs.clock()
+        copying = runs.in_thread(source.copy, upload, ticket, begin, min(begin + _COPIED_AT_ONCE, size))
+        try:
+            await asyncio.shield(copying)
+        finally:
+            if not copying.done():  # the file stays open until the thread is done with it
+                await asyncio.wait({copying}, timeout=runs.config.chunk_idle_s)
 
 
 def _check_digest(upload: Upload, announced: pb.Shard) -> None:
@@ -163,6 +216,8 @@ def _failure(error: Exception) -> SluiceError:
         return SluiceError.data_loss("CHUNK_CRC", f"{error}; the shard was discarded, push it from its beginning")
     if isinstance(error, SupersededError):
         return SluiceError.aborted("SUPERSEDED", str(error))
+    if isinstance(error, NoLocalFileError):
+        return _no_local_file(error)
     if isinstance(error, OSError):
         return disk_error(error)
     return SluiceError.invalid_argument("chunk", str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from sluice.v1 import weightsync_pb2 as pb
+from weightsync.chunks import check_chunk
 from weightsync.incoming import IncomingShard
 
 __all__ = ["OffsetError", "SupersededError", "Upload"]
@@ -51,17 +52,26 @@ class Upload:
         """Store one chunk.
 
         Raises:
+            ChunkError, ChunkSizeError: as `check_chunk`.
+            SupersededError, OffsetError, LayoutError, OSError: as `append`.
+        """
+        self.append(ticket, chunk.offset, check_chunk(chunk))
+
+    def append(self, ticket: object, offset: int, data: bytes) -> None:
+        """Store bytes that are verified.
+
+        Raises:
             SupersededError: if a newer stream took over.
-            OffsetError: if the chunk leaves a gap or overlaps.
-            ChunkError, LayoutError, OSError: as `IncomingShard.write`.
+            OffsetError: if they leave a gap or overlap.
+            LayoutError, OSError: as `IncomingShard.write`.
         """
         with self._lock:
             self._check(ticket)
-            if chunk.offset != self.shard.stored:
+            if offset != self.shard.stored:
                 raise OffsetError(
-                    f"the chunk begins at byte {chunk.offset}, expected {self.shard.stored}: send chunks in order"
+                    f"the chunk begins at byte {offset}, expected {self.shard.stored}: send chunks in order"
                 )
-            self.shard.write(chunk)
+            self.shard.write(data)
 
     def finish(self, ticket: object) -> None:
         """Bring the whole file to the disk.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -242,3 +243,72 @@ async def test_slices_of_ranks_are_assembled_into_whole_tensors(stack: Stack) ->
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.commit(gap)
     assert "cover" in str(caught.value.details())
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    return directory
+
+
+async def push_local(stack: Stack, path: Path, *, size: int | None = None, inode: int = 0) -> pb.PushWeightsResponse:
+    """Name the file at the path, followed through links, as a shard."""
+    status = os.stat(path)  # noqa: PTH116 - what the contract speaks of
+    local = pb.LocalFile(shard="model", path=str(path), device=status.st_dev, inode=inode or status.st_ino)
+    shard = pb.Shard(name="model", size_bytes=size or status.st_size)
+    header = pb.PushHeader(run=RESOURCE, version=V1.to_proto(), shard=shard, local=local)
+
+    async def requests() -> AsyncIterator[pb.PushWeightsRequest]:
+        yield pb.PushWeightsRequest(header=header)
+
+    return await stack.sync.PushWeights(requests(), timeout=30)
+
+
+async def test_a_shard_is_copied_from_a_file_of_the_same_host(tmp_path: Path, shared: Path) -> None:
+    source = ShardSource("model", weights())
+    (shared / "shard").write_bytes(source.read(0, source.size))
+    async with running_stack(tmp_path, local_dir=shared) as stack:
+        response = await push_local(stack, shared / "shard")
+        assert (response.stored_bytes, response.digest) == (source.size, source.digest())
+        await stack.commit(manifest_of(V1, source))
+        (shared / "shard").write_bytes(b"something else")
+        assert equal_bits(on_disk(stack, V1), weights())
+
+
+async def test_a_file_that_is_not_a_shard_is_refused(tmp_path: Path, shared: Path) -> None:
+    (shared / "shard").write_bytes(b"x" * 100)
+    async with running_stack(tmp_path, local_dir=shared) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await push_local(stack, shared / "shard")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("trick", ["outside", "link", "linked directory", "inode", "size", "pipe", "off"])
+async def test_files_that_the_service_may_not_read_are_left_alone(tmp_path: Path, shared: Path, trick: str) -> None:
+    source = ShardSource("model", weights())
+    secret, offered = tmp_path / "secret", shared / "shard"
+    for path in (secret, offered):
+        path.write_bytes(source.read(0, source.size))
+    facts: dict[str, int] = {}
+    if trick == "outside":
+        offered = shared / ".." / "secret"
+    elif trick == "link":
+        offered = shared / "link"
+        offered.symlink_to(secret)
+    elif trick == "linked directory":
+        (shared / "up").symlink_to(tmp_path)
+        offered = shared / "up" / "secret"
+    elif trick == "inode":
+        facts = {"inode": 1}
+    elif trick == "size":
+        facts = {"size": source.size + 1}
+    elif trick == "pipe":
+        offered = shared / "pipe"
+        os.mkfifo(offered)
+        facts = {"size": source.size}
+    async with running_stack(tmp_path, local_dir=None if trick == "off" else shared) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await push_local(stack, offered, **facts)
+        assert error_of(caught.value).reason == "NO_LOCAL_FILE"
+        await stack.push_shard(source, V1)
