@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -43,6 +44,8 @@ class HostCopies:
         self._area = area
         self._threads = threads
         self._limits = limits
+        self._stuck: set[Path] = set()
+        """Files that were waited for in vain; a receiver that is held at a version costs its host one wait."""
 
     async def obtain(
         self, path: Path, needed: int, build: Callable[[int], Awaitable[T]]
@@ -82,15 +85,23 @@ class HostCopies:
             self._area.check_room(needed)
             made = await build(claim.descriptor)
             return claim.publish(), made
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # somebody else took the memory meanwhile
+                raise self._area.no_room(needed) from error
+            raise
         finally:
             claim.abandon()
 
     async def _wait_for_room(self, path: Path) -> None:
         """Until base and staged copy are all that lies there. A receiver that is held back cannot stop the others for ever."""
         deadline = time.monotonic() + self._limits.room_wait_s
-        while len(others := await run_to_end(self._threads, partial(self._area.others, path))) > _MOST_OTHERS:
-            if time.monotonic() > deadline:
-                names = [each.name for each in others]
-                log.warning("receivers of this host are apart: more copies than a base and a staged one", others=names)
+        while True:
+            others = await run_to_end(self._threads, partial(self._area.others, path))
+            if len(set(others) - self._stuck) <= _MOST_OTHERS:
                 return
+            if time.monotonic() > deadline:
+                break
             await asyncio.sleep(_LOOK_S)
+        names = [each.name for each in others]
+        log.warning("receivers of this host are apart: more copies than a base and a staged one", others=names)
+        self._stuck = set(others)

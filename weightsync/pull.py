@@ -32,6 +32,8 @@ _FINAL = {
 }
 """Answers that another attempt would get again."""
 
+_LONGEST_PAUSE_S = 5.0
+
 PullCall: TypeAlias = Callable[..., Any]
 """`WeightDeliveryService.PullWeights` on some channel, whose responses stay serialised."""
 
@@ -59,7 +61,8 @@ class PullLimits:
         deadline_s: Seconds that one stream may last.
         idle_s: Seconds that it may pass without a chunk.
         attempts: Streams in a row that may fail without a single chunk.
-        first_pause_s: Pause before the second of them; doubled from each to the next.
+        first_pause_s: Pause before the second of them; doubled from each to the next, up to five seconds. With ten attempts
+            a service may be away for half a minute, such as for a restart, and nothing is pulled twice.
         streams: Shards that are pulled at a time.
         copy_wait_s: Seconds to wait while another process of the host stages the same version.
         room_wait_s: Seconds to wait until receivers of the host have let go of older versions, so that base and one staged
@@ -69,7 +72,7 @@ class PullLimits:
 
     deadline_s: float = 3600.0
     idle_s: float = 30.0
-    attempts: int = 6
+    attempts: int = 10
     first_pause_s: float = 0.1
     streams: int = 4
     copy_wait_s: float = 600.0
@@ -163,7 +166,7 @@ async def pull_range(
                 f"shard {wanted.shard} could not be pulled in {failures} attempts: {reason}", unreachable=True
             )
         log.info("pull broke, going on", shard=wanted.shard, offset=sink.position, reason=reason)
-        await asyncio.sleep(limits.first_pause_s * 2**failures)
+        await asyncio.sleep(min(_LONGEST_PAUSE_S, limits.first_pause_s * 2**failures))
 
 
 async def _stream(call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _PREFIX = "sluice-"
 _BUILD = ".build"
 _PART = ".part"
 _FILE = ".safetensors"
+_OTHERS_MAY_WRITE = 0o022
 _ATTEMPTS = 100
 """Races with processes that remove what was just opened; each is lost only to one that got further."""
 
@@ -94,7 +96,9 @@ class Claim:
 
 
 class SharedArea:
-    """The directory ``<parent>/sluice-<run>``, with all that receivers of the run stage on this host.
+    """The directory ``<parent>/sluice-<run>.<user id>``, with all that receivers of the run stage on this host.
+
+    Files in it are taken for what their names say, so it must be this user's own: shared memory is open to everybody.
 
     Args:
         parent: Directory in shared memory, such as ``/dev/shm``.
@@ -103,7 +107,7 @@ class SharedArea:
 
     def __init__(self, parent: Path, run: str) -> None:
         self.parent = parent
-        self.path = parent / f"{_PREFIX}{run}"
+        self.path = parent / f"{_PREFIX}{run}.{os.getuid()}"
         parent.mkdir(parents=True, exist_ok=True)
         remove_stale(parent)
 
@@ -112,7 +116,12 @@ class SharedArea:
         return self.path / f"v{version}-{digest}{_FILE}"
 
     def attach(self, path: Path) -> SharedCopy | None:
-        """Use a file that is there; None if it is not."""
+        """Use a file that is there; None if it is not.
+
+        Raises:
+            StagingError: if the directory is somebody else's.
+        """
+        self._check_owner()
         for _ in range(_ATTEMPTS):
             try:
                 descriptor = _opened(path, os.O_RDONLY)
@@ -124,7 +133,11 @@ class SharedArea:
         raise StagingError(f"{path} cannot be locked: remove it, and end the process that holds it exclusively")
 
     def claim(self, path: Path) -> Claim | None:
-        """Begin to make a file; None while another process makes it, or if it is there by now."""
+        """Begin to make a file; None while another process makes it, or if it is there by now.
+
+        Raises:
+            StagingError: if the directory is somebody else's.
+        """
         lock = self._build_lock(path)
         if lock is None:
             return None
@@ -149,23 +162,43 @@ class SharedArea:
         Raises:
             StagingError: if not; the message says what to do.
         """
+        if needed > self.free_bytes:
+            raise self.no_room(needed)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is left."""
         status = os.statvfs(self.parent)
-        free = status.f_bavail * status.f_frsize
-        if needed > free:
-            raise StagingError(
-                f"{self.parent} has {free} bytes free, a staged version needs {needed}: enlarge the shared memory"
-                " (docker: --shm-size, compose: shm_size, Kubernetes: sizeLimit of the memory volume) to twice the weights"
-                " and more, or set rollout.stage_dir to a larger directory"
-            )
+        return status.f_bavail * status.f_frsize
+
+    def no_room(self, needed: int) -> StagingError:
+        """What to tell where there is too little memory."""
+        return StagingError(
+            f"{self.parent} has {self.free_bytes} bytes free, a staged version needs {needed}: enlarge the shared memory"
+            " (docker: --shm-size, compose: shm_size, Kubernetes: sizeLimit of the memory volume) to twice the weights"
+            " and more, or set rollout.stage_dir to a larger directory"
+        )
 
     def close(self) -> None:
         """Remove what nobody uses."""
         _sweep(self.path)
 
+    def _check_owner(self) -> None:
+        try:
+            status = self.path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & _OTHERS_MAY_WRITE:
+            raise StagingError(
+                f"{self.path} belongs to another user, or others may write to it: remove it, or set rollout.stage_dir to a"
+                " directory of your own"
+            )
+
     def _build_lock(self, path: Path) -> int | None:
         lock_path = _beside(path, _BUILD)
         for _ in range(_ATTEMPTS):
             self.path.mkdir(mode=0o700, exist_ok=True)
+            self._check_owner()
             try:
                 descriptor = _opened(lock_path, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:  # the directory was empty and just removed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,6 +96,18 @@ def test_a_version_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: 
     area.check_room(1)
 
 
+def test_a_directory_that_others_may_write_to_is_not_trusted(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    path = area.file(Version(1, 1), DIGEST)
+    path.parent.mkdir()
+    path.parent.chmod(0o777)
+    path.write_bytes(b"planted")
+    with pytest.raises(StagingError, match="belongs to another user"):
+        area.attach(path)
+    with pytest.raises(StagingError, match="belongs to another user"):
+        area.claim(area.file(Version(1, 2), DIGEST))
+
+
 def test_a_forked_child_keeps_no_file_in_memory(tmp_path: Path) -> None:
     area = SharedArea(tmp_path, "run")
     copy = made(area)
@@ -147,6 +160,19 @@ async def test_a_receiver_that_is_held_back_does_not_stop_the_others(tmp_path: P
     assert staged.path.exists()
     for copy in (staged, *held):
         copy.release()
+
+
+async def test_memory_that_runs_out_under_way_is_told_with_the_remedy(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+
+    async def build(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with ThreadPoolExecutor(2) as threads:
+        copies = HostCopies(area, threads, PullLimits())
+        with pytest.raises(StagingError, match="shm_size"):
+            await copies.obtain(area.file(Version(1, 1), DIGEST), 5, build)
+    assert names(area) == []
 
 
 async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
