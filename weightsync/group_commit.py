@@ -10,6 +10,7 @@ from datetime import timedelta
 import grpc
 import torch
 import torch.distributed as dist
+import xxhash
 from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
@@ -70,15 +71,18 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.count = 1 if group is None else dist.get_world_size(group)
 
-    def exchange(self, frame: Frame, deadline: float) -> list[Frame]:
+    def exchange(self, step: str, frame: Frame, deadline: float) -> list[Frame]:
         """Say something and hear every rank, in the order of the ranks. Blocking.
 
         Args:
+            step: What the exchange is about; ranks that are at different steps (one was interrupted) must not mistake
+                each other's frames.
             frame: What this rank says.
             deadline: Time of `time.monotonic` at which to give up.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION RANK_LOST if a rank is gone or silent beyond the deadline. The group is of no use afterwards.
+            SluiceError: FAILED_PRECONDITION RANK_LOST if a rank is gone, silent beyond the deadline or at another step. The
+                group is of no use afterwards.
         """
         if self._group is None:
             return [frame]
@@ -86,7 +90,10 @@ class Ranks:
             raise _gone("an earlier exchange was not finished")
         self._out_of_step = True
         code, data = frame.to_wire()
-        lengths = self._all_gather(torch.tensor([code, len(data)], dtype=torch.int64), deadline)
+        mark = xxhash.xxh3_64_intdigest(step.encode()) >> 1  # into the range of int64
+        lengths = self._all_gather(torch.tensor([code, len(data), mark], dtype=torch.int64), deadline)
+        if any(int(each[2]) != mark for each in lengths):
+            raise _gone(f"they are at different steps, this one at {step!r}")
         sizes = [int(each[1]) for each in lengths]
         longest = max(sizes)
         if longest > _MOST_FRAME_BYTES:

@@ -39,6 +39,9 @@ SHARD = "model"
 _AGREE_S = 600.0
 """Longest wait for the other ranks where `encode` is told no deadline."""
 
+_PLAN = "plan"
+"""Name of the exchange in which ranks learn who holds what."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -157,8 +160,8 @@ class WeightPublisher:
         try:
             self._serial += 1
             base, self._committed = self._base_of(version), None
-            baseline, live = self._prepare(tensors, dtype, deadline)
-            diff = self._renew(baseline, live, deadline, compare=base is not None)
+            baseline, live = self._prepare(version, tensors, dtype, deadline)
+            diff = self._renew(version, baseline, live, deadline, compare=base is not None)
         finally:
             self._in_use.release()
         return Update(version, base, diff, self._serial)
@@ -199,6 +202,8 @@ class WeightPublisher:
             if agreement.compared:
                 self._trials.note(worth=agreement.kind == "delta")
             report = await push.run()
+            if not push.sees_files:
+                self._directory = None  # the service is on another host, or does not take files
             self._committed = update.version
             return report
         finally:
@@ -230,19 +235,19 @@ class WeightPublisher:
         return base if self._trials.due() else None
 
     def _prepare(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, deadline: float
+        self, version: Version, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, deadline: float
     ) -> tuple[Baseline, list[torch.Tensor]]:
         """The kept copy, made at the first call and where the model became another one, and what it is made from."""
         try:
             held = local_slices(tensors, dtype)
         except ValueError as error:
-            self._tell_failure(error, deadline)
+            self._tell_failure(version, error, deadline)
             raise
         layout = [row for row, _ in held]
         if self._baseline is None or layout != self._layout:
             if self._baseline is not None and self._ranks.count > 1:
                 changed = ValueError("the layout of the model's slices changed: make a new publisher on every rank")
-                self._tell_failure(changed, deadline)
+                self._tell_failure(version, changed, deadline)
                 raise changed
             self._baseline = None  # gives its memory back before the next one takes as much
             mine = self._plan(layout, deadline)
@@ -254,7 +259,7 @@ class WeightPublisher:
     def _plan(self, layout: list[LocalSlice], deadline: float) -> list[LocalSlice]:
         """The slices that this rank sends; learns the size of the whole model."""
         described = to_proto(layout, self._shard)
-        frames = self._ranks.exchange(Frame(described.SerializeToString()), deadline)
+        frames = self._ranks.exchange(_PLAN, Frame(described.SerializeToString()), deadline)
         failure = first_failure(frames)
         if failure is not None:
             raise failure
@@ -268,18 +273,21 @@ class WeightPublisher:
         pairs = zip(described.tensors, layout, strict=True)
         return [row for tensor, row in pairs if (tensor.name, box(tensor)) in mine]
 
-    def _renew(self, baseline: Baseline, live: list[torch.Tensor], deadline: float, *, compare: bool) -> Diff:
+    def _renew(
+        self, version: Version, baseline: Baseline, live: list[torch.Tensor], deadline: float, *, compare: bool
+    ) -> Diff:
         try:
             return baseline.renew(live, compare=compare, most_bytes=self._dense_bytes // 2)
         except Exception as error:
-            self._tell_failure(error, deadline)
+            self._tell_failure(version, error, deadline)
             raise
 
-    def _tell_failure(self, error: Exception, deadline: float) -> None:
-        """Let the other ranks, which wait for this one's offer, end at once."""
+    def _tell_failure(self, version: Version, error: Exception, deadline: float) -> None:
+        """Let the other ranks end at once, which wait for this one's layout or offer."""
+        step = _PLAN if self._baseline is None else f"offer {version}"
         told = SluiceError(grpc.StatusCode.INTERNAL, "ENCODE_FAILED", f"{type(error).__name__}: {error}")
         try:
-            self._ranks.exchange(Frame(failure=told), deadline)
+            self._ranks.exchange(step, Frame(failure=told), deadline)
         except SluiceError as lost:
             log.warning("the other ranks could not be told of a failure", error=str(lost))
 

@@ -114,6 +114,8 @@ class ShardTransfer:
             response_deserializer=pb.PushWeightsResponse.FromString,
         )
         self.bytes_sent = 0
+        self.refused_file = False
+        """Whether the service did not see the file that it was offered."""
 
     async def send(self, *, resume: bool) -> None:
         """Send what the service lacks; nothing if the version is committed.
@@ -126,8 +128,10 @@ class ShardTransfer:
         """
         if await self._to.committed():
             return
-        if self._directory is not None and await self._hand_over(self._directory):
-            return
+        if self._directory is not None:
+            if await self._hand_over(self._directory):
+                return
+            self.refused_file = True
         offset = await self._ask_offset() if resume else 0
         if offset < self._source.size:
             await self._call(self._requests(offset))

@@ -130,6 +130,8 @@ class VersionPush:
         self._ranks, self._baseline, self._update = ranks, baseline, update
         self._chunk_bytes, self._directory, self._labels = chunk_bytes, directory, labels
         self._kind: Kind = "anchor"
+        self.sees_files = directory is not None
+        """Whether the service took every file that it was offered."""
 
     async def agree(self) -> Agreement:
         """Hear what every rank has, and settle the kind.
@@ -148,7 +150,7 @@ class VersionPush:
                 diff=_duration(update.diff.seconds), changed_fraction=update.diff.changed_fraction
             ),
         )
-        frames = await self._exchange(Frame(offer.SerializeToString()))
+        frames = await self._exchange("offer", Frame(offer.SerializeToString()))
         self._agreement = agree([pb.Manifest.FromString(frame.payload) for frame in frames])
         self._kind = self._agreement.kind
         return self._agreement
@@ -173,11 +175,11 @@ class VersionPush:
                 log.warning("push goes on", version=str(self._to.version), kind=self._kind, error=str(error))
 
     async def _attempt(self, *, resume: bool) -> PushReport:
-        frames = await self._exchange(await self._send(resume=resume))
+        frames = await self._exchange("shards", await self._send(resume=resume))
         pushed = time.perf_counter()
         parts = [pb.Manifest.FromString(frame.payload) for frame in frames]
         outcome = await self._commit(parts) if self._ranks.rank == 0 else Frame()
-        answers = await self._exchange(outcome)
+        answers = await self._exchange("outcome", outcome)
         response = pb.CommitVersionResponse.FromString(answers[0].payload)
         return PushReport(
             bytes_sent=sum(part.size_bytes for part in parts),
@@ -208,10 +210,11 @@ class VersionPush:
             )
             try:
                 await transfer.send(resume=resume)
-            except (grpc.aio.AioRpcError, SluiceError) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is: the other ranks wait for this one's word
                 return Frame(failure=_typed(error))
             part.shards.append(shard)
             part.size_bytes = transfer.bytes_sent
+            self.sees_files = self.sees_files and not transfer.refused_file
         part.push_timings.push.CopyFrom(_duration(time.perf_counter() - started))
         return Frame(part.SerializeToString())
 
@@ -240,16 +243,21 @@ class VersionPush:
         digest = pb.Manifest(digest=response.manifest.digest)
         return Frame(pb.CommitVersionResponse(manifest=digest, duplicate=response.duplicate).SerializeToString())
 
-    async def _exchange(self, frame: Frame) -> list[Frame]:
-        frames = await asyncio.to_thread(self._ranks.exchange, frame, self._deadline)
+    async def _exchange(self, what: str, frame: Frame) -> list[Frame]:
+        step = f"{what} {self._to.version}"
+        frames = await asyncio.to_thread(self._ranks.exchange, step, frame, self._deadline)
         failure = first_failure(frames)
         if failure is not None:
             raise failure
         return frames
 
 
-def _typed(error: grpc.aio.AioRpcError | SluiceError) -> SluiceError:
-    return SluiceError.from_rpc(error) if isinstance(error, grpc.aio.AioRpcError) else error
+def _typed(error: Exception) -> SluiceError:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return SluiceError.from_rpc(error)
+    if isinstance(error, SluiceError):
+        return error
+    return SluiceError(grpc.StatusCode.INTERNAL, "PUSH_FAILED", f"{type(error).__name__}: {error}")
 
 
 def _duration(seconds: float) -> Duration:
