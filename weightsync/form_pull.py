@@ -19,6 +19,9 @@ __all__ = ["BuildCost", "FormPull", "run_to_end"]
 
 T = TypeVar("T")
 
+_LOCAL_BYTES = 64 << 20
+"""Read from a file of this host at a time; a pull that is no longer wanted ends after so many."""
+
 
 @dataclass(slots=True)
 class BuildCost:
@@ -93,7 +96,9 @@ class FormPull:
     ) -> None:
         file, before = step.files.get(shard.name), sink.position
         if local and file is not None and is_local(file):
-            await run_to_end(self.threads, partial(read_local, file, shard.size_bytes, sink, end))
+            while sink.position < end:
+                until = min(end, sink.position + _LOCAL_BYTES)
+                await run_to_end(self.threads, partial(read_local, file, shard.size_bytes, sink, until))
             cost.local_bytes += sink.position - before
             return
         wanted = ShardRange(
