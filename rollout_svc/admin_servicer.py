@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 
 import grpc
@@ -10,6 +11,7 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from rollout_svc.answers import loaded_adapters
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.pauses import PauseHeldError, Pauses
 from rollout_svc.servicer import RolloutServicer
@@ -19,7 +21,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import Version
 
-__all__ = ["UNIMPLEMENTED", "RolloutAdminServicer"]
+__all__ = ["RolloutAdminServicer"]
 
 PAUSE_MODES = {
     rollout_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
@@ -27,8 +29,7 @@ PAUSE_MODES = {
     rollout_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
 
-UNIMPLEMENTED = ("sluice.v1.RolloutAdminService/LoadAdapter", "sluice.v1.RolloutAdminService/UnloadAdapter")
-"""RPCs that answer UNIMPLEMENTED."""
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 LOOK_S = 0.1
 """Time between two looks for a pause that is over, in seconds."""
@@ -173,16 +174,24 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         request: rollout_pb2.LoadAdapterRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.LoadAdapterRequest, rollout_pb2.LoadAdapterResponse],
     ) -> rollout_pb2.LoadAdapterResponse:
-        """Not served yet; GetServerInfo says so."""
-        raise SluiceError.unimplemented(UNIMPLEMENTED[0])
+        """Give an adapter version a name for requests."""
+        del context
+        if not ADAPTER_NAME.fullmatch(request.adapter):
+            raise SluiceError.invalid_argument("adapter", f"a name of the form {ADAPTER_NAME.pattern}")
+        if not request.HasField("version"):
+            raise SluiceError.invalid_argument("version", "name the adapter version to load")
+        await self._weights.load_adapter(request.adapter, Version.from_proto(request.version))
+        return rollout_pb2.LoadAdapterResponse()
 
     async def UnloadAdapter(  # noqa: N802 - gRPC's name
         self,
         request: rollout_pb2.UnloadAdapterRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.UnloadAdapterRequest, rollout_pb2.UnloadAdapterResponse],
     ) -> rollout_pb2.UnloadAdapterResponse:
-        """Not served yet; GetServerInfo says so."""
-        raise SluiceError.unimplemented(UNIMPLEMENTED[1])
+        """Take an adapter's name away."""
+        del context
+        await self._weights.unload_adapter(request.adapter)
+        return rollout_pb2.UnloadAdapterResponse()
 
     async def AbortRequests(  # noqa: N802 - gRPC's name
         self,
@@ -224,6 +233,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             start_time=self._started,
             max_running=status.max_running,
             engine_restarts=self._engine.restarts,
+            adapters=loaded_adapters(self._engine.current),
         )
         if weights.staged is not None:
             response.staged_version.CopyFrom(weights.staged.to_proto())

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, GenerationResult, Sample, Span
+from rollout_svc.engines.base import (
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    InferenceEngine,
+    Sample,
+    Span,
+)
+from rollout_svc.engines.lora import LoraEngine
 from sluice.v1 import common_pb2, rollout_pb2, tokens_pb2
 
-__all__ = ["chunk_message", "generate_response"]
+__all__ = ["chunk_message", "generate_response", "loaded_adapters"]
 
 FINISH_REASONS = {
     FinishReason.STOP: tokens_pb2.FINISH_REASON_STOP,
@@ -70,6 +79,22 @@ def chunk_message(chunk: GenerationChunk, text: str) -> rollout_pb2.GenerateStre
         top_logprobs=top_message(chunk.top_logprobs),
     )
     return rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk(delta=delta, offset=chunk.offset))
+
+
+def loaded_adapters(engine: InferenceEngine) -> list[rollout_pb2.LoadedAdapter]:
+    """The adapters that an engine holds."""
+    if not isinstance(engine, LoraEngine):
+        return []
+    return [
+        rollout_pb2.LoadedAdapter(
+            version=each.version.to_proto(),
+            base=each.base.to_proto(),
+            adapters=each.names,
+            serves_policy=each.serves_policy,
+            requests=each.requests,
+        )
+        for each in engine.adapters()
+    ]
 
 
 def spans_message(spans: Sequence[Span]) -> list[tokens_pb2.VersionSpan]:

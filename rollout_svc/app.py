@@ -7,15 +7,16 @@ import os
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from rollout_svc.admin_servicer import UNIMPLEMENTED, RolloutAdminServicer
-from rollout_svc.config import RolloutConfig
+from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.config import LoraConfig, RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
+from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.metrics import ReplicaMetrics
 from rollout_svc.prompts import Prompts, load_tokenizer
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import Weights
-from sluice.config import CommonConfig, Service, check_model
+from sluice.config import CommonConfig, ConfigError, Service, check_model
 from sluice.rpc import RpcServer
 from sluice.v1 import rollout_pb2_grpc
 
@@ -25,8 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["SERVICE", "build_engine"]
 
 
-def build_engine(model: str, config: RolloutConfig) -> InferenceEngine:
-    """The engine that the settings ask for, not started."""
+def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> InferenceEngine:
+    """The engine that the settings ask for, not started.
+
+    Raises:
+        ConfigError: if it could not hold the adapters that the run's bound on staleness asks for.
+    """
+    lora = _lora_limits(config.lora, max_staleness)
     if config.engine == "transformers":
         from rollout_svc.engines.transformers import TransformersEngine  # noqa: PLC0415 - imports torch
 
@@ -41,6 +47,7 @@ def build_engine(model: str, config: RolloutConfig) -> InferenceEngine:
             kv_policy=config.kv_policy,
             threads=config.threads,
             drain_deadline_s=config.deadlines.pause_s,
+            lora=lora,
         )
     from rollout_svc.engines.vllm import VllmEngine  # noqa: PLC0415 - only where vLLM is wanted
 
@@ -60,7 +67,21 @@ def build_engine(model: str, config: RolloutConfig) -> InferenceEngine:
         start_deadline_s=config.deadlines.start_s,
         phase_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
+        lora=lora,
     )
+
+
+def _lora_limits(config: LoraConfig, max_staleness: int) -> LoraLimits | None:
+    """What the engine has to hold: tokens may be as many versions behind, and the newest is loaded before the oldest goes."""
+    if not config.enabled:
+        return None
+    least = max_staleness + 2
+    if config.max_loras is not None and config.max_loras < least:
+        raise ConfigError(
+            f"rollout.lora.max_loras is {config.max_loras}, but max_staleness = {max_staleness} needs {least}: raise it, or"
+            " leave it out"
+        )
+    return LoraLimits(config.max_loras or least, config.max_rank)
 
 
 async def serve(common: CommonConfig, config: RolloutConfig) -> None:
@@ -73,7 +94,7 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """
     check_model(common.model)
     server = _server(common, config)
-    engine = build_engine(common.model, config)
+    engine = build_engine(common.model, config, common.max_staleness)
     await engine.start()
     try:
         prompts = Prompts(await load_tokenizer(common.model))
@@ -88,8 +109,7 @@ def _server(common: CommonConfig, config: RolloutConfig) -> RpcServer:
         "rollout",
         config.server,
         common.security,
-        features=[f"engine.{config.engine}"],
-        unimplemented=UNIMPLEMENTED,
+        features=[f"engine.{config.engine}", *(["lora"] if config.lora.enabled else [])],
         run=f"runs/{common.run}",
     )
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from sluice.config import Section, ServerConfig
 
-__all__ = ["CONFIG", "LimitsConfig", "RolloutConfig", "RolloutDeadlines"]
+__all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDeadlines"]
 
 
 class LimitsConfig(Section):
@@ -38,6 +38,21 @@ class RolloutDeadlines(Section):
     apply_s: float = Field(120.0, gt=0, description="Seconds for each step of a weight update.")
     pause_s: float = Field(600.0, gt=0, description="Seconds that a pause with WAIT waits for requests to end.")
     pull_s: float = Field(600.0, gt=0, description="Seconds to fetch and stage one version.")
+
+
+class LoraConfig(Section):
+    """LoRA adapters beside the weights."""
+
+    enabled: bool = Field(
+        False, description="Serve adapters: versions that are adapters load without touching the weights."
+    )
+    max_rank: int = Field(16, ge=1, description="Highest rank of an adapter; memory is laid out for it at the start.")
+    max_loras: int | None = Field(
+        None,
+        ge=2,
+        description="Most adapters held at a time, versions of the policy and named ones together; none takes max_staleness + 2,"
+        " the least, which leaves no place to more than max_staleness names.",
+    )
 
 
 class RolloutConfig(Section):
@@ -90,6 +105,7 @@ class RolloutConfig(Section):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of the engine; none leaves it to OMP_NUM_THREADS and the engine."
     )
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="LoRA adapters beside the weights.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="How much the replica takes on.")
     deadlines: RolloutDeadlines = Field(default_factory=RolloutDeadlines, description="How long it waits.")
     engine_restarts: int = Field(

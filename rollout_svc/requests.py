@@ -49,6 +49,7 @@ def generation_request(
         n=request.n if request.HasField("n") else 1,
         priority=request.priority,
         prompt_logprobs=request.return_prompt_logprobs,
+        adapter=request.adapter,
     )
 
 
@@ -81,8 +82,6 @@ def violations_of(
         yield "request_id", f"at most {MAX_REQUEST_ID} characters"
     if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
         yield "n", f"between 1 and {MAX_SAMPLES}, not {request.n}"
-    if request.adapter:
-        yield "adapter", "this server has no adapters; leave it empty"
     yield from _prompt_violations(prompt_ids, info)
     yield from _sampling_violations(request.sampling, info)
 

@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from rollout_svc import greedy
-from rollout_svc.answers import chunk_message, generate_response
+from rollout_svc.answers import chunk_message, generate_response, loaded_adapters
 from rollout_svc.config import LimitsConfig
+from rollout_svc.engines.adapter_slots import UnknownAdapterError
 from rollout_svc.engines.base import EngineBusyError, EngineError, GenerationRequest, ModelInfo
+from rollout_svc.engines.lora import LoraEngine
 from rollout_svc.prompts import Prompts
 from rollout_svc.repeats import Repeats
 from rollout_svc.requests import generation_request
@@ -139,7 +141,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> rollout_pb2.GetModelResponse:
         """Describe the served model."""
         del request, context
-        info = self._engine.current.info
+        engine = self._engine.current
+        info = engine.info
+        lora = engine.lora_limits if isinstance(engine, LoraEngine) else None
         return rollout_pb2.GetModelResponse(
             model=info.model,
             vocabulary_size=info.vocabulary_size,
@@ -148,8 +152,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             tokenizer_digest=self._prompts.digest,
             eos_token_ids=info.eos_token_ids,
             engine=info.engine,
-            policy_version=self._engine.current.status().version.to_proto(),
+            policy_version=engine.status().version.to_proto(),
             architecture=info.architecture,
+            adapters=loaded_adapters(engine),
+            max_adapters=lora.max_loras if lora else 0,
+            max_adapter_rank=lora.max_rank if lora else 0,
         )
 
     async def Tokenize(  # noqa: N802 - gRPC's name
@@ -217,6 +224,8 @@ class _TextDeltas:
 
 
 def _translated(error: EngineError | EngineBusyError | ValueError) -> SluiceError:
+    if isinstance(error, UnknownAdapterError):
+        return SluiceError.failed_precondition("ADAPTER_NOT_LOADED", str(error))
     if isinstance(error, ValueError):
         return SluiceError.invalid_argument("sampling", str(error))
     if isinstance(error, EngineBusyError):

@@ -10,14 +10,24 @@ from functools import partial
 import grpc
 
 from rollout_svc.config import RolloutConfig
+from rollout_svc.engines.adapter_slots import AdaptersFullError
 from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.lora import LoraEngine
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
-from weightsync.receiver import PolicyError, PolicyHeldError, PolicyMode, PullLimits, UpdateTimings, WeightReceiver
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.receiver import (
+    AdapterUse,
+    PolicyError,
+    PolicyHeldError,
+    PolicyMode,
+    PullLimits,
+    UpdateTimings,
+    WeightReceiver,
+)
+from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 
 __all__ = ["Weights", "WeightsStatus"]
 
@@ -67,6 +77,7 @@ class Weights:
                 limits=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
                 failures=(EngineError, SluiceError),
                 observe=self._observe,
+                adapters=AdapterUse(self._apply_adapter, self._held) if config.lora.enabled else None,
                 local_files=config.local_files,
                 connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
             )
@@ -137,6 +148,38 @@ class Weights:
             raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
         return reports[0]
 
+    async def load_adapter(self, name: str, version: Version) -> None:
+        """Fetch an adapter version and give it a name for requests. Idempotent.
+
+        Raises:
+            SluiceError: NOT_FOUND, or FAILED_PRECONDITION if it cannot be served beside the weights that are in.
+        """
+        engine = self._lora_engine
+
+        async def use(staged: StagedAdapter) -> ApplyReport:
+            await engine.load_named(name, staged)
+            return ApplyReport(staged.version, 0.0, 0.0)
+
+        try:
+            await self._following.with_adapter(version, use)
+        except AdaptersFullError as error:
+            raise SluiceError.failed_precondition("ADAPTERS_FULL", str(error)) from error
+        except EngineError as error:
+            if not self._engine.current.status().healthy:
+                raise SluiceError.unavailable("ADAPTER_FAILED", f"{error}; retry") from error
+            raise SluiceError.failed_precondition("ADAPTER_REFUSED", str(error)) from error
+
+    async def unload_adapter(self, name: str) -> None:
+        """Take a name away and end its requests. Idempotent.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION if this replica serves no adapters, UNAVAILABLE if the engine failed.
+        """
+        try:
+            await self._lora_engine.unload_named(name)
+        except EngineError as error:
+            raise SluiceError.unavailable("ADAPTER_FAILED", f"{error}; its requests end with the engine") from error
+
     async def restart_engine(self, restart: Callable[[], Awaitable[Version]]) -> Version:
         """Run a restart of the engine while no version is applied."""
         return await self._exclusively(restart)
@@ -168,6 +211,26 @@ class Weights:
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
         return await self._engine.serving.apply(staged)
+
+    async def _apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        return await self._lora_engine.apply_adapter(staged)
+
+    def _held(self) -> set[Version] | None:
+        """Adapter versions that the engine holds; None while it is started again and is about to look for them."""
+        engine = self._engine.current
+        if self._engine.recovering or not engine.status().healthy or not isinstance(engine, LoraEngine):
+            return None
+        return {each.version for each in engine.adapters()}
+
+    @property
+    def _lora_engine(self) -> LoraEngine:
+        """The engine, if it serves adapters and can take requests."""
+        engine = self._engine.serving
+        if not isinstance(engine, LoraEngine) or engine.lora_limits is None:
+            raise SluiceError.failed_precondition(
+                "NO_ADAPTERS", "this replica serves no adapters: start it with rollout.lora.enabled = true"
+            )
+        return engine
 
     def _observe(self, timings: UpdateTimings) -> None:
         del timings

@@ -24,23 +24,37 @@ log = structlog.get_logger(__name__)
 
 
 async def push_dense(
-    to: Destination, source: ShardSource, *, chunk_bytes: int, labels: Mapping[str, str]
+    to: Destination,
+    source: ShardSource,
+    *,
+    chunk_bytes: int,
+    labels: Mapping[str, str],
+    form: pb.Manifest | None = None,
 ) -> PushReport:
     """Push one shard and commit it as a version; a failure on the way is repeated once.
+
+    Args:
+        to: The version at its service.
+        source: Its tensors.
+        chunk_bytes: Bytes per chunk.
+        labels: Free facts for the manifest.
+        form: Kind, base and adapter_config; None: an anchor.
 
     Raises:
         SluiceError: as the contract says of PushWeights and CommitVersion.
     """
+    announced = pb.Manifest(run=to.run, version=to.version.to_proto(), labels=dict(labels))
+    announced.MergeFrom(form or pb.Manifest(kind=pb.VERSION_KIND_ANCHOR))
     transfer = ShardTransfer(to, source, source.describe(), chunk_bytes=chunk_bytes)
     digests: Digests = asyncio.create_task(asyncio.to_thread(source.tensor_digests))  # beside the transfer
     try:
         try:
-            return await _attempt(to, source, transfer, digests, labels, resume=False)
+            return await _attempt(to, source, transfer, digests, announced, resume=False)
         except SluiceError as error:
             if error.code not in REPEATABLE and error.reason not in REPEATABLE_REASONS:
                 raise
             log.warning("push broke, going on", version=str(to.version), error=str(error))
-        return await _attempt(to, source, transfer, digests, labels, resume=True)
+        return await _attempt(to, source, transfer, digests, announced, resume=True)
     finally:
         await asyncio.wait({digests})  # it reads the caller's memory
 
@@ -50,7 +64,7 @@ async def _attempt(
     source: ShardSource,
     transfer: ShardTransfer,
     digests: Digests,
-    labels: Mapping[str, str],
+    announced: pb.Manifest,
     *,
     resume: bool,
 ) -> PushReport:
@@ -59,7 +73,7 @@ async def _attempt(
         await transfer.send(resume=resume)
         pushed = time.perf_counter()
         shard = source.describe(await asyncio.shield(digests))
-        request = pb.CommitVersionRequest(manifest=_manifest(to, shard, labels))
+        request = pb.CommitVersionRequest(manifest=_with_shard(announced, shard))
         response = await to.stub.CommitVersion(request, timeout=to.remaining())
     except grpc.aio.AioRpcError as error:
         raise SluiceError.from_rpc(error) from error
@@ -73,15 +87,10 @@ async def _attempt(
     )
 
 
-def _manifest(to: Destination, shard: pb.Shard, labels: Mapping[str, str]) -> pb.Manifest:
+def _with_shard(announced: pb.Manifest, shard: pb.Shard) -> pb.Manifest:
     digest = version_digest(
         DenseTensor(each.name, each.dtype, tuple(each.global_shape), each.digest) for each in shard.tensors
     )
-    return pb.Manifest(
-        run=to.run,
-        version=to.version.to_proto(),
-        kind=pb.VERSION_KIND_ANCHOR,
-        shards=[shard],
-        digest=digest,
-        labels=dict(labels),
-    )
+    manifest = pb.Manifest(shards=[shard], digest=digest)
+    manifest.MergeFrom(announced)
+    return manifest

@@ -47,6 +47,7 @@ __all__ = [
     "PullLimits",
     "ReceiverStatus",
     "Selection",
+    "StagedAdapter",
     "StagedVersion",
     "UpdateTimings",
     "WeightReceiver",
@@ -84,6 +85,7 @@ class WeightReceiver:
         selection: What the engine's processes on this host read of each tensor; None for everything. Dense forms are then
             pulled in those parts, deltas whole, and the staged file has holes. It saves something only where the processes
             of one engine are spread over hosts, with a receiver on each: together they read every byte.
+        adapters: What the engine does with LoRA adapters; None where it serves none, and versions of that kind are refused.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class WeightReceiver:
         connect_to: Callable[[str], grpc.aio.Channel] | None = None,
         source_limits: SourceLimits | None = None,
         selection: Selection | None = None,
+        adapters: AdapterUse | None = None,
     ) -> None:
         self._run = run_resource(run)
         self._sources = Sources(channel, self._run, replica, connect_to, limits=source_limits)
@@ -117,7 +120,8 @@ class WeightReceiver:
             channel, self._run, self._threads, limits, local_files=local_files, selection=selection
         )
         self._adapter_use = adapters
-        self._adapters = None if adapters is None else AdapterStage(stage_dir, run, builder, adapters.held)
+        whole = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
+        self._adapters = None if adapters is None else AdapterStage(stage_dir, run, whole, adapters.held)
         self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
         self._applier = Applier(apply, recover, serving, apply_deadline_s, failures, release=self._copies.release)
         self._observe = observe

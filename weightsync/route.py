@@ -56,8 +56,13 @@ def check_route(steps: Sequence[Step], wanted: Version, held: Version | None) ->
             base = Version.from_proto(step.manifest.base)
             if base != current:
                 raise RouteError(f"the delta to {version} is based on {base}, held is {current or 'nothing'}")
-        elif step.manifest.kind != pb.VERSION_KIND_ANCHOR or step is not steps[0]:
+        elif step is not steps[0] or not _may_be_first(step, alone=len(steps) == 1):
             raise RouteError(f"version {version} is no weights of the model, or a dense form behind others")
         current = version
     if current != wanted:
         raise RouteError(f"the way ends at version {current}, wanted was {wanted}")
+
+
+def _may_be_first(step: Step, *, alone: bool) -> bool:
+    """An adapter is a way of its own: no delta is based on one."""
+    return step.manifest.kind == pb.VERSION_KIND_ANCHOR or (step.manifest.kind == pb.VERSION_KIND_ADAPTER and alone)

@@ -28,19 +28,19 @@ from sluice.v1 import common_pb2 as sluice_dot_v1_dot_common__pb2
 from sluice.v1 import tokens_pb2 as sluice_dot_v1_dot_tokens__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/rollout.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x16sluice/v1/tokens.proto\"\x92\x03\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12/\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x17.sluice.v1.ConversationH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x34\n\x12min_policy_version\x18\x08 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x18\n\x10tokenizer_digest\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0breturn_text\x18\x0c \x01(\x08\x12\x1e\n\x16return_prompt_logprobs\x18\r \x01(\x08\x42\x08\n\x06promptB\x04\n\x02_n\"\xbe\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x07samples\x18\x03 \x03(\x0b\x32\x1a.sluice.v1.GeneratedSample\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x17\n\x0fprompt_logprobs\x18\x05 \x03(\x02\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\"\xf5\x01\n\x0fGeneratedSample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12-\n\rversion_spans\x18\x04 \x03(\x0b\x32\x16.sluice.v1.VersionSpan\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x06 \x01(\t\x12\x0c\n\x04text\x18\x07 \x01(\t\x12,\n\x0ctop_logprobs\x18\x08 \x03(\x0b\x32\x16.sluice.v1.TopLogprobs\"q\n\x15GenerateStreamRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.sluice.v1.GenerateRequest\x12+\n\x08\x63oalesce\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"w\n\x16GenerateStreamResponse\x12+\n\x07opening\x18\x01 \x01(\x0b\x32\x18.sluice.v1.StreamOpeningH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.sluice.v1.StreamChunkH\x00\x42\x07\n\x05\x65vent\"W\n\rStreamOpening\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\"H\n\x0bStreamChunk\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1a.sluice.v1.GeneratedSample\x12\x0e\n\x06offset\x18\x02 \x01(\r\"\x11\n\x0fGetModelRequest\"\xe9\x01\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x30\n\x0epolicy_version\x18\x08 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x14\n\x0c\x61rchitecture\x18\t \x01(\t\"\xa2\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12/\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x17.sluice.v1.ConversationH\x00\x12&\n\tcontinues\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIds\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08\x42\x07\n\x05input\"?\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\"\xa5\x01\n\x16SetWeightPolicyRequest\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.sluice.v1.WeightPolicyMode\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\r\n\x05owner\x18\x03 \x01(\t\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x17SetWeightPolicyResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"A\n\x14UpdateWeightsRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"s\n\x15UpdateWeightsResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14ReloadWeightsRequest\"I\n\x15ReloadWeightsResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"i\n\x0cPauseRequest\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.sluice.v1.PauseMode\x12\r\n\x05owner\x18\x02 \x01(\t\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\rPauseResponse\x12\x17\n\x0f\x66rozen_requests\x18\x01 \x01(\r\"\x1e\n\rResumeRequest\x12\r\n\x05owner\x18\x01 \x01(\t\"!\n\x0eResumeResponse\x12\x0f\n\x07running\x18\x01 \x01(\x08\"P\n\x12LoadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"\x15\n\x13LoadAdapterResponse\"\'\n\x14UnloadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"(\n\x15\x41\x62ortRequestsResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"\x12\n\x10GetStatusRequest\"\xa5\x04\n\x11GetStatusResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.sluice.v1.ReplicaState\x12\x30\n\x0epolicy_version\x18\x03 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x30\n\x0estaged_version\x18\x04 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x07 \x01(\x02\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x17\n\x0fupdates_applied\x18\n \x01(\x04\x12-\n\nlast_pause\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\rweight_policy\x18\x0c \x01(\x0e\x32\x1b.sluice.v1.WeightPolicyMode\x12\x1b\n\x13weight_policy_owner\x18\r \x01(\t\x12\x12\n\nlast_error\x18\x0e \x01(\t\x12.\n\nstart_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bmax_running\x18\x10 \x01(\r\x12\x17\n\x0f\x65ngine_restarts\x18\x11 \x01(\r*\x91\x01\n\x10WeightPolicyMode\x12\"\n\x1eWEIGHT_POLICY_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19WEIGHT_POLICY_MODE_FOLLOW\x10\x01\x12\x1b\n\x17WEIGHT_POLICY_MODE_HOLD\x10\x02\x12\x1d\n\x19WEIGHT_POLICY_MODE_TARGET\x10\x03*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03*\xb8\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x02\x12\x18\n\x14REPLICA_STATE_PAUSED\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1c\n\x18REPLICA_STATE_RECOVERING\x10\x05\x32\xb8\x02\n\x0eRolloutService\x12\x43\n\x08Generate\x12\x1a.sluice.v1.GenerateRequest\x1a\x1b.sluice.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12 .sluice.v1.GenerateStreamRequest\x1a!.sluice.v1.GenerateStreamResponse0\x01\x12\x43\n\x08GetModel\x12\x1a.sluice.v1.GetModelRequest\x1a\x1b.sluice.v1.GetModelResponse\x12\x43\n\x08Tokenize\x12\x1a.sluice.v1.TokenizeRequest\x1a\x1b.sluice.v1.TokenizeResponse2\xd0\x05\n\x13RolloutAdminService\x12X\n\x0fSetWeightPolicy\x12!.sluice.v1.SetWeightPolicyRequest\x1a\".sluice.v1.SetWeightPolicyResponse\x12R\n\rUpdateWeights\x12\x1f.sluice.v1.UpdateWeightsRequest\x1a .sluice.v1.UpdateWeightsResponse\x12R\n\rReloadWeights\x12\x1f.sluice.v1.ReloadWeightsRequest\x1a .sluice.v1.ReloadWeightsResponse\x12:\n\x05Pause\x12\x17.sluice.v1.PauseRequest\x1a\x18.sluice.v1.PauseResponse\x12=\n\x06Resume\x12\x18.sluice.v1.ResumeRequest\x1a\x19.sluice.v1.ResumeResponse\x12L\n\x0bLoadAdapter\x12\x1d.sluice.v1.LoadAdapterRequest\x1a\x1e.sluice.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.sluice.v1.UnloadAdapterRequest\x1a .sluice.v1.UnloadAdapterResponse\x12R\n\rAbortRequests\x12\x1f.sluice.v1.AbortRequestsRequest\x1a .sluice.v1.AbortRequestsResponse\x12\x46\n\tGetStatus\x12\x1b.sluice.v1.GetStatusRequest\x1a\x1c.sluice.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17sluice/v1/rollout.proto\x12\tsluice.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16sluice/v1/common.proto\x1a\x16sluice/v1/tokens.proto\"\x92\x03\n\x0fGenerateRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIdsH\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12/\n\x0c\x63onversation\x18\x05 \x01(\x0b\x32\x17.sluice.v1.ConversationH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.sluice.v1.SamplingParams\x12\x0e\n\x01n\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x34\n\x12min_policy_version\x18\x08 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x0f\n\x07\x61\x64\x61pter\x18\t \x01(\t\x12\x18\n\x10tokenizer_digest\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x13\n\x0breturn_text\x18\x0c \x01(\x08\x12\x1e\n\x16return_prompt_logprobs\x18\r \x01(\x08\x42\x08\n\x06promptB\x04\n\x02_n\"\xbe\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x07samples\x18\x03 \x03(\x0b\x32\x1a.sluice.v1.GeneratedSample\x12\x18\n\x10tokenizer_digest\x18\x04 \x01(\t\x12\x17\n\x0fprompt_logprobs\x18\x05 \x03(\x02\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x06 \x01(\r\"\xf5\x01\n\x0fGeneratedSample\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12-\n\rversion_spans\x18\x04 \x03(\x0b\x32\x16.sluice.v1.VersionSpan\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.sluice.v1.FinishReason\x12\x13\n\x0bstop_string\x18\x06 \x01(\t\x12\x0c\n\x04text\x18\x07 \x01(\t\x12,\n\x0ctop_logprobs\x18\x08 \x03(\x0b\x32\x16.sluice.v1.TopLogprobs\"q\n\x15GenerateStreamRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.sluice.v1.GenerateRequest\x12+\n\x08\x63oalesce\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"w\n\x16GenerateStreamResponse\x12+\n\x07opening\x18\x01 \x01(\x0b\x32\x18.sluice.v1.StreamOpeningH\x00\x12\'\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x16.sluice.v1.StreamChunkH\x00\x42\x07\n\x05\x65vent\"W\n\rStreamOpening\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\t\"H\n\x0bStreamChunk\x12)\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x1a.sluice.v1.GeneratedSample\x12\x0e\n\x06offset\x18\x02 \x01(\r\"\x11\n\x0fGetModelRequest\"\xc5\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x0e\n\x06\x65ngine\x18\x07 \x01(\t\x12\x30\n\x0epolicy_version\x18\x08 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x14\n\x0c\x61rchitecture\x18\t \x01(\t\x12*\n\x08\x61\x64\x61pters\x18\n \x03(\x0b\x32\x18.sluice.v1.LoadedAdapter\x12\x14\n\x0cmax_adapters\x18\x0b \x01(\r\x12\x18\n\x10max_adapter_rank\x18\x0c \x01(\r\"\x9d\x01\n\rLoadedAdapter\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12&\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x10\n\x08\x61\x64\x61pters\x18\x03 \x03(\t\x12\x15\n\rserves_policy\x18\x04 \x01(\x08\x12\x10\n\x08requests\x18\x05 \x01(\r\"\xa2\x01\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12/\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x17.sluice.v1.ConversationH\x00\x12&\n\tcontinues\x18\x03 \x01(\x0b\x32\x13.sluice.v1.TokenIds\x12\x1d\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08\x42\x07\n\x05input\"?\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\"\xa5\x01\n\x16SetWeightPolicyRequest\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.sluice.v1.WeightPolicyMode\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\r\n\x05owner\x18\x03 \x01(\t\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"K\n\x17SetWeightPolicyResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"A\n\x14UpdateWeightsRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"s\n\x15UpdateWeightsResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12(\n\x05pause\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x16\n\x14ReloadWeightsRequest\"I\n\x15ReloadWeightsResponse\x12\x30\n\x0epolicy_version\x18\x01 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"i\n\x0cPauseRequest\x12\"\n\x04mode\x18\x01 \x01(\x0e\x32\x14.sluice.v1.PauseMode\x12\r\n\x05owner\x18\x02 \x01(\t\x12&\n\x03ttl\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\rPauseResponse\x12\x17\n\x0f\x66rozen_requests\x18\x01 \x01(\r\"\x1e\n\rResumeRequest\x12\r\n\x05owner\x18\x01 \x01(\t\"!\n\x0eResumeResponse\x12\x0f\n\x07running\x18\x01 \x01(\x08\"P\n\x12LoadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\"\x15\n\x13LoadAdapterResponse\"\'\n\x14UnloadAdapterRequest\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"+\n\x14\x41\x62ortRequestsRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"(\n\x15\x41\x62ortRequestsResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"\x12\n\x10GetStatusRequest\"\xd1\x04\n\x11GetStatusResponse\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.sluice.v1.ReplicaState\x12\x30\n\x0epolicy_version\x18\x03 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x30\n\x0estaged_version\x18\x04 \x01(\x0b\x32\x18.sluice.v1.PolicyVersion\x12\x0f\n\x07running\x18\x05 \x01(\r\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x07 \x01(\x02\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x17\n\x0fupdates_applied\x18\n \x01(\x04\x12-\n\nlast_pause\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\rweight_policy\x18\x0c \x01(\x0e\x32\x1b.sluice.v1.WeightPolicyMode\x12\x1b\n\x13weight_policy_owner\x18\r \x01(\t\x12\x12\n\nlast_error\x18\x0e \x01(\t\x12.\n\nstart_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0bmax_running\x18\x10 \x01(\r\x12\x17\n\x0f\x65ngine_restarts\x18\x11 \x01(\r\x12*\n\x08\x61\x64\x61pters\x18\x12 \x03(\x0b\x32\x18.sluice.v1.LoadedAdapter*\x91\x01\n\x10WeightPolicyMode\x12\"\n\x1eWEIGHT_POLICY_MODE_UNSPECIFIED\x10\x00\x12\x1d\n\x19WEIGHT_POLICY_MODE_FOLLOW\x10\x01\x12\x1b\n\x17WEIGHT_POLICY_MODE_HOLD\x10\x02\x12\x1d\n\x19WEIGHT_POLICY_MODE_TARGET\x10\x03*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x01\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03*\xb8\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16REPLICA_STATE_STARTING\x10\x01\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x02\x12\x18\n\x14REPLICA_STATE_PAUSED\x10\x03\x12\x1a\n\x16REPLICA_STATE_DRAINING\x10\x04\x12\x1c\n\x18REPLICA_STATE_RECOVERING\x10\x05\x32\xb8\x02\n\x0eRolloutService\x12\x43\n\x08Generate\x12\x1a.sluice.v1.GenerateRequest\x1a\x1b.sluice.v1.GenerateResponse\x12W\n\x0eGenerateStream\x12 .sluice.v1.GenerateStreamRequest\x1a!.sluice.v1.GenerateStreamResponse0\x01\x12\x43\n\x08GetModel\x12\x1a.sluice.v1.GetModelRequest\x1a\x1b.sluice.v1.GetModelResponse\x12\x43\n\x08Tokenize\x12\x1a.sluice.v1.TokenizeRequest\x1a\x1b.sluice.v1.TokenizeResponse2\xd0\x05\n\x13RolloutAdminService\x12X\n\x0fSetWeightPolicy\x12!.sluice.v1.SetWeightPolicyRequest\x1a\".sluice.v1.SetWeightPolicyResponse\x12R\n\rUpdateWeights\x12\x1f.sluice.v1.UpdateWeightsRequest\x1a .sluice.v1.UpdateWeightsResponse\x12R\n\rReloadWeights\x12\x1f.sluice.v1.ReloadWeightsRequest\x1a .sluice.v1.ReloadWeightsResponse\x12:\n\x05Pause\x12\x17.sluice.v1.PauseRequest\x1a\x18.sluice.v1.PauseResponse\x12=\n\x06Resume\x12\x18.sluice.v1.ResumeRequest\x1a\x19.sluice.v1.ResumeResponse\x12L\n\x0bLoadAdapter\x12\x1d.sluice.v1.LoadAdapterRequest\x1a\x1e.sluice.v1.LoadAdapterResponse\x12R\n\rUnloadAdapter\x12\x1f.sluice.v1.UnloadAdapterRequest\x1a .sluice.v1.UnloadAdapterResponse\x12R\n\rAbortRequests\x12\x1f.sluice.v1.AbortRequestsRequest\x1a .sluice.v1.AbortRequestsResponse\x12\x46\n\tGetStatus\x12\x1b.sluice.v1.GetStatusRequest\x1a\x1c.sluice.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sluice.v1.rollout_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTPOLICYMODE']._serialized_start=3456
-  _globals['_WEIGHTPOLICYMODE']._serialized_end=3601
-  _globals['_PAUSEMODE']._serialized_start=3603
-  _globals['_PAUSEMODE']._serialized_end=3706
-  _globals['_REPLICASTATE']._serialized_start=3709
-  _globals['_REPLICASTATE']._serialized_end=3893
+  _globals['_WEIGHTPOLICYMODE']._serialized_start=3752
+  _globals['_WEIGHTPOLICYMODE']._serialized_end=3897
+  _globals['_PAUSEMODE']._serialized_start=3899
+  _globals['_PAUSEMODE']._serialized_end=4002
+  _globals['_REPLICASTATE']._serialized_start=4005
+  _globals['_REPLICASTATE']._serialized_end=4189
   _globals['_GENERATEREQUEST']._serialized_start=152
   _globals['_GENERATEREQUEST']._serialized_end=554
   _globals['_GENERATERESPONSE']._serialized_start=557
@@ -58,49 +58,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELREQUEST']._serialized_start=1396
   _globals['_GETMODELREQUEST']._serialized_end=1413
   _globals['_GETMODELRESPONSE']._serialized_start=1416
-  _globals['_GETMODELRESPONSE']._serialized_end=1649
-  _globals['_TOKENIZEREQUEST']._serialized_start=1652
-  _globals['_TOKENIZEREQUEST']._serialized_end=1814
-  _globals['_TOKENIZERESPONSE']._serialized_start=1816
-  _globals['_TOKENIZERESPONSE']._serialized_end=1879
-  _globals['_SETWEIGHTPOLICYREQUEST']._serialized_start=1882
-  _globals['_SETWEIGHTPOLICYREQUEST']._serialized_end=2047
-  _globals['_SETWEIGHTPOLICYRESPONSE']._serialized_start=2049
-  _globals['_SETWEIGHTPOLICYRESPONSE']._serialized_end=2124
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=2126
-  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=2191
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=2193
-  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=2308
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_start=2310
-  _globals['_RELOADWEIGHTSREQUEST']._serialized_end=2332
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_start=2334
-  _globals['_RELOADWEIGHTSRESPONSE']._serialized_end=2407
-  _globals['_PAUSEREQUEST']._serialized_start=2409
-  _globals['_PAUSEREQUEST']._serialized_end=2514
-  _globals['_PAUSERESPONSE']._serialized_start=2516
-  _globals['_PAUSERESPONSE']._serialized_end=2556
-  _globals['_RESUMEREQUEST']._serialized_start=2558
-  _globals['_RESUMEREQUEST']._serialized_end=2588
-  _globals['_RESUMERESPONSE']._serialized_start=2590
-  _globals['_RESUMERESPONSE']._serialized_end=2623
-  _globals['_LOADADAPTERREQUEST']._serialized_start=2625
-  _globals['_LOADADAPTERREQUEST']._serialized_end=2705
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=2707
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=2728
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2730
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2769
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2771
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2794
-  _globals['_ABORTREQUESTSREQUEST']._serialized_start=2796
-  _globals['_ABORTREQUESTSREQUEST']._serialized_end=2839
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=2841
-  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=2881
-  _globals['_GETSTATUSREQUEST']._serialized_start=2883
-  _globals['_GETSTATUSREQUEST']._serialized_end=2901
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2904
-  _globals['_GETSTATUSRESPONSE']._serialized_end=3453
-  _globals['_ROLLOUTSERVICE']._serialized_start=3896
-  _globals['_ROLLOUTSERVICE']._serialized_end=4208
-  _globals['_ROLLOUTADMINSERVICE']._serialized_start=4211
-  _globals['_ROLLOUTADMINSERVICE']._serialized_end=4931
+  _globals['_GETMODELRESPONSE']._serialized_end=1741
+  _globals['_LOADEDADAPTER']._serialized_start=1744
+  _globals['_LOADEDADAPTER']._serialized_end=1901
+  _globals['_TOKENIZEREQUEST']._serialized_start=1904
+  _globals['_TOKENIZEREQUEST']._serialized_end=2066
+  _globals['_TOKENIZERESPONSE']._serialized_start=2068
+  _globals['_TOKENIZERESPONSE']._serialized_end=2131
+  _globals['_SETWEIGHTPOLICYREQUEST']._serialized_start=2134
+  _globals['_SETWEIGHTPOLICYREQUEST']._serialized_end=2299
+  _globals['_SETWEIGHTPOLICYRESPONSE']._serialized_start=2301
+  _globals['_SETWEIGHTPOLICYRESPONSE']._serialized_end=2376
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_start=2378
+  _globals['_UPDATEWEIGHTSREQUEST']._serialized_end=2443
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_start=2445
+  _globals['_UPDATEWEIGHTSRESPONSE']._serialized_end=2560
+  _globals['_RELOADWEIGHTSREQUEST']._serialized_start=2562
+  _globals['_RELOADWEIGHTSREQUEST']._serialized_end=2584
+  _globals['_RELOADWEIGHTSRESPONSE']._serialized_start=2586
+  _globals['_RELOADWEIGHTSRESPONSE']._serialized_end=2659
+  _globals['_PAUSEREQUEST']._serialized_start=2661
+  _globals['_PAUSEREQUEST']._serialized_end=2766
+  _globals['_PAUSERESPONSE']._serialized_start=2768
+  _globals['_PAUSERESPONSE']._serialized_end=2808
+  _globals['_RESUMEREQUEST']._serialized_start=2810
+  _globals['_RESUMEREQUEST']._serialized_end=2840
+  _globals['_RESUMERESPONSE']._serialized_start=2842
+  _globals['_RESUMERESPONSE']._serialized_end=2875
+  _globals['_LOADADAPTERREQUEST']._serialized_start=2877
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2957
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=2959
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2980
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2982
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=3021
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=3023
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=3046
+  _globals['_ABORTREQUESTSREQUEST']._serialized_start=3048
+  _globals['_ABORTREQUESTSREQUEST']._serialized_end=3091
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_start=3093
+  _globals['_ABORTREQUESTSRESPONSE']._serialized_end=3133
+  _globals['_GETSTATUSREQUEST']._serialized_start=3135
+  _globals['_GETSTATUSREQUEST']._serialized_end=3153
+  _globals['_GETSTATUSRESPONSE']._serialized_start=3156
+  _globals['_GETSTATUSRESPONSE']._serialized_end=3749
+  _globals['_ROLLOUTSERVICE']._serialized_start=4192
+  _globals['_ROLLOUTSERVICE']._serialized_end=4504
+  _globals['_ROLLOUTADMINSERVICE']._serialized_start=4507
+  _globals['_ROLLOUTADMINSERVICE']._serialized_end=5227
 # @@protoc_insertion_point(module_scope)

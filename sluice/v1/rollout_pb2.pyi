@@ -143,7 +143,9 @@ class GenerateRequest(_message.Message):
     n: _builtins.int
     """Number of samples, 1 to 256. Unset: 1."""
     adapter: _builtins.str
-    """Adapter to use, as loaded by LoadAdapter. Empty: the full weights."""
+    """Adapter to use, as loaded by LoadAdapter. Empty: the policy as it serves, which is the newest adapter version where the
+    run's versions are adapters, else the full weights.
+    """
     tokenizer_digest: _builtins.str
     """Digest of tokenizer and template that the caller expects. Empty: not checked."""
     priority: _builtins.int
@@ -460,6 +462,9 @@ class GetModelResponse(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ARCHITECTURE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTER_RANK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Directory name or hub id of the base model."""
     vocabulary_size: _builtins.int
@@ -474,6 +479,10 @@ class GetModelResponse(_message.Message):
     """Engine that serves it: "vllm" or "transformers"."""
     architecture: _builtins.str
     """Architecture name from the model's configuration, such as "Qwen3ForCausalLM"."""
+    max_adapters: _builtins.int
+    """Most adapters that it holds at a time. 0: it serves none."""
+    max_adapter_rank: _builtins.int
+    """Highest rank of an adapter."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end a generation."""
@@ -481,6 +490,10 @@ class GetModelResponse(_message.Message):
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Current version of the weights."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedAdapter]:
+        """LoRA adapters that it holds."""
 
     def __init__(
         self,
@@ -494,14 +507,61 @@ class GetModelResponse(_message.Message):
         engine: _builtins.str = ...,
         policy_version: _common_pb2.PolicyVersion | None = ...,
         architecture: _builtins.str = ...,
+        adapters: _abc.Iterable[Global___LoadedAdapter] | None = ...,
+        max_adapters: _builtins.int = ...,
+        max_adapter_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "model", b"model", "policy_version", b"policy_version", "tokenizer_digest", b"tokenizer_digest", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "dtype", b"dtype", "engine", b"engine", "eos_token_ids", b"eos_token_ids", "max_adapter_rank", b"max_adapter_rank", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "model", b"model", "policy_version", b"policy_version", "tokenizer_digest", b"tokenizer_digest", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class LoadedAdapter(_message.Message):
+    """A LoRA adapter in a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
+    SERVES_POLICY_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    serves_policy: _builtins.bool
+    """Whether requests without a name run on it."""
+    requests: _builtins.int
+    """Requests under way on it."""
+    @_builtins.property
+    def version(self) -> _common_pb2.PolicyVersion:
+        """Policy version that it makes of its base; its tokens carry it."""
+
+    @_builtins.property
+    def base(self) -> _common_pb2.PolicyVersion:
+        """Version of the weights that it belongs to."""
+
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names for GenerateRequest.adapter."""
+
+    def __init__(
+        self,
+        *,
+        version: _common_pb2.PolicyVersion | None = ...,
+        base: _common_pb2.PolicyVersion | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
+        serves_policy: _builtins.bool = ...,
+        requests: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "base", b"base", "requests", b"requests", "serves_policy", b"serves_policy", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadedAdapter: _TypeAlias = LoadedAdapter  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
@@ -996,6 +1056,7 @@ class GetStatusResponse(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica, unique within the run."""
     state: Global___ReplicaState.ValueType
@@ -1038,6 +1099,10 @@ class GetStatusResponse(_message.Message):
     def start_time(self) -> _timestamp_pb2.Timestamp:
         """When the replica started; for people to read."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedAdapter]:
+        """LoRA adapters that it holds."""
+
     def __init__(
         self,
         *,
@@ -1058,10 +1123,11 @@ class GetStatusResponse(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         max_running: _builtins.int = ...,
         engine_restarts: _builtins.int = ...,
+        adapters: _abc.Iterable[Global___LoadedAdapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_pause", b"last_pause", "policy_version", b"policy_version", "staged_version", b"staged_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_restarts", b"engine_restarts", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "max_running", b"max_running", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engine_restarts", b"engine_restarts", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "max_running", b"max_running", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

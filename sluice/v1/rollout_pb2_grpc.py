@@ -345,14 +345,18 @@ class RolloutAdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter version beside the base weights. Idempotent.
+        """Loads a LoRA adapter version beside the base weights, and names it for GenerateRequest.adapter. Idempotent; a name that
+        is given again moves to the new version, and its requests under way finish on the old one.
+        Errors: NOT_FOUND (version), FAILED_PRECONDITION (the replica serves no adapters or holds no more, the version is none or
+        belongs to other weights; the message says what to change).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Removes an adapter; its requests end with VERSION_RETIRED. Idempotent.
+        """Removes an adapter's name; its requests end with VERSION_RETIRED. Idempotent.
+        Errors: FAILED_PRECONDITION (the replica serves no adapters).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

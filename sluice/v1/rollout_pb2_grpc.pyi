@@ -155,9 +155,15 @@ class RolloutAdminServiceStub:
     Resume: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]
     """Ends a pause of the same owner. Idempotent."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.LoadAdapterRequest, _rollout_pb2.LoadAdapterResponse]
-    """Loads a LoRA adapter version beside the base weights. Idempotent."""
+    """Loads a LoRA adapter version beside the base weights, and names it for GenerateRequest.adapter. Idempotent; a name that
+    is given again moves to the new version, and its requests under way finish on the old one.
+    Errors: NOT_FOUND (version), FAILED_PRECONDITION (the replica serves no adapters or holds no more, the version is none or
+    belongs to other weights; the message says what to change).
+    """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.UnloadAdapterRequest, _rollout_pb2.UnloadAdapterResponse]
-    """Removes an adapter; its requests end with VERSION_RETIRED. Idempotent."""
+    """Removes an adapter's name; its requests end with VERSION_RETIRED. Idempotent.
+    Errors: FAILED_PRECONDITION (the replica serves no adapters).
+    """
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequestsRequest, _rollout_pb2.AbortRequestsResponse]
     """Ends requests under way with finish reason ABORT; their callers get the tokens so far. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]
@@ -187,9 +193,15 @@ class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
     Resume: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]  # type: ignore[assignment]
     """Ends a pause of the same owner. Idempotent."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_rollout_pb2.LoadAdapterRequest, _rollout_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Loads a LoRA adapter version beside the base weights. Idempotent."""
+    """Loads a LoRA adapter version beside the base weights, and names it for GenerateRequest.adapter. Idempotent; a name that
+    is given again moves to the new version, and its requests under way finish on the old one.
+    Errors: NOT_FOUND (version), FAILED_PRECONDITION (the replica serves no adapters or holds no more, the version is none or
+    belongs to other weights; the message says what to change).
+    """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_rollout_pb2.UnloadAdapterRequest, _rollout_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Removes an adapter; its requests end with VERSION_RETIRED. Idempotent."""
+    """Removes an adapter's name; its requests end with VERSION_RETIRED. Idempotent.
+    Errors: FAILED_PRECONDITION (the replica serves no adapters).
+    """
     AbortRequests: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequestsRequest, _rollout_pb2.AbortRequestsResponse]  # type: ignore[assignment]
     """Ends requests under way with finish reason ABORT; their callers get the tokens so far. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -252,7 +264,11 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.LoadAdapterResponse, _abc.Awaitable[_rollout_pb2.LoadAdapterResponse]]:
-        """Loads a LoRA adapter version beside the base weights. Idempotent."""
+        """Loads a LoRA adapter version beside the base weights, and names it for GenerateRequest.adapter. Idempotent; a name that
+        is given again moves to the new version, and its requests under way finish on the old one.
+        Errors: NOT_FOUND (version), FAILED_PRECONDITION (the replica serves no adapters or holds no more, the version is none or
+        belongs to other weights; the message says what to change).
+        """
 
     @_abc_1.abstractmethod
     def UnloadAdapter(
@@ -260,7 +276,9 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.UnloadAdapterResponse, _abc.Awaitable[_rollout_pb2.UnloadAdapterResponse]]:
-        """Removes an adapter; its requests end with VERSION_RETIRED. Idempotent."""
+        """Removes an adapter's name; its requests end with VERSION_RETIRED. Idempotent.
+        Errors: FAILED_PRECONDITION (the replica serves no adapters).
+        """
 
     @_abc_1.abstractmethod
     def AbortRequests(

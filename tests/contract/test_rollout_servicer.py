@@ -157,7 +157,6 @@ class TestRefusals:
             (ask(conversation=tokens_pb2.Conversation(messages=[tokens_pb2.ChatMessage(role="pirate")])), "conversation"),
             (ask(conversation=tokens_pb2.Conversation(messages=[
                 tokens_pb2.ChatMessage(role="user", parts=[tokens_pb2.ContentPart(image=b"png")])])), "conversation.messages.parts"),
-            (ask(adapter="mine"), "adapter"),
             (ask(request_id="x" * 129), "request_id"),
         ],
     )  # fmt: skip
@@ -415,9 +414,13 @@ class TestAdministration:
         assert (after.running, after.queued, after.replica) == (0, 0, "one")
         assert after.state == rollout_pb2.REPLICA_STATE_SERVING
 
-    async def test_adapters_are_not_there_yet(self, served):
-        error = await refused(served.admin.LoadAdapter(rollout_pb2.LoadAdapterRequest(), timeout=TIMEOUT_S))
-        assert error.code is Code.UNIMPLEMENTED
+    async def test_a_replica_without_adapters_says_which_setting_it_lacks(self, served):
+        request = rollout_pb2.LoadAdapterRequest(adapter="mine", version=Version(1, 1).to_proto())
+        error = await refused(served.admin.LoadAdapter(request, timeout=TIMEOUT_S))
+        assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "NO_ADAPTERS")
+        assert "rollout.lora.enabled = true" in error.message
+        error = await refused(served.generate(ask(adapter="mine")))
+        assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ADAPTER_NOT_LOADED")
 
 
 def together(chunks: list[rollout_pb2.StreamChunk]) -> rollout_pb2.GeneratedSample:

@@ -86,9 +86,9 @@ def test_a_prompt_that_cannot_be_is_named(prompt, field):
 
 def test_everything_wrong_is_told_at_once():
     wire = request(temperature=-1.0, top_p=2.0)
-    wire.n, wire.adapter, wire.request_id = 0, "some", "x" * 129
+    wire.n, wire.request_id = 0, "x" * 129
     assert set(violations(wire, [])) == {
-        "request_id", "n", "adapter", "prompt", "sampling.temperature", "sampling.top_p",
+        "request_id", "n", "prompt", "sampling.temperature", "sampling.top_p",
     }  # fmt: skip
 
 
