@@ -53,6 +53,7 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(config.server.drain_s)
+        publisher.close()
         await channel.close()
     if not ended:
         log.warning("the compute thread did not end in time, leaving it behind", grace_s=config.server.drain_s)

@@ -97,6 +97,10 @@ class Baseline:
         """Where the copy begins in memory."""
         return int(self._file.bytes.ctypes.data)
 
+    def close(self) -> None:
+        """Remove the file in shared memory, if there is one; the memory goes with the object."""
+        self._file.close()
+
     def renew(self, tensors: Sequence[torch.Tensor], *, compare: bool, most_bytes: int) -> Diff:
         """Make the copy equal to the live tensors, which must not change meanwhile.
 

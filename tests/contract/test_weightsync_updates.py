@@ -17,6 +17,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.kept_file import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher
 
 RUN = RESOURCE.removeprefix("runs/")
@@ -218,12 +219,40 @@ async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(
     assert (await publisher.update(Version(1, 2), tensors, deadline_s=DEADLINE_S)).kind == "anchor"
 
 
-async def test_files_of_the_host_are_offered_and_chunks_go_where_they_are_not_taken(stack: Stack) -> None:
-    publisher = WeightPublisher(stack.channel, RUN, local=True)
-    tensors = model()
-    for number in range(1, 4):
-        version = Version(1, number)
-        report = await publisher.update(version, tensors, deadline_s=DEADLINE_S)
-        assert report.bytes_sent > 0
-        assert equal_bits(await dense(stack, version), tensors)
-        nudge(tensors, number)
+@pytest.mark.skipif(KeptFile(1, HOST_DIRECTORY).path is None, reason="no shared memory to keep files in")
+@pytest.mark.parametrize("service_reads", [True, False])
+async def test_on_one_host_files_are_handed_over_and_chunks_go_where_they_are_not_taken(
+    service_reads: bool, tmp_path: Path
+) -> None:
+    before = set(HOST_DIRECTORY.glob("sluice-push-*"))
+    local_dir = HOST_DIRECTORY if service_reads else None
+    async with running_stack(tmp_path, dense_delay_s=0, local_dir=local_dir) as stack:
+        publisher = WeightPublisher(stack.channel, RUN, local=True)
+        tensors, reports = model(), []
+        for number in range(1, 4):
+            version = Version(1, number)
+            reports.append(await publisher.update(version, tensors, deadline_s=DEADLINE_S))
+            assert equal_bits(await dense(stack, version), tensors)
+            assert len(set(HOST_DIRECTORY.glob("sluice-push-*")) - before) == 1, "the kept copy, and no delta"
+            nudge(tensors, number)
+        assert [report.kind for report in reports] == ["anchor", "delta", "delta"]
+        assert all(report.bytes_sent > 0 for report in reports)
+        assert (publisher._directory is not None) == service_reads, "files are offered as long as they are taken"
+        publisher.close()
+        assert set(HOST_DIRECTORY.glob("sluice-push-*")) <= before
+
+
+async def test_a_push_that_fails_leaves_no_file_behind(tmp_path: Path) -> None:
+    before = set(HOST_DIRECTORY.glob("sluice-push-*"))
+    async with running_stack(tmp_path) as stack:
+        channel = connect(stack.target, SecurityConfig())
+        publisher = WeightPublisher(channel, RUN, local=True)
+        tensors = model()
+        await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+        nudge(tensors, 1)
+    with pytest.raises(SluiceError):
+        await publisher.update(Version(1, 2), tensors, deadline_s=0.3)
+    assert len(set(HOST_DIRECTORY.glob("sluice-push-*")) - before) <= 1
+    await channel.close()
+    publisher.close()
+    assert set(HOST_DIRECTORY.glob("sluice-push-*")) <= before
