@@ -91,11 +91,11 @@ async def linked(target: str) -> AsyncIterator[Link]:
 class Node:
     """A weight service, root or relay, that can be stopped and started again on its port and directory."""
 
-    def __init__(self, directory: Path, **settings: object) -> None:
+    def __init__(self, directory: Path, security: SecurityConfig | None = None, **settings: object) -> None:
         self.directory = directory / RUN / "weights"
         self.port = 0
-        self._common = CommonConfig(output_dir=directory, run=RUN)
-        self._settings = settings
+        self._common = CommonConfig(output_dir=directory, run=RUN, security=security or SecurityConfig())
+        self.settings = settings
         self._stack = AsyncExitStack()
         self.service: Serving | None = None
 
@@ -110,7 +110,7 @@ class Node:
 
     async def start(self) -> None:
         config = WeightSyncConfig.model_validate(
-            {"server": ServerConfig(port=self.port, drain_s=0), "min_free_bytes": 0, "keep": 5, **self._settings}
+            {"server": ServerConfig(port=self.port, drain_s=0), "min_free_bytes": 0, "keep": 5, **self.settings}
         )
         self.service = await self._stack.enter_async_context(serving(self._common, config))
         self.port = int(self.service.server.target.rpartition(":")[2])
