@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from weightsync.coverage import Coverage
-from weightsync.layout import HEADER_LENGTH_BYTES, parse_header, render_header
-from weightsync.selection import Selection, normal
+from weightsync.dtypes import DTYPES
+from weightsync.layout import HEADER_LENGTH_BYTES, Entry, parse_header, render_header
+from weightsync.selection import Selection, normal, scaled
 
 PAGE = 4096
 
@@ -19,7 +20,7 @@ def thin(source: Path, target: Path, selection: Selection) -> Path:
     partial = {
         entry.name: selection[entry.name]
         for entry in entries
-        if entry.name in selection and normal(selection[entry.name]) != ((0, entry.size),)
+        if entry.name in selection and scaled(normal(selection[entry.name]), size_of(entry)) != ((0, entry.size),)
     }
     metadata = {"format": "pt"} | Coverage(partial).metadata()
     length = -(-len(render_header(entries, metadata)) // PAGE) * PAGE
@@ -27,10 +28,15 @@ def thin(source: Path, target: Path, selection: Selection) -> Path:
         file.write(render_header(entries, metadata, length))
         file.truncate(length + len(data) - begin)
         for entry in entries:
-            for first, last in selection.get(entry.name, ((0, entry.size),)):
+            whole = ((0, entry.size // size_of(entry)),)
+            for first, last in scaled(selection.get(entry.name, whole), size_of(entry)):
                 file.seek(length + entry.begin + first)
                 file.write(data[begin + entry.begin + first : begin + entry.begin + last])
     return target
+
+
+def size_of(entry: Entry) -> int:
+    return DTYPES[entry.dtype].size
 
 
 def occupied(path: Path) -> int:

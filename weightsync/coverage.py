@@ -1,4 +1,4 @@
-"""Which bytes of a staged file are there: part of the file's own header, so that it cannot be lost on the way.
+"""Which parts of a staged file are there: part of the file's own header, so that it cannot be lost on the way.
 
 A file that holds only what one process reads is as long as the whole one and has holes, which read as zeros. Weights with
 zeros in them are silent garbage: whoever reads such a file compares first what is there with what it is going to read.
@@ -27,7 +27,7 @@ class Coverage:
     """What a file holds.
 
     Attributes:
-        partial: Ranges of each tensor that is not whole, as in `weightsync.selection`.
+        partial: Ranges of elements of each tensor that is not whole, as in `weightsync.selection`.
     """
 
     partial: Mapping[str, Ranges] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class Coverage:
         """Compare with what a process is going to read.
 
         Raises:
-            CoverageError: naming the first bytes that are not there.
+            CoverageError: naming the first elements that are not there.
         """
         for name, have in self.partial.items():
             if name not in reads:
                 raise CoverageError(f"only parts of {name} are there, and what is read of it is not known")
             hole = missing(have, reads[name])
             if hole is not None:
-                raise CoverageError(f"bytes {hole[0]} to {hole[1]} of {name} are read and are not there")
+                raise CoverageError(f"elements {hole[0]} to {hole[1]} of {name} are read and are not there")
 
     def metadata(self) -> dict[str, str]:
         """The entry for the file's header; empty if the file is whole."""

@@ -23,7 +23,7 @@ from weightsync.delta_shard import DeltaShard
 from weightsync.dtypes import DTYPES, all_finite
 from weightsync.layout import Entry, LayoutError
 from weightsync.manifest import Box, ManifestError, box, check_manifest, manifest_digest
-from weightsync.selection import Ranges, intersection, region_ranges
+from weightsync.selection import Ranges, intersection, region_ranges, scaled
 from weightsync.staged_file import read_layout
 from weightsync.staging import StagingError
 
@@ -137,14 +137,14 @@ class PatchedFile:
             self._verify_slice(tensor)
 
     def _held(self, tensor: pb.TensorSlice) -> Ranges | None:
-        """What the file holds of a slice, in bytes of its tensor; None if that is all of it."""
+        """What the file holds of a slice, in elements of its tensor; None if that is all of it."""
         partial = self._layout.coverage.partial.get(tensor.name)
         if partial is None:
             return None
         entry, where = self._layout.entries[tensor.name], box(tensor)
         strides = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(entry.shape))]
         first = sum(offset * stride for offset, stride in zip(where.offsets, strides, strict=True))
-        wanted = region_ranges(first, where.sizes, strides, DTYPES[entry.dtype].size)
+        wanted = region_ranges(first, where.sizes, strides)
         held = intersection(partial, wanted)
         return None if held == wanted else held
 
@@ -157,6 +157,7 @@ class PatchedFile:
         begin = self._layout.data_begin + entry.begin
         kept = self._bytes[begin : begin + entry.size]
         scratch = np.zeros(entry.size, dtype=np.uint8)
+        held = scaled(held, DTYPES[entry.dtype].size)
         for first, last in held:
             scratch[first:last] = kept[first:last]
         _decode(tensor, data, _region_of(scratch, entry, box(tensor)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.selection import Ranges, normal, region_ranges
+from weightsync.selection import Ranges, normal, region_ranges, scaled, shifted
 
 __all__ = ["Copy", "ReadRecorder", "Region"]
 
@@ -85,7 +85,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
             yield name, tensor
 
     def reads(self) -> dict[str, Ranges]:
-        """What was read of each watched tensor, in bytes from its beginning."""
+        """Elements that were read of each watched tensor."""
         return {name: normal(ranges) for name, ranges in self._reads.items()}
 
     def __torch_dispatch__(
@@ -110,22 +110,22 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
             found = self._find(argument)
             if found is None:
                 continue
-            name, begin = found
-            source = Region(
-                (argument.data_ptr() - begin) // argument.itemsize, tuple(argument.shape), argument.stride()
-            )
-            self._reads[name] += region_ranges(source.offset, source.sizes, source.strides, argument.itemsize)
-            if func is torch.ops.aten.copy_.default and argument is args[1]:
+            name, watched = found
+            offset, size = argument.data_ptr() - watched.data_ptr(), watched.itemsize
+            read = shifted(scaled(region_ranges(0, argument.shape, argument.stride()), argument.itemsize), offset)
+            self._reads[name] += [(begin // size, -(-end // size)) for begin, end in read]
+            if func is torch.ops.aten.copy_.default and argument is args[1] and argument.dtype == watched.dtype:
                 into = args[0]
+                source = Region(offset // size, tuple(argument.shape), argument.stride())
                 target = Region(into.storage_offset(), tuple(into.shape), into.stride())
                 self.copies.append(Copy(name, source, Copy.storage_key(into), target))
 
-    def _find(self, tensor: torch.Tensor) -> tuple[str, int] | None:
-        """The watched tensor that holds another one's first byte, and its address."""
+    def _find(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """The watched tensor that holds another one's first byte, and its name."""
         address = tensor.data_ptr()
         position = bisect_right(self._begins, address) - 1
         if position < 0:
             return None
         name, watched = self._watched[position]
-        begin = self._begins[position]
-        return (name, begin) if address < begin + watched.nbytes and tensor.device == watched.device else None
+        inside = address < self._begins[position] + watched.nbytes and tensor.device == watched.device
+        return (name, watched) if inside else None

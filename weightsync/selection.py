@@ -1,7 +1,8 @@
-"""Which bytes of which tensors an engine's process reads: byte ranges and what can be done with them. Pure.
+"""Which parts of which tensors an engine's process reads: ranges and what can be done with them. Pure.
 
-Ranges are pairs (begin, end) of bytes within a tensor as safetensors lays it out, sorted, disjoint and not touching each
-other. Every function takes them in any order and gives them in that form.
+Ranges are pairs (begin, end), sorted, disjoint and not touching each other; every function takes them in any order and gives
+them in that form. Those of a `Selection` count a tensor's elements in the order in which safetensors lays them out, not its
+bytes: weights are published in other types than the engine computes with.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ __all__ = [
     "missing",
     "normal",
     "region_ranges",
+    "scaled",
     "shifted",
     "total",
     "union",
@@ -53,7 +55,7 @@ def normal(ranges: Iterable[tuple[int, int]], gap: int = 0) -> Ranges:
 
 
 def total(ranges: Ranges) -> int:
-    """Number of bytes."""
+    """How much they hold."""
     return sum(end - begin for begin, end in ranges)
 
 
@@ -73,8 +75,13 @@ def intersection(one: Ranges, other: Ranges) -> Ranges:
 
 
 def shifted(ranges: Ranges, by: int) -> Ranges:
-    """The ranges, each ``by`` bytes later."""
+    """The ranges, each so much later."""
     return tuple((begin + by, end + by) for begin, end in ranges)
+
+
+def scaled(ranges: Ranges, by: int) -> Ranges:
+    """Ranges of elements in bytes, where an element has so many."""
+    return tuple((begin * by, end * by) for begin, end in ranges)
 
 
 def missing(have: Ranges, need: Ranges) -> tuple[int, int] | None:
@@ -105,14 +112,13 @@ def fingerprint(selection: Selection) -> str:
     return xxhash.xxh3_64(lines.encode()).hexdigest()
 
 
-def region_ranges(offset: int, sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> Ranges:
-    """Bytes of a strided region, such as the columns of one tensor-parallel rank.
+def region_ranges(offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Ranges:
+    """Elements of a strided region, such as the columns of one tensor-parallel rank.
 
     Args:
         offset: First element, counted from the tensor's first.
         sizes: Extent per dimension.
         strides: Elements from one index to the next per dimension; not negative.
-        itemsize: Bytes per element.
 
     Returns:
         At most `MOST_RANGES` ranges; with gaps in them where there would be more.
@@ -132,4 +138,4 @@ def region_ranges(offset: int, sizes: Sequence[int], strides: Sequence[int], ite
     begins = [offset]
     for size, stride in outer:
         begins = [begin + index * stride for begin in begins for index in range(size)]
-    return normal((begin * itemsize, (begin + run) * itemsize) for begin in begins)
+    return normal((begin, begin + run) for begin in begins)

@@ -23,7 +23,7 @@ from weightsync.layout import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, Entry, Layo
 from weightsync.manifest import entry_name, manifest_digest
 from weightsync.raw_chunks import RawChunk
 from weightsync.route import Step
-from weightsync.selection import Ranges, Selection, intersection, normal, shifted
+from weightsync.selection import Ranges, Selection, intersection, normal, scaled, shifted
 from weightsync.staged_file import write_all
 from weightsync.staging import StagingError, check_dense
 
@@ -154,8 +154,9 @@ def _ranges(source: _Source, selection: Selection, gap_bytes: int) -> Ranges:
     """What to pull of a shard."""
     pieces: list[tuple[int, int]] = []
     for entry in source.entries:
-        begin = source.data_begin + entry.begin
-        pieces += shifted(selection.get(entry.name, ((0, entry.size),)), begin)
+        wanted = selection.get(entry.name)
+        octets = ((0, entry.size),) if wanted is None else scaled(wanted, DTYPES[entry.dtype].size)
+        pieces += shifted(octets, source.data_begin + entry.begin)
     return intersection(normal(pieces, gap_bytes), ((source.data_begin, source.shard.size_bytes),))
 
 
@@ -167,7 +168,8 @@ def _coverage(sources: list[_Source], wanted: list[Ranges]) -> Coverage:
             begin = source.data_begin + entry.begin
             held = shifted(intersection(ranges, ((begin, begin + entry.size),)), -begin)
             if entry.size and held != ((0, entry.size),):
-                partial[entry.name] = held
+                size = DTYPES[entry.dtype].size
+                partial[entry.name] = tuple((first // size, last // size) for first, last in held)
     return Coverage(partial)
 
 
@@ -190,7 +192,8 @@ def _verify(
 ) -> None:
     """Look at all that came: the digests of whole tensors, and whether every value is finite."""
     for entry in entries:
-        held = coverage.partial.get(entry.name, ((0, entry.size),))
+        size = DTYPES[entry.dtype].size
+        held = scaled(coverage.partial.get(entry.name, ((0, entry.size // size),)), size)
         digest = xxhash.xxh3_128()
         for begin, end in shifted(held, data_begin + entry.begin):
             for position in range(begin, end, _READ_BYTES):

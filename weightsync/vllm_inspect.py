@@ -20,7 +20,7 @@ class InspectExtension:
     _live_check: LiveCheck | None = None
 
     def sluice_read_plan(self, paths: list[str]) -> Answer:
-        """Byte ranges that this worker reads of each tensor: ("ok", name -> pairs). Builds the modules once, so ask early.
+        """Ranges of elements that this worker reads of each tensor: ("ok", name -> pairs). Builds the modules once, so ask early.
 
         Args:
             paths: Files of any version, such as the base model; their bytes are not read.

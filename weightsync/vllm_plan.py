@@ -44,7 +44,7 @@ class LoadPlan:
     """What a worker's model does with the tensors of a version.
 
     Attributes:
-        reads: Byte ranges that it reads, by tensor; every tensor is named.
+        reads: Ranges of elements that it reads, by tensor; every tensor is named.
         copies: Copies straight into one of its parameters or buffers. A parameter that several modules share is named once
             for each.
         shapes: Shape and type of each of those parameters as the loader sees them.

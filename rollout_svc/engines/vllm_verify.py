@@ -71,7 +71,7 @@ async def verify(llm: Llm, files: WeightFiles, share: float, deadline_s: float) 
 
 
 async def read_plans(llm: Llm, files: WeightFiles, deadline_s: float) -> list[Selection]:
-    """Byte ranges that each worker reads of every tensor, by rank.
+    """Ranges of elements that each worker reads of every tensor, by rank.
 
     Raises:
         EngineError: if a worker cannot tell.

@@ -22,7 +22,7 @@ from sluice.versions import Version
 from weightsync.coverage import Coverage
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ApplyReport, PolicyMode, PullLimits, StagedVersion, UpdateTimings, WeightReceiver
-from weightsync.selection import Ranges, Selection, total
+from weightsync.selection import Ranges, Selection, scaled, total
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01, gap_bytes=0)
 ROWS, COLUMNS, WHOLE, UNREAD = "cut.by_rows", "cut.by_columns", "whole.norm", "unread.head"
@@ -47,10 +47,10 @@ def weights(number: int) -> dict[str, torch.Tensor]:
 
 def of_rank(rank: int) -> dict[str, Ranges]:
     """What one of two ranks reads; of the tensor that is not named, everything."""
-    half = 512 * 64 * 4 // 2
+    half = 512 * 64 // 2
     return {
         ROWS: ((rank * half, (rank + 1) * half),),
-        COLUMNS: tuple(((2 * row + rank) << 15, (2 * row + rank + 1) << 15) for row in range(8)),
+        COLUMNS: tuple(((2 * row + rank) << 14, (2 * row + rank + 1) << 14) for row in range(8)),
         UNREAD: (),
     }
 
@@ -125,14 +125,15 @@ def assert_holds(staged: StagedVersion, expected: Mapping[str, torch.Tensor], se
     for name, tensor in expected.items():
         wanted, have = octets(tensor), octets(found[name])
         blank = bytearray(len(wanted))
-        for begin, end in selection.get(name, ((0, len(wanted)),)):
+        for begin, end in scaled(selection.get(name, ((0, tensor.numel()),)), tensor.itemsize):
             blank[begin:end] = wanted[begin:end]
         assert have == bytes(blank), name
 
 
 def selected_bytes(selection: Selection) -> int:
-    sizes = {name: tensor.nbytes for name, tensor in weights(0).items()}
-    return sum(total(selection.get(name, ((0, size),))) for name, size in sizes.items())
+    return sum(
+        total(selection.get(name, ((0, tensor.numel()),))) * tensor.itemsize for name, tensor in weights(0).items()
+    )
 
 
 @pytest.mark.parametrize("local_files", [False, True], ids=["sockets", "files of the host"])
@@ -194,7 +195,7 @@ async def test_ranges_near_each_other_come_together_and_count_as_there(stack, tm
         staged = await engine.at(Version(1, 1))
         with safe_open(staged.path, framework="pt") as file:
             partial = Coverage.parse(file.metadata()).partial
-        assert COLUMNS not in partial or total(partial[COLUMNS]) == (8 << 16) - (1 << 15)
+        assert COLUMNS not in partial or total(partial[COLUMNS]) == (8 << 15) - (1 << 14)
         assert partial[UNREAD] == ()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +13,20 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, recompute, save_model, staged
 from sparse_files import occupied, thin
+from weightsync_stack import RUN, Stack, eventually, running_stack
 
 from rollout_svc.engines.base import EngineError, GenerationRequest, Sample, Sampling
 from rollout_svc.engines.vllm import VllmEngine
+from sluice.config import SecurityConfig
+from sluice.rpc import connect
 from sluice.versions import BASE, Version
+from weightsync.publisher import WeightPublisher
+from weightsync.receiver import PullLimits, WeightReceiver
 from weightsync.selection import Selection, total, union
-from weightsync.staged import StagedVersion
+from weightsync.staged import ApplyReport, StagedVersion
 from weightsync.vllm_transfer import WorkerExtension
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -76,9 +84,48 @@ def by_rank(whole: StagedVersion, directory: Path, plans: list[Selection]) -> St
     return replace(whole, path=files[0], rank_paths=files)
 
 
-async def test_each_worker_names_the_bytes_that_it_reads_and_together_they_read_all(engine, models):
+@asynccontextmanager
+async def following(
+    stack: Stack, stage_dir: Path, rank: int, plan: Selection, into: dict[Version, StagedVersion]
+) -> AsyncIterator[None]:
+    """A receiver that stages what one worker reads."""
+
+    async def keep(version: StagedVersion) -> ApplyReport:
+        into[version.version] = version
+        return ApplyReport(version.version, 0.0, 0.0)
+
+    limits = PullLimits(deadline_s=30, idle_s=5, gap_bytes=0)
+    async with connect(stack.target, SecurityConfig()) as channel:
+        receiver = WeightReceiver(
+            channel, RUN, f"rank{rank}", stage_dir, keep, limits=limits, local_files=False, selection=plan
+        )
+        task = asyncio.create_task(receiver.run_forever())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await receiver.close()
+
+
+def save_weights(like: Path, directory: Path, weights: dict[str, torch.Tensor]) -> Path:
+    """A model of other weights."""
+    shutil.copytree(like, directory)
+    save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def nudge(weights: dict[str, torch.Tensor]) -> None:
+    """Change one value in a hundred, as a step of training does."""
+    generator = torch.Generator().manual_seed(0)
+    for tensor in weights.values():
+        mask = torch.rand(tensor.shape, generator=generator) < 0.01
+        tensor.copy_(torch.where(mask, tensor * 1.2, tensor))
+
+
+async def test_each_worker_names_what_it_reads_and_together_they_read_all(engine, models):
     plans = await engine.read_plans()
-    sizes = {name: tensor.nbytes for name, tensor in load_file(models[0] / "model.safetensors").items()}
+    sizes = {name: tensor.numel() for name, tensor in load_file(models[0] / "model.safetensors").items()}
     assert union(plans) == {name: ((0, size),) for name, size in sizes.items()}
     for plan in plans:
         for name, size in sizes.items():
@@ -100,7 +147,28 @@ async def test_files_with_only_what_each_worker_reads_are_loaded(engine, models,
     await assert_samples(engine, models[0], Version(1, 2))
 
 
-@pytest.mark.parametrize("lacking", [(), ((0, 256),)], ids=["all", "all but a row"])
+async def test_a_receiver_for_each_worker_brings_it_anchors_and_deltas(engine, models, tmp_path):
+    plans = await engine.read_plans()
+    weights = load_file(models[1] / "model.safetensors")
+    async with running_stack(tmp_path / "service", dense_delay_s=0) as stack, AsyncExitStack() as receivers:
+        publisher = WeightPublisher(stack.channel, RUN, chunk_bytes=1 << 16)
+        staged_by: list[dict[Version, StagedVersion]] = [{} for _ in plans]
+        for rank, plan in enumerate(plans):
+            await receivers.enter_async_context(following(stack, tmp_path / "stage", rank, plan, staged_by[rank]))
+        for number in (1, 2):
+            version = Version(6, number)
+            report = await publisher.update(version, weights, deadline_s=60)
+            assert report.kind == ("anchor" if number == 1 else "delta")
+            await eventually(lambda: all(version in each for each in staged_by))  # noqa: B023 - awaited in this round
+            files = [each[version] for each in staged_by]
+            await engine.apply(replace(files[0], rank_paths=tuple(each.path for each in files)))
+            model = save_weights(models[1], tmp_path / f"model{number}", weights)
+            assert await engine.verify_weights(staged(model, version)) == []
+            await assert_samples(engine, model, version)
+            nudge(weights)
+
+
+@pytest.mark.parametrize("lacking", [(), ((0, 64),)], ids=["all", "all but a row"])
 async def test_a_file_that_lacks_part_of_a_fused_layer_is_refused(engine, models, tmp_path, lacking):
     await engine.reload_base()
     before = await sampled(engine)
