@@ -14,20 +14,18 @@ import torch
 import torch.distributed as dist
 
 from sluice.rpc import SluiceError
-from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.baseline import Baseline, Diff
 from weightsync.chunks import MAX_CHUNK_BYTES
 from weightsync.delta_trials import DeltaTrials
 from weightsync.dense_push import push_dense
-from weightsync.group_commit import Frame, Ranks, first_failure
+from weightsync.group_commit import Frame, Ranks
 from weightsync.kept_file import HOST_DIRECTORY
-from weightsync.manifest import ManifestError, box
 from weightsync.names import run_resource
 from weightsync.push_report import PushReport
+from weightsync.rank_plan import PLAN, agree_on_shares
 from weightsync.shard_source import ShardSource
-from weightsync.slice_plan import share_out, total_bytes
-from weightsync.slices import LocalSlice, local_slices, to_proto
+from weightsync.slices import LocalSlice, local_slices
 from weightsync.transfer import Destination
 from weightsync.version_push import Update, VersionPush
 
@@ -38,9 +36,6 @@ SHARD = "model"
 
 _AGREE_S = 600.0
 """Longest wait for the other ranks where `encode` is told no deadline."""
-
-_PLAN = "plan"
-"""Name of the exchange in which ranks learn who holds what."""
 
 log = structlog.get_logger(__name__)
 
@@ -256,28 +251,11 @@ class WeightPublisher:
                 self._tell_failure(version, changed, deadline)
                 raise changed
             self._baseline = None  # gives its memory back before the next one takes as much
-            mine = self._plan(layout, deadline)
+            mine, self._dense_bytes = agree_on_shares(self._ranks, layout, deadline)
             self._baseline = Baseline(self._shard, mine, self._directory)
             self._layout = layout
         live = {row.key: tensor for row, tensor in held}
         return self._baseline, [live[row.key] for row in self._baseline.rows]
-
-    def _plan(self, layout: list[LocalSlice], deadline: float) -> list[LocalSlice]:
-        """The slices that this rank sends; learns the size of the whole model."""
-        described = to_proto(layout, self._shard)
-        frames = self._ranks.exchange(_PLAN, Frame(described.SerializeToString()), deadline)
-        failure = first_failure(frames)
-        if failure is not None:
-            raise failure
-        held = [pb.Shard.FromString(frame.payload) for frame in frames]
-        try:
-            shares = share_out(held)
-        except ManifestError as error:
-            raise ValueError(f"the ranks' slices do not make up the model: {error}") from error
-        self._dense_bytes = total_bytes(held)
-        mine = shares[self._ranks.rank]
-        pairs = zip(described.tensors, layout, strict=True)
-        return [row for tensor, row in pairs if (tensor.name, box(tensor)) in mine]
 
     def _renew(
         self, version: Version, baseline: Baseline, live: list[torch.Tensor], deadline: float, *, compare: bool
@@ -290,7 +268,7 @@ class WeightPublisher:
 
     def _tell_failure(self, version: Version, error: Exception, deadline: float) -> None:
         """Let the other ranks end at once, which wait for this one's layout or offer."""
-        step = _PLAN if self._baseline is None else f"offer {version}"
+        step = PLAN if self._baseline is None else f"offer {version}"
         told = SluiceError(grpc.StatusCode.INTERNAL, "ENCODE_FAILED", f"{type(error).__name__}: {error}")
         try:
             self._ranks.exchange(step, Frame(failure=told), deadline)
