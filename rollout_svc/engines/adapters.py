@@ -64,6 +64,10 @@ class Adapters:
         host: The engine.
         limits: What it holds; None for none.
         deadline_s: How long requests may take to enter the engine.
+
+    Attributes:
+        ready: Set unless the policy is on its way to another version; requests that come meanwhile wait for that one, so
+            that what continues a retired request does not begin on the version that goes next.
     """
 
     def __init__(self, host: AdapterHost, limits: LoraLimits | None, deadline_s: float) -> None:
@@ -72,6 +76,8 @@ class Adapters:
         self._slots = self._before = self._fresh()
         self._entering: dict[Adapter, int] = {}
         self._entered = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.ready.set()
 
     def _fresh(self) -> AdapterSlots:
         return AdapterSlots(self.limits.max_loras if self.limits else 0)
@@ -144,7 +150,11 @@ class Adapters:
         Raises:
             EngineError: if it does not fit or cannot be loaded.
         """
-        self._slots.current = await self._load(staged)
+        self.ready.clear()
+        try:
+            self._slots.current = await self._load(staged)
+        finally:
+            self.ready.set()
 
     def serve_weights(self) -> None:
         """Let new requests without a name run on the weights alone."""

@@ -202,6 +202,7 @@ class TransformersEngine:
             EngineBusyError: if too many samples wait.
             EngineError: if the engine failed.
         """
+        await self._adapters.ready.wait()
         live = self._submit(request)
         try:
             await live.wait()
@@ -219,6 +220,7 @@ class TransformersEngine:
             EngineBusyError: if too many samples wait.
             EngineError: if the engine failed.
         """
+        await self._adapters.ready.wait()
         live = self._submit(request)
         given = [0] * request.n
         unfinished = set(range(request.n))

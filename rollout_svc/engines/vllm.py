@@ -247,6 +247,7 @@ class VllmEngine:
         return bool(tracked)
 
     async def _submit(self, request: GenerationRequest) -> TrackedRequest:
+        await self._adapters.ready.wait()
         await self._weights.admit.wait()  # while an update is under way: the request belongs to the version that comes
         llm = self._llm
         results.check_request(request, self.info, seeds=self._seeds)
@@ -368,7 +369,7 @@ class VllmEngine:
             return found.tensors
 
     async def read_plans(self) -> list[Selection]:
-        """Byte ranges that each worker reads of every tensor, by rank.
+        """Ranges of elements that each worker reads of every tensor, by rank.
 
         Raises:
             EngineError: if one cannot tell.
