@@ -106,6 +106,9 @@ async def run(layout: str, target: str, scenario: str) -> list[dict[str, object]
             tensors["steps"] = torch.tensor(0, dtype=torch.complex64)
         if scenario == "dies" and number == 2 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if scenario == "interrupted" and number == 2 and rank == 1:
+            notes.append({"number": number, "error": "interrupted"})
+            continue
         try:
             report = await publisher.update(Version(1, number), tensors, deadline_s=DEADLINE_S)
         except (SluiceError, ValueError) as error:

@@ -110,3 +110,11 @@ async def test_a_killed_rank_ends_the_publication_of_the_others_and_nothing_is_c
         assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
         assert notes[1] == []
         assert await stack.visible() == [Version(1, 1)]
+
+
+async def test_ranks_at_different_versions_do_not_take_each_others_words(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, dense_delay_s=0) as stack:
+        notes = await published(stack, tmp_path, "fsdp", 2, "interrupted")
+        assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
+        assert [note.get("error") for note in notes[1]] == [None, "interrupted", "RANK_LOST"]
+        assert await stack.visible() == [Version(1, 1)]

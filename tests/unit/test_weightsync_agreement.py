@@ -1,0 +1,77 @@
+"""What ranks decide together, from what each of them says."""
+
+import time
+
+import grpc
+import pytest
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.group_commit import Frame, Ranks, first_failure
+from weightsync.version_push import agree
+
+V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
+
+
+def offer(
+    *,
+    version: Version = V2,
+    base: Version | None = V1,
+    encoded: int = 10,
+    dense: int = 1000,
+    changed: float = 0.01,
+    diff_s: int = 1,
+) -> pb.Manifest:
+    message = pb.Manifest(
+        version=version.to_proto(),
+        kind=pb.VERSION_KIND_ANCHOR if base is None else pb.VERSION_KIND_DELTA,
+        base=None if base is None else base.to_proto(),
+        size_bytes=encoded,
+        dense_bytes=dense,
+        push_timings=pb.PushTimings(changed_fraction=changed),
+    )
+    message.push_timings.diff.FromSeconds(diff_s)
+    return message
+
+
+def test_all_ranks_together_push_a_delta_that_is_at_most_half_a_copy() -> None:
+    assert agree([offer(encoded=900), offer(encoded=100)]).kind == "delta"
+    assert agree([offer(encoded=901), offer(encoded=100)]).kind == "anchor"
+
+
+def test_one_rank_without_a_delta_makes_it_an_anchor() -> None:
+    assert agree([offer(), offer(base=None)]).kind == "anchor"
+    assert agree([offer(), offer(version=V2, base=Version(1, 0))]).kind == "anchor", "bases differ"
+    gave_up = offer(encoded=0)
+    gave_up.kind = pb.VERSION_KIND_ANCHOR
+    decided = agree([offer(), gave_up])
+    assert (decided.kind, decided.compared) == ("anchor", True)
+
+
+def test_ranks_that_publish_different_versions_are_told() -> None:
+    with pytest.raises(SluiceError, match=r"1\.2, 1\.3") as caught:
+        agree([offer(version=V2), offer(version=V3)])
+    assert caught.value.reason == "RANKS_DIFFER"
+
+
+def test_costs_of_ranks_are_added_and_the_slowest_counts() -> None:
+    decided = agree([offer(dense=3000, changed=0.1, diff_s=2), offer(dense=1000, changed=0.5, diff_s=7)])
+    assert (decided.dense_bytes, decided.diff_s) == (4000, 7)
+    assert decided.changed_fraction == pytest.approx(0.2)
+
+
+def test_a_failure_travels_with_its_code_reason_and_facts() -> None:
+    failure = SluiceError(grpc.StatusCode.DATA_LOSS, "DIGEST", "differs: push again", metadata={"stored_bytes": "5"})
+    received = Frame.from_wire(*Frame(failure=failure).to_wire())
+    told = first_failure([Frame(), received])
+    assert told is not None
+    assert (told.code, told.reason, told.metadata) == (failure.code, failure.reason, failure.metadata)
+    assert told.message == "rank 1: differs: push again"
+    assert Frame.from_wire(*Frame(b"said").to_wire()) == Frame(b"said")
+
+
+def test_a_process_alone_hears_itself() -> None:
+    alone = Ranks()
+    assert alone.exchange("offer 1.1", Frame(b"said"), time.monotonic()) == [Frame(b"said")]
+    assert (alone.rank, alone.count) == (0, 1)
