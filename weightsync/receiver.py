@@ -270,6 +270,8 @@ class WeightReceiver:
         self._failures = min(self._failures + 1, 8)
         self._error = f"version {version or 'newest'}: {error}"
         UPDATES.labels("failed").inc()
+        if isinstance(error, PullError | StagingError):
+            self._sources.leave("what it gives could not be taken")
         log.warning("version not taken", version=str(version), serving=str(self._applier.serving), error=str(error))
         self._reporter.tell(pb.REPLICA_PHASE_FAILED, version or self._applier.serving, self._error)
 

@@ -111,6 +111,12 @@ class Sources:
             self._wake.clear()
             await self._look()
 
+    def leave(self, reason: str) -> None:
+        """Go to the root, and come back to a relay no sooner than after a while; without effect at the root."""
+        if self.current != ROOT:
+            self._ban(self.current, reason)
+            self._use(ROOT)
+
     async def close(self) -> None:
         """Close the channels that were opened here."""
         self._use(ROOT)
@@ -222,9 +228,8 @@ class Sources:
         """A relay that lacks what the engine wants is left at once; whether one that failed is there is asked."""
         if self.current == ROOT or channel is not self._channels[self.current]:
             return
-        if code is grpc.StatusCode.NOT_FOUND:
-            self._ban(self.current, "it does not have the version that is wanted")
-            self._use(ROOT)
+        if code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS}:
+            self.leave("it does not give the version that is wanted")
         elif code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
             self._wake.set()
 

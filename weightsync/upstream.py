@@ -12,6 +12,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
+from weightsync.chain import is_reachable, newest_model
 from weightsync.fetch import FetchError, fetch_version
 from weightsync.forward import Forwarder
 from weightsync.host import host_id
@@ -112,15 +113,22 @@ class Follower:
 
     async def _path(self, announced: pb.Manifest) -> list[pb.Manifest]:
         """The forms to take, in the order in which they build on each other."""
-        held = max(
-            (version for version, each in self._run.versions.items() if each.manifest.kind != pb.VERSION_KIND_ADAPTER),
-            default=None,
-        )
-        follows = announced.kind == pb.VERSION_KIND_DELTA and held == Version.from_proto(announced.base)
-        if follows or announced.kind == pb.VERSION_KIND_ADAPTER:
+        versions = self._run.ledger.committed
+        held = newest_model(versions)
+        if held is not None and not is_reachable(versions, held):
+            held = None  # a delta on this disk is damaged: nothing can build on it any more
+        base = Version.from_proto(announced.base)
+        if announced.kind == pb.VERSION_KIND_ADAPTER:
+            if base == BASE or base in versions:
+                return [announced]
+            return [*await self._ask_path(announced, base, held), announced]
+        if announced.kind == pb.VERSION_KIND_DELTA and held == base:
             return [announced]
+        return await self._ask_path(announced, Version.from_proto(announced.version), held)
+
+    async def _ask_path(self, announced: pb.Manifest, version: Version, held: Version | None) -> list[pb.Manifest]:
         request = pb.GetUpdatePathRequest(
-            run=announced.run, version=announced.version, held=None if held is None else held.to_proto()
+            run=announced.run, version=version.to_proto(), held=None if held is None else held.to_proto()
         )
         call = self._stub.GetUpdatePath(request, timeout=_PATH_DEADLINE_S)
         try:

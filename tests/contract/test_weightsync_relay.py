@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest_asyncio
 import torch
 from relay_stack import Engine, Link, Node, linked, listing, push, running, sources
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, equal_bits, error_of, eventually, weights
+from weightsync_stack import RESOURCE, RUN, equal_bits, error_of, eventually, weights
 
 from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import connect
@@ -19,6 +20,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.host import host_id
+from weightsync.publisher import WeightPublisher
 
 FAST = {"lease_s": 1.5, "heartbeat_s": 0.2}
 
@@ -173,6 +175,35 @@ async def test_a_relay_of_a_relay(root: Node, relay: Node, tmp_path: Path) -> No
         run = await root.serving.runs.open(RESOURCE)
         await eventually(lambda: f"relay:{far.target}" in run.ledger.replicas(root.serving.runs.clock()))
         assert {source.address for source in await sources(root)} == {"", relay.target, far.target}
+
+
+async def test_a_relay_whose_disk_damaged_a_delta_begins_anew(tmp_path: Path) -> None:
+    async with (
+        running(Node(tmp_path / "root", dense_delay_s=0.0, **FAST)) as root,
+        running(Node(tmp_path / "relay", upstream=root.target, dense_delay_s=1.0, **FAST)) as relay,
+        connect(root.target, SecurityConfig()) as channel,
+    ):
+        publisher = WeightPublisher(channel, RUN)
+        run = await relay.serving.runs.open(RESOURCE)
+
+        async def publish(number: int) -> dict[str, torch.Tensor]:
+            tensors = large(1)
+            tensors["layer.0"][:number] += 1
+            update = await asyncio.to_thread(publisher.encode, Version(1, number), tensors)
+            await publisher.publish(update, deadline_s=30)
+            return tensors
+
+        for number in (1, 2):
+            await publish(number)
+            await eventually(lambda: relay.newest() == Version(1, number))  # noqa: B023 - awaited in this round
+        delta = next(relay.directory.glob(".deltas/v1.2/*.safetensors"))
+        content = bytearray(delta.read_bytes())
+        content[-1] ^= 1
+        delta.write_bytes(content)
+        await eventually(lambda: run.ledger.committed[Version(1, 2)].damaged)
+        tensors = await publish(3)
+        await eventually(lambda: relay.newest() == Version(1, 3))
+        assert equal_bits(load_file(relay.directory / "v1.3" / "model.safetensors"), tensors)
 
 
 async def test_a_cycle_of_relays_is_refused(tmp_path: Path) -> None:

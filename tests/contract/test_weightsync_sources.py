@@ -114,3 +114,19 @@ async def test_a_relay_that_gets_nothing_new_is_left(root: Node, relay: Node, tm
         async with run.commit_lock:  # the relay answers, and commits nothing
             await push(root, Version(1, 2), weights(2))
             await eventually(lambda: engine.version == Version(1, 2))
+
+
+async def test_a_relay_that_gives_damaged_bytes_is_left(root: Node, relay: Node, tmp_path: Path) -> None:
+    await push(root, Version(1, 1), weights(1))
+    await eventually(lambda: relay.newest() == Version(1, 1))
+    path = relay.directory / "v1.1" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    engine = Engine("replica")
+    limits = SourceLimits(look_s=0.2, fallback_s=0.3, retry_s=0.1, ban_s=60)
+    options = {**EAGER, "source_limits": limits, "local_files": False}
+    async with engine.receiving(root.target, tmp_path / "shm", **options):
+        await eventually(lambda: engine.version == Version(1, 1))
+        assert (await watchers(root), await watchers(relay)) == (2, 0)
+    assert equal_bits(engine.tensors, weights(1))
