@@ -25,7 +25,7 @@ from rollout_svc.engines.vllm import VllmEngine
 from sluice.versions import Version
 from weightsync.staged import ApplyReport, StagedVersion, TensorSpec
 
-__all__ = ["run"]
+__all__ = ["plain_copy", "run"]
 
 NOISE = 1e-3
 """Standard deviation of what is added to each weight from version to version."""
@@ -49,7 +49,7 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
             spans, reports = await _update_in_flight(engine, staged, options.tokens)
         finally:
             await engine.stop()
-        copies = [_plain_copy(model / "model.safetensors", each.path) for each in staged]
+        copies = [plain_copy(model, each.path) for each in staged]
     shown = [(span.start, str(span.version)) for span in spans]
     print(f"{options.tokens} tokens of one request, spans (first token, version): {shown}")
     pauses = [report.pause_s for report in reports]
@@ -92,9 +92,9 @@ def _stage(model: Path, directory: Path, number: int) -> StagedVersion:
     return StagedVersion(Version(1, number), path, specs, digest="")
 
 
-def _plain_copy(base: Path, staged: Path) -> float:
-    """Seconds to copy a staged file's tensors into tensors that exist."""
-    target = load_file(base)
+def plain_copy(model: Path, staged: Path) -> float:
+    """Seconds to copy a staged file's tensors into tensors in memory that was written to before."""
+    target = {name: tensor.clone() for name, tensor in load_file(model / "model.safetensors").items()}
     with safe_open(staged, framework="pt") as source:
         begun = time.perf_counter()
         for name, tensor in target.items():

@@ -1,0 +1,1 @@
+"""The weight path measured: `sluice bench weightsync`."""

@@ -1,0 +1,112 @@
+"""A weight service in a process of its own, and receivers in ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+
+import grpc
+import torch
+
+from benchmarks.children import free_port, service
+from sluice.config import SecurityConfig
+from sluice.rpc import connect
+from sluice.versions import Version
+from weightsync.publisher import WeightPublisher
+from weightsync.receiver import WeightReceiver
+from weightsync.staged import ApplyReport, StagedVersion
+
+__all__ = ["RUN", "WeightStack", "receiving", "reported", "serves", "weight_service"]
+
+RUN = "bench"
+DEADLINE_S = 300.0
+
+
+class WeightStack:
+    """A service that is up.
+
+    Attributes:
+        target: Its address.
+        channel: To it.
+        publisher: Pushes to it.
+    """
+
+    def __init__(self, target: str, channel: grpc.aio.Channel, *, local: bool) -> None:
+        self.target = target
+        self.channel = channel
+        self.publisher = WeightPublisher(channel, RUN, local=local)
+
+    async def push(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> float:
+        """Publish a version; returns when the transfer began, which is after the comparison with the version before."""
+        update = await asyncio.to_thread(self.publisher.encode, version, tensors, deadline_s=DEADLINE_S)
+        begun = time.perf_counter()
+        await self.publisher.publish(update, deadline_s=DEADLINE_S)
+        return begun
+
+
+@contextlib.asynccontextmanager
+async def weight_service(
+    directory: Path, *arguments: str, local: bool = False, name: str = "weightsync"
+) -> AsyncIterator[WeightStack]:
+    """Run ``sluice weightsync`` until the block ends.
+
+    Args:
+        directory: For its versions and its log.
+        arguments: Further words of its command line.
+        local: Hand files over in shared memory in place of sockets.
+        name: Of its part of the directory.
+    """
+    target = f"127.0.0.1:{free_port()}"
+    words = [
+        f"--run={RUN}",
+        f"--output-dir={directory / name}",
+        "--log-level=warning",
+        f"--server.port={target.rpartition(':')[2]}",
+        *arguments,
+    ]
+    log = directory / f"{name}.log"
+    async with service("weightsync", *words, health=target, log=log), connect(target, SecurityConfig()) as channel:
+        yield WeightStack(target, channel, local=local)
+
+
+@contextlib.asynccontextmanager
+async def receiving(
+    target: str,
+    stage_dir: Path,
+    apply: Callable[[StagedVersion], Awaitable[ApplyReport]],
+    *,
+    replica: str = "replica-0",
+    local: bool = False,
+) -> AsyncIterator[WeightReceiver]:
+    """A receiver that follows until the block ends."""
+    async with connect(target, SecurityConfig()) as channel:
+        receiver = WeightReceiver(channel, RUN, replica, stage_dir, apply, local_files=local)
+        task = asyncio.create_task(receiver.run_forever())
+        try:
+            yield receiver
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await receiver.close()
+
+
+async def reported(staged: StagedVersion) -> ApplyReport:
+    """Apply to nothing: what is measured ends when the version is staged."""
+    return ApplyReport(staged.version, 0.0, 0.0)
+
+
+async def serves(receivers: list[WeightReceiver], version: Version) -> None:
+    """Return when all of them serve the version.
+
+    Raises:
+        TimeoutError: after the deadline.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while any(receiver.status().serving != version for receiver in receivers):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"version {version} was not in service within {DEADLINE_S:g} s")
+        await asyncio.sleep(0.002)

@@ -1,0 +1,165 @@
+"""How well deltas code the versions of a real training run: the trainer's own engine, AdamW, policy-gradient steps.
+
+Bytes are set against a dense bf16 copy, against two simpler codes, and against the entropy of the gaps between changed
+weights and of their steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from transformers import AutoTokenizer
+
+from sluice.render import ChatRenderer
+from trainer_svc.batch import Sequence
+from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.demonstrations import render_row
+from trainer_svc.engine import TrainEngine
+from weightsync.codec import Encoding, encode
+from weightsync.codec.entropy import entropy_bound_bytes
+
+__all__ = ["DeltaSizes", "measure_deltas"]
+
+LETTERS = 12
+"""Of each string that the policy is to reverse."""
+
+GROUPS = 2
+"""Tasks per step; each with a right and a wrong answer, of advantage 1 and -1."""
+
+OUTER = ("embed_tokens", "lm_head")
+"""Left out of the headline: of a small vocabulary they are touched as the rest is, of a large one hardly at all."""
+
+
+@dataclass
+class DeltaSizes:
+    """Sums over tensors, in bytes; `changed` and `elements` count weights."""
+
+    elements: int = 0
+    changed: int = 0
+    dense: int = 0
+    sent: int = 0
+    xor_zstd: int = 0
+    pairs: int = 0
+    bound: float = 0.0
+    worst_over_dense: float = 0.0
+
+    def add(self, other: DeltaSizes) -> None:
+        """Add another sum to this one."""
+        for name in ("elements", "changed", "dense", "sent", "xor_zstd", "pairs", "bound"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.worst_over_dense = max(self.worst_over_dense, other.worst_over_dense)
+
+    def summary(self) -> dict[str, float]:
+        """The figures as ratios; of a class in which nothing changed the fraction alone."""
+        changed = {"changed_fraction": round(self.changed / self.elements, 6)}
+        if not self.changed:
+            return changed
+        return changed | {
+            "dense_over_sent": round(self.dense / self.sent, 1),
+            "xor_zstd_over_sent": round(self.xor_zstd / self.sent, 2),
+            "pairs_over_sent": round(self.pairs / self.sent, 2),
+            "sent_over_bound": round(self.sent / self.bound, 3),
+            "worst_tensor_over_dense": round(self.worst_over_dense, 4),
+        }
+
+
+def measure_deltas(model: Path, lr: float, *, steps: int, measured: int, threads: int) -> Mapping[str, DeltaSizes]:
+    """Train, and code the difference between the versions of the last steps.
+
+    Args:
+        model: Directory of the model.
+        lr: Learning rate, constant.
+        steps: Optimizer steps in all.
+        measured: How many of the last of them are coded.
+        threads: CPU threads.
+
+    Returns:
+        Sizes by class of tensor, and of "all" and "inner" (all but embeddings and head).
+    """
+    config = TrainerConfig(
+        lr=lr, threads=threads, objective=ObjectiveConfig(preset="grpo"), dtype="bfloat16"
+    )  # masters stay fp32
+    engine = TrainEngine(config, model)
+    batches = _batches(model)
+    classes: dict[str, DeltaSizes] = defaultdict(DeltaSizes)
+    before: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        if step >= steps - measured:
+            before = before or engine.named_tensors(torch.bfloat16)
+        engine.train_batch(_on_policy(engine, next(batches)))
+        if step >= steps - measured:
+            after = engine.named_tensors(torch.bfloat16)
+            _add(classes, before, after)
+            before = after
+    return dict(classes)
+
+
+def _batches(model: Path) -> Iterator[list[Sequence]]:
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model))
+    random = Random(0)  # noqa: S311 - tasks, not secrets
+    while True:
+        tasks = ["".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=LETTERS)) for _ in range(GROUPS)]
+        yield [
+            _row(renderer, task, answer, advantage, group=str(index))
+            for index, task in enumerate(tasks)
+            for answer, advantage in ((task[::-1], 1.0), (task, -1.0))
+        ]
+
+
+def _row(renderer: ChatRenderer, task: str, answer: str, advantage: float, group: str) -> Sequence:
+    messages = [{"role": "user", "content": f"Reverse: {task}"}, {"role": "assistant", "content": answer}]
+    rendered = render_row(renderer, {"messages": messages})
+    ids = torch.tensor(rendered.ids)
+    mask = torch.tensor(rendered.loss_mask, dtype=torch.bool)
+    nothing = torch.full((len(ids),), torch.nan)
+    return Sequence(ids, mask, nothing, torch.full((len(ids),), advantage), group_id=group)
+
+
+def _on_policy(engine: TrainEngine, rows: list[Sequence]) -> list[Sequence]:
+    logprobs = engine.forward_logprobs(rows)
+    return [
+        Sequence(row.input_ids, row.loss_mask, values, row.advantages, group_id=row.group_id)
+        for row, values in zip(rows, logprobs, strict=True)
+    ]
+
+
+def _add(classes: dict[str, DeltaSizes], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in after.items():
+        sizes = _measure_tensor(_bytes(tensor), _bytes(before[name]))
+        for kind in _classes_of(name):
+            classes[kind].add(sizes)
+
+
+def _classes_of(name: str) -> Iterable[str]:
+    outer = any(part in name for part in OUTER)
+    kind = "embeddings" if outer else next((part for part in ("attn", "mlp") if part in name), "norms")
+    return ("all", kind) if outer else ("all", "inner", "norms" if "norm" in name else kind)
+
+
+def _measure_tensor(new: NDArray[np.uint8], base: NDArray[np.uint8]) -> DeltaSizes:
+    encoded = encode(new, base, "BF16")
+    changed = int(np.count_nonzero(new.view(np.uint16) != base.view(np.uint16)))
+    sent = 0 if encoded.encoding is Encoding.UNCHANGED else len(encoded.data)
+    return DeltaSizes(
+        elements=new.size // 2,
+        changed=changed,
+        dense=new.size,
+        sent=sent,
+        xor_zstd=len(zstandard.ZstdCompressor(level=1).compress(np.bitwise_xor(new, base).tobytes())),
+        pairs=changed * (4 + 2),
+        bound=entropy_bound_bytes(new, base, "BF16"),
+        worst_over_dense=sent / new.size,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    array: NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return array
