@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +13,7 @@ from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.adapter_slots import AdaptersFullError
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.lora import LoraEngine
+from rollout_svc.live_weights import check_live
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError, connect
@@ -27,7 +28,7 @@ from weightsync.receiver import (
     UpdateTimings,
     WeightReceiver,
 )
-from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyReport, Selection, StagedAdapter, StagedVersion
 
 __all__ = ["Weights", "WeightsStatus"]
 
@@ -36,6 +37,9 @@ MODES = {
     rollout_pb2.WEIGHT_POLICY_MODE_HOLD: PolicyMode.HOLD,
     rollout_pb2.WEIGHT_POLICY_MODE_TARGET: PolicyMode.TARGET,
 }
+_VERIFIED_STEPS = 15
+"""Steps of an update and of the comparison behind it, each of which may take the time of one."""
+
 WIRE_MODES = {mode: wire for wire, mode in MODES.items()}
 
 
@@ -58,9 +62,16 @@ class Weights:
         common: Settings of the run.
         config: Settings of the replica.
         engine: The engine under its supervision.
+        selections: What each of its processes reads of a version; empty pulls whole versions.
     """
 
-    def __init__(self, common: CommonConfig, config: RolloutConfig, engine: EngineSupervisor) -> None:
+    def __init__(
+        self,
+        common: CommonConfig,
+        config: RolloutConfig,
+        engine: EngineSupervisor,
+        selections: Sequence[Selection] = (),
+    ) -> None:
         self._config, self._engine = config, engine
         self._updates = 0
         self._channel: grpc.aio.Channel | None = None
@@ -73,12 +84,14 @@ class Weights:
                 config.replica,
                 config.stage_dir,
                 self._apply,
-                apply_deadline_s=3 * config.deadlines.apply_s,
+                apply_deadline_s=(3 if config.verify_after_apply == "off" else _VERIFIED_STEPS)
+                * config.deadlines.apply_s,
                 limits=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
                 failures=(EngineError, SluiceError),
                 observe=self._observe,
                 adapters=AdapterUse(self._apply_adapter, self._held) if config.lora.enabled else None,
                 local_files=config.local_files,
+                selections=selections,
                 connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
             )
 
@@ -210,7 +223,9 @@ class Weights:
         return await (self._receiver.run_exclusive(action) if self._receiver is not None else action())
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
-        return await self._engine.serving.apply(staged)
+        report = await self._engine.serving.apply(staged)
+        await check_live(self._engine.serving, staged, self._config.verify_after_apply)
+        return report
 
     async def _apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
         return await self._lora_engine.apply_adapter(staged)

@@ -6,6 +6,7 @@ the dense form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -61,7 +62,7 @@ class VersionBuilder:
         self._run = run
         self._threads = threads
         self._local_files = local_files
-        self.selection = selection
+        self._selection = selection
 
     async def build(self, target: pb.Manifest, held: HeldVersion | None, descriptor: int) -> BuildCost:
         """Fill a file with a version, verified.
@@ -89,7 +90,8 @@ class VersionBuilder:
                 if failure is not None:
                     _note_fallback(target, failure, start, local)
                 try:
-                    await self._assembly(descriptor, cost, local=local).follow(steps, start)
+                    assembly = Assembly(self._pull, descriptor, cost, local=local, selection=self.selection(target))
+                    await assembly.follow(steps, start)
                     await run_to_end(self._threads, partial(_check_against, descriptor, steps[-1].manifest, target))
                 except (PullError, StagingError) as error:
                     _raise_if_unreachable(error)
@@ -100,8 +102,16 @@ class VersionBuilder:
                 break  # that was the dense form
         raise PullError(str(failure)) from failure
 
-    def _assembly(self, descriptor: int, cost: BuildCost, *, local: bool) -> Assembly:
-        return Assembly(self._pull, descriptor, cost, local=local, selection=self.selection)
+    def selection(self, target: pb.Manifest) -> Selection | None:
+        """What is wanted of a version: of each tensor that is not wanted whole; None for everything."""
+        sizes = {each.name: math.prod(each.global_shape) for shard in target.shards for each in shard.tensors}
+        wanted = {} if self._selection is None else self._selection
+        parts = {
+            name: wanted[name]
+            for name, size in sizes.items()
+            if size and wanted.get(name, ((0, size),)) != ((0, size),)
+        }
+        return parts or None
 
     async def _route(self, target: pb.Manifest, base: HeldVersion | None) -> list[Step]:
         """The forms to apply, checked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from weightsync.names import run_resource
 from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.pull import PullError, PullLimits
 from weightsync.report import Reporter
-from weightsync.selection import Selection
+from weightsync.selection import Selection, union
 from weightsync.sources import SourceLimits, Sources
 from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 from weightsync.staged_copies import StagedCopies
@@ -82,9 +82,10 @@ class WeightReceiver:
         local_files: Read the service's files where this process sees them, in place of a transfer.
         connect_to: Opens a channel to a relay's address, with the agent role; None keeps the replica at `channel`.
         source_limits: How long sources are waited for.
-        selection: What the engine's processes on this host read of each tensor; None for everything. Dense forms are then
-            pulled in those parts, deltas whole, and the staged file has holes. It saves something only where the processes
-            of one engine are spread over hosts, with a receiver on each: together they read every byte.
+        selections: What each of the engine's processes on this host reads of every tensor; empty for everything. What none
+            reads is not pulled: of dense forms, that is; deltas come whole. The staged file then has holes. That saves
+            much only where the processes of one engine are spread over hosts, with a receiver on each: those of one host
+            together read nearly every byte.
         adapters: What the engine does with LoRA adapters; None where it serves none, and versions of that kind are refused.
     """
 
@@ -105,7 +106,7 @@ class WeightReceiver:
         local_files: bool = True,
         connect_to: Callable[[str], grpc.aio.Channel] | None = None,
         source_limits: SourceLimits | None = None,
-        selection: Selection | None = None,
+        selections: Sequence[Selection] = (),
         adapters: AdapterUse | None = None,
     ) -> None:
         self._run = run_resource(run)
@@ -117,7 +118,12 @@ class WeightReceiver:
         limits = limits or PullLimits()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
         builder = VersionBuilder(
-            channel, self._run, self._threads, limits, local_files=local_files, selection=selection
+            channel,
+            self._run,
+            self._threads,
+            limits,
+            local_files=local_files,
+            selection=union(selections) if selections else None,
         )
         self._adapter_use = adapters
         whole = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)

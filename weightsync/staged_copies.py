@@ -48,7 +48,6 @@ class StagedCopies:
         self._area = SharedArea(stage_dir, run)
         self._copies = HostCopies(self._area, threads, limits)
         self._builder = builder
-        self._part = "" if builder.selection is None else f"-{fingerprint(builder.selection)}"
         self._used: dict[Path, _Used] = {}
 
     async def stage(self, manifest: pb.Manifest, current: StagedVersion | None) -> tuple[StagedVersion, UpdateTimings]:
@@ -66,7 +65,8 @@ class StagedCopies:
         """
         started = time.perf_counter()
         version = Version.from_proto(manifest.version)
-        path = self._area.file(version, manifest.digest + self._part)
+        parts = self._builder.selection(manifest)
+        path = self._area.file(version, manifest.digest + ("" if parts is None else f"-{fingerprint(parts)}"))
         build = partial(self._builder.build, manifest, self._held(current))
         copy, cost = await self._copies.obtain(path, _dense_bytes(manifest), build)
         self._used[path] = _Used(copy, slice_digests(manifest))

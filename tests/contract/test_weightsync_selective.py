@@ -22,7 +22,7 @@ from sluice.versions import Version
 from weightsync.coverage import Coverage
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ApplyReport, PolicyMode, PullLimits, StagedVersion, UpdateTimings, WeightReceiver
-from weightsync.selection import Ranges, Selection, scaled, total
+from weightsync.selection import Ranges, Selection, scaled, total, union
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01, gap_bytes=0)
 ROWS, COLUMNS, WHOLE, UNREAD = "cut.by_rows", "cut.by_columns", "whole.norm", "unread.head"
@@ -92,7 +92,7 @@ async def receiving(
             limits=limits,
             observe=engine.updates.append,
             local_files=local_files,
-            selection=selection,
+            selections=[] if selection is None else [selection],
         )
         task = asyncio.create_task(receiver.run_forever())
         try:
@@ -209,3 +209,15 @@ async def test_holding_and_returning_to_a_version_works_in_parts_too(stack, tmp_
         receiver.set_policy(PolicyMode.HOLD, owner="eval", ttl_s=60)
         await receiver.update_to(Version(1, 1), 30, owner="eval")
         assert_holds(await engine.at(Version(1, 1)), weights(1), selection)
+
+
+async def test_processes_that_together_read_everything_share_the_whole_file(stack, tmp_path):
+    await stack.publisher.push(Version(1, 1), weights(0), deadline_s=30)
+    both = {**union([of_rank(0), of_rank(1)]), UNREAD: ((0, 256 * 64),)}
+    async with (
+        receiving(stack, tmp_path, both) as (one, _),
+        receiving(stack, tmp_path, None) as (other, _),
+    ):
+        version = Version(1, 1)
+        assert (await one.at(version)).path == (await other.at(version)).path
+        assert_holds(one.staged[-1], weights(0), {})

@@ -97,7 +97,7 @@ async def following(
     limits = PullLimits(deadline_s=30, idle_s=5, gap_bytes=0)
     async with connect(stack.target, SecurityConfig()) as channel:
         receiver = WeightReceiver(
-            channel, RUN, f"rank{rank}", stage_dir, keep, limits=limits, local_files=False, selection=plan
+            channel, RUN, f"rank{rank}", stage_dir, keep, limits=limits, local_files=False, selections=[plan]
         )
         task = asyncio.create_task(receiver.run_forever())
         try:
