@@ -321,3 +321,18 @@ async def test_an_engine_without_adapters_says_which_setting_it_lacks(models):
             await engine.apply_adapter(staged_adapter(models.adapters[0], Version(1, 1)))
     finally:
         await engine.stop()
+
+
+@pytest.mark.slow
+async def test_tensor_parallel_workers_serve_adapters_together(models):
+    arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": 2}
+    engine = VllmEngine(str(models.base), engine_args=arguments, lora=LIMITS)
+    await engine.start()
+    try:
+        for number in (0, 1):
+            await engine.apply_adapter(staged_adapter(models.adapters[number], Version(1, number)))
+            assert_sampled_by(await one(engine), Version(1, number), by_adapter(models, number))
+        await engine.reload_base()
+        assert_sampled_by(await one(engine), BASE, by_base(models))
+    finally:
+        await engine.stop()
