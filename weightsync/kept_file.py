@@ -47,7 +47,7 @@ class KeptFile:
             sweep(directory)
             descriptor, path = _new_file(size, directory)
         self._descriptor, self.path = descriptor, path
-        self.close = weakref.finalize(self, _remove, descriptor, path)
+        self.close = weakref.finalize(self, _remove, os.getpid(), descriptor, path)
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
 
     def local(self, shard: str) -> pb.LocalFile | None:
@@ -97,8 +97,8 @@ def _new_file(size: int, directory: Path) -> tuple[int, Path | None]:
     return descriptor, path
 
 
-def _remove(descriptor: int, path: Path | None) -> None:
-    if path is not None:
+def _remove(owner: int, descriptor: int, path: Path | None) -> None:
+    if path is not None and os.getpid() == owner:  # not at the end of a forked child
         path.unlink(missing_ok=True)
     if descriptor >= 0:
         os.close(descriptor)

@@ -13,7 +13,7 @@ class PushReport:
     """What publishing a version cost; of several ranks, sums of bytes and the slowest one's seconds.
 
     Attributes:
-        bytes_sent: Bytes of the shards that were handed over; 0 if the service had the version.
+        bytes_sent: Bytes of the shards that were handed over, those of repeats included; 0 if the service had the version.
         push_s: Seconds until the service held every byte on disk.
         commit_s: Seconds that the commit took.
         digest: The version's digest.

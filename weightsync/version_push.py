@@ -130,6 +130,7 @@ class VersionPush:
         self._ranks, self._baseline, self._update = ranks, baseline, update
         self._chunk_bytes, self._directory, self._labels = chunk_bytes, directory, labels
         self._kind: Kind = "anchor"
+        self._bytes_sent = 0
         self.sees_files = directory is not None
         """Whether the service took every file that it was offered."""
 
@@ -212,8 +213,10 @@ class VersionPush:
                 await transfer.send(resume=resume)
             except Exception as error:  # noqa: BLE001  whatever it is: the other ranks wait for this one's word
                 return Frame(failure=_typed(error))
+            finally:
+                self._bytes_sent += transfer.bytes_sent
             part.shards.append(shard)
-            part.size_bytes = transfer.bytes_sent
+            part.size_bytes = self._bytes_sent
             self.sees_files = self.sees_files and not transfer.refused_file
         part.push_timings.push.CopyFrom(_duration(time.perf_counter() - started))
         return Frame(part.SerializeToString())

@@ -151,6 +151,15 @@ def test_published_tensors_do_not_change_when_training_goes_on(model_dir):
 
 
 @pytest.mark.parametrize("tie", [False, True])
+def test_what_is_compared_with_the_version_before_is_no_copy(tmp_path, tie):
+    trainer = engine(tiny_model(tmp_path, tie=tie))
+    parameters = dict(trainer.policy.model.named_parameters())
+    live = trainer.live_tensors()
+    assert live.keys() == trainer.named_tensors().keys()
+    assert all(tensor.data_ptr() == parameters[name].data_ptr() for name, tensor in live.items())
+
+
+@pytest.mark.parametrize("tie", [False, True])
 def test_published_names_are_those_of_the_hugging_face_file(tmp_path, tie):
     path = tiny_model(tmp_path, tie=tie)
     published = engine(path).named_tensors()
