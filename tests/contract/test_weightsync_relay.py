@@ -19,6 +19,7 @@ from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
+from weightsync.adapter_publisher import AdapterPublisher
 from weightsync.host import host_id
 from weightsync.publisher import WeightPublisher
 
@@ -204,6 +205,18 @@ async def test_a_relay_whose_disk_damaged_a_delta_begins_anew(tmp_path: Path) ->
         tensors = await publish(3)
         await eventually(lambda: relay.newest() == Version(1, 3))
         assert equal_bits(load_file(relay.directory / "v1.3" / "model.safetensors"), tensors)
+
+
+async def test_an_adapter_comes_with_the_weights_that_it_belongs_to(root: Node, tmp_path: Path) -> None:
+    adapter = {"model.layers.0.q_proj.lora_A.weight": torch.randn(4, 16)}
+    await push(root, Version(1, 1), weights(1))
+    async with connect(root.target, SecurityConfig()) as channel:
+        publisher = AdapterPublisher(channel, RUN, base=Version(1, 1))
+        await publisher.push(Version(1, 2), adapter, {"peft_type": "LORA", "r": 4}, deadline_s=30)
+    async with running(Node(tmp_path / "late", upstream=root.target, **FAST)) as late:
+        await eventually(lambda: late.newest() == Version(1, 2))
+        assert equal_bits(load_file(late.directory / "v1.1" / "model.safetensors"), weights(1))
+        assert equal_bits(load_file(late.directory / "v1.2" / "adapter_model.safetensors"), adapter)
 
 
 async def test_a_cycle_of_relays_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ from weightsync.sources import SourceLimits
 pytestmark = pytest.mark.slow
 
 RECEIVERS = 16
-FAST = {"lease_s": 3.0, "heartbeat_s": 0.2}
+QUIET = {"lease_s": 30.0, "heartbeat_s": 2.0}
+"""Little is said but what has to be, so that the bytes that are counted are those of versions."""
 EAGER = {
     "connect_to": partial(connect, security=SecurityConfig()),
     "source_limits": SourceLimits(look_s=1.0, fallback_s=0.5, retry_s=0.2, ban_s=1.0),
@@ -53,10 +54,10 @@ class Tree:
 @pytest_asyncio.fixture
 async def tree(tmp_path: Path) -> AsyncIterator[Tree]:
     async with AsyncExitStack() as stack:
-        root = await stack.enter_async_context(running(Node(tmp_path / "root", **FAST)))
+        root = await stack.enter_async_context(running(Node(tmp_path / "root", **QUIET)))
         links = [await stack.enter_async_context(linked(root.target)) for _ in range(2)]
         relays = [
-            await stack.enter_async_context(running(Node(tmp_path / f"relay-{index}", upstream=link.address, **FAST)))
+            await stack.enter_async_context(running(Node(tmp_path / f"relay-{index}", upstream=link.address, **QUIET)))
             for index, link in enumerate(links)
         ]
         grown = Tree(root, relays, links)
@@ -82,12 +83,13 @@ def model(seed: int) -> dict[str, torch.Tensor]:
 
 
 def trained(tensors: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-    """One value in fifty moves by one step of its precision."""
+    """One value in ten moves by a few steps of its precision."""
+    random = torch.Generator().manual_seed(step)
     moved = {}
     for name, tensor in tensors.items():
-        bits = tensor.clone()
-        bits.view(torch.int16)[step::50] ^= 1
-        moved[name] = bits
+        bits = tensor.clone().view(torch.int16)
+        bits += torch.randint(-3, 4, bits.shape, generator=random) * (torch.rand(bits.shape, generator=random) < 0.1)
+        moved[name] = bits.view(torch.bfloat16)
     return moved
 
 
@@ -129,8 +131,7 @@ async def test_the_root_sends_a_delta_once_per_relay(tree: Tree, tmp_path: Path)
             size = await size_of(tree.root, Version(1, number))
             assert size < sum(tensor.nbytes for tensor in tensors.values()) / 2
             for count, earlier in zip(tree.received(), before, strict=True):
-                # Manifests, reports and signs of life beside the bytes: they do not grow with the model's weights.
-                assert size <= count - earlier < size * 1.02 + 64 * 1024
+                assert size <= count - earlier < size * 1.02
     assert all(equal_bits(engine.tensors, tensors) for engine in engines)
     for relay in tree.relays:
         newest = relay.directory / "v1.3" / "model.safetensors"
