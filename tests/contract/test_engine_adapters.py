@@ -323,6 +323,15 @@ async def test_an_engine_without_adapters_says_which_setting_it_lacks(models):
         await engine.stop()
 
 
+async def test_live_weights_are_still_compared_beneath_adapters(engine, models):
+    await engine.apply_adapter(staged_adapter(models.adapters[0], Version(1, 1)))
+    assert await engine.verify_weights(None) == []
+    other = staged(models.second, Version(1, 2))
+    assert "model.layers.1.mlp.down_proj.weight" in await engine.verify_weights(other)
+    await engine.apply(other)
+    assert await engine.verify_weights(other) == []
+
+
 @pytest.mark.slow
 async def test_tensor_parallel_workers_serve_adapters_together(models):
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": 2}
