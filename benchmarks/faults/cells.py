@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.faults.points import Point
 
@@ -35,44 +35,87 @@ class Cell:
         return f"{self.victim}-{self.phase}" + ("-anchor" if self.form == "anchor" else "")
 
 
-_PUSH = Point("weightsync.incoming:IncomingShard.write", nth=4)
-_COMMIT = Point("os:rename", match=r"/v\d+\.\d+$")
-_COMMITTED = Point("os:rename", "after", match=r"/v\d+\.\d+$")
+_PUSH = Point("weightsync.incoming:IncomingShard.write", nth=3)
+_DELTA_NAME, _DENSE_NAME = r"/\.deltas/v\d+\.\d+$", r"/weights/v\d+\.\d+$"
+_COMMIT = Point("os:rename", match=_DELTA_NAME)
+_COMMITTED = Point("os:rename", "after", match=_DELTA_NAME)
 _WATCH = Point("weightsync.runs:Run.publish", "after")
-_PULL = Point("weightsync.chunks:check_chunk", nth=4)
-_STAGE = Point("weightsync.staging:StagingFile.finish")
+_SEND = Point("weightsync.sending:_read", nth=3)
+_PULL = Point("weightsync.raw_chunks:RawChunk.check", nth=3)
+_STAGE = Point("weightsync.patching:_decode", nth=3)
+_STAGED = Point("weightsync.shared_area:Claim.publish", "after")
 _APPLY = Point("benchmarks.faults.engine:copy_tensor", nth=3)
 _REPORT = Point("weightsync.apply:Applier.apply", "after")
 _REPORTED = Point("weightsync.ledger:Ledger.report")
 
-CELLS = (
-    Cell("before_push", "trainer", Point("weightsync.publisher:WeightPublisher.push")),
-    Cell("mid_push", "trainer", Point("weightsync.chunks:fill_chunk", nth=4)),
+_TRAINER = (
+    Cell("before_push", "trainer", Point("weightsync.publisher:WeightPublisher.encode")),
+    Cell("diff", "trainer", Point("weightsync.codec:encode", nth=3)),
+    Cell("mid_push", "trainer", Point("weightsync.transfer:wire_chunk", nth=3)),
     Cell("pushed", "trainer", Point("weightsync.push:receive_shard", "after"), at="service"),
     Cell("commit", "trainer", _COMMIT, at="service"),
-    Cell("committed", "trainer", Point("weightsync.publisher:WeightPublisher.push", "after")),
+    Cell("committed", "trainer", Point("weightsync.publisher:WeightPublisher.publish", "after")),
     Cell("watch", "trainer", _WATCH, at="service"),
     Cell("pull", "trainer", _PULL, at="engine"),
     Cell("stage", "trainer", _STAGE, at="engine"),
     Cell("apply", "trainer", _APPLY, at="engine"),
     Cell("report", "trainer", _REPORT, at="engine"),
+)
+_SERVICE = (
     Cell("mid_push", "service", _PUSH),
-    Cell("stored", "service", Point("weightsync.incoming:IncomingShard.finish", "after")),
+    Cell("pushed", "service", Point("weightsync.incoming:IncomingShard.finish", "after")),
     Cell("commit", "service", _COMMIT),
     Cell("committed", "service", _COMMITTED),
     Cell("watch", "service", _WATCH),
-    Cell("pull", "service", Point("weightsync.chunks:fill_chunk", nth=4)),
+    Cell("pull", "service", _SEND),
     Cell("stage", "service", _STAGE, at="engine"),
     Cell("apply", "service", _APPLY, at="engine"),
     Cell("report", "service", _REPORTED),
+    Cell("mid_materialize", "service", Point("weightsync.materialize:_advance_tensor", nth=3)),
+    Cell("materialize", "service", Point("os:rename", match=_DENSE_NAME)),
+    Cell("materialized", "service", Point("os:rename", "after", match=_DENSE_NAME)),
+    Cell("remove", "service", Point("os:rename", match=r"/\.trash/v\d+\.\d+$")),
+    Cell("removed", "service", Point("os:rename", "after", match=r"/\.trash/v\d+\.\d+$")),
+)
+_ENGINE = (
     Cell("push", "engine", _PUSH, at="service"),
     Cell("commit", "engine", _COMMIT, at="service"),
     Cell("watch", "engine", Point("weightsync.receiver:WeightReceiver._take")),
     Cell("pull", "engine", _PULL),
     Cell("stage", "engine", _STAGE),
-    Cell("staged", "engine", Point("weightsync.apply:Applier.apply")),
+    Cell("staged", "engine", _STAGED),
     Cell("apply", "engine", _APPLY),
     Cell("report", "engine", _REPORT),
     Cell("reported", "engine", _REPORTED, at="service"),
 )
-"""Every phase of every program."""
+_RELAY = (
+    Cell("push", "relay", _PUSH, at="service", relay=True),
+    Cell("commit", "relay", _COMMIT, at="service", relay=True),
+    Cell("watch", "relay", Point("weightsync.upstream:Follower._try"), relay=True),
+    Cell("pull", "relay", _PUSH, relay=True),
+    Cell("stage", "relay", _COMMIT, relay=True),
+    Cell("staged", "relay", _COMMITTED, relay=True),
+    Cell("announce", "relay", _WATCH, relay=True),
+    Cell("serve", "relay", _SEND, relay=True),
+    Cell("apply", "relay", _APPLY, at="engine", relay=True),
+    Cell("report", "relay", Point("weightsync.forward:Forwarder.put"), relay=True),
+    Cell("materialize", "relay", Point("os:rename", match=_DENSE_NAME), relay=True),
+    Cell("relay_pull", "service", _SEND, relay=True),
+    Cell("relay_commit", "service", _COMMIT, at="relay", relay=True),
+    Cell("relay_serve", "engine", _SEND, at="relay", relay=True),
+)
+_ANCHORS = (
+    Cell("mid_push", "trainer", Point("weightsync.transfer:wire_chunk", nth=40), form="anchor"),
+    Cell("mid_push", "service", replace(_PUSH, nth=40), form="anchor"),
+    Cell("commit", "service", replace(_COMMIT, match=_DENSE_NAME), form="anchor"),
+    Cell("committed", "service", replace(_COMMITTED, match=_DENSE_NAME), form="anchor"),
+    Cell("pull", "service", replace(_SEND, nth=40), form="anchor"),
+    Cell("pull", "engine", replace(_PULL, nth=40), form="anchor"),
+    Cell("stage", "engine", Point("weightsync.staging:StagingFile.finish"), form="anchor"),
+    Cell("apply", "engine", _APPLY, form="anchor"),
+    Cell("pull", "relay", replace(_PUSH, nth=40), relay=True, form="anchor"),
+    Cell("serve", "relay", replace(_SEND, nth=40), relay=True, form="anchor"),
+)
+
+CELLS = _TRAINER + _SERVICE + _ENGINE + _RELAY + _ANCHORS
+"""Every phase of every program: deltas, and the longer transfers of anchors."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.faults.cells import Cell
 from benchmarks.faults.process import DEADLINE_S, GoneError
-from benchmarks.faults.world import World, expect
+from benchmarks.faults.world import World, eventually, expect
 from sluice.versions import Version
 
 __all__ = ["CellResult", "run_cell", "run_matrix"]
@@ -26,7 +26,8 @@ class CellResult:
         victim: Who was killed.
         form: "delta" or "anchor".
         ok: Whether everything held.
-        recovery_s: Seconds from the kill until the engine served the version, or the one that took its place; restart included.
+        recovery_s: Seconds from the kill until the engine served the version, or the one that took its place, and a service that
+            was killed gave it out; restart included.
         detail: What did not hold; empty if everything did.
     """
 
@@ -58,7 +59,12 @@ def _kill_and_recover(cell: Cell, world: World) -> float:
     number = 1
     if cell.form == "delta":
         world.deliver(Version(1, 1))
-        number = 2
+        kind = world.deliver(Version(1, 2))["kind"]
+        expect(kind == "delta", f"the second version went out as {kind}")
+        world.observer.await_loaded(
+            Version(1, 2), DEADLINE_S
+        )  # so that what is made and removed next belongs to the third
+        number = 3
     pushing = _kill(cell, world, Version(1, number))
     killed_at = time.monotonic()
     world.restart(world.program(cell.victim))
@@ -69,6 +75,8 @@ def _kill_and_recover(cell: Cell, world: World) -> float:
     else:
         pushing.result(DEADLINE_S)
     world.await_served(version)
+    if cell.victim in {"service", "relay"}:  # of use again, also where the engine needed it no more
+        eventually(lambda: version in world.visible(cell.victim), f"{cell.victim} does not give out {version}")
     recovery_s = time.monotonic() - killed_at
     newest = Version(world.epoch, number + 1)
     world.deliver(newest)

@@ -31,6 +31,7 @@ from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import PullLimits, WeightReceiver
+from weightsync.sources import SourceLimits
 
 __all__ = ["CHUNK_BYTES", "RUN", "main"]
 
@@ -38,6 +39,9 @@ RUN = "faults"
 
 CHUNK_BYTES = 4096
 """Size of chunks here: small, so that a small model still travels in hundreds of them and a delta in several."""
+
+_SOURCES = SourceLimits(look_s=60, answer_s=1, fallback_s=0.5, retry_s=0.1, ban_s=0.5)
+"""A source that fails is left sooner than in service, and no other is looked for without a reason."""
 
 Message: TypeAlias = dict[str, Any]
 Settings: TypeAlias = Mapping[str, Any]
@@ -144,15 +148,15 @@ async def _refuse(order: Message) -> Message:
 async def _trainer(desk: Desk, settings: Settings) -> None:
     """Push what is asked for; the caller repeats what failed, as a trainer does."""
     async with connect(settings["target"], SecurityConfig()) as channel:
-        publisher = WeightPublisher(channel, RUN, chunk_bytes=CHUNK_BYTES)
+        publisher = WeightPublisher(channel, RUN, chunk_bytes=CHUNK_BYTES, local=settings["local_files"])
 
         async def push(order: Message) -> Message:
             version = Version.parse(order["version"])
             try:
-                report = await publisher.push(version, tensors_of(version), deadline_s=order["deadline_s"])
+                report = await publisher.update(version, tensors_of(version), deadline_s=order["deadline_s"])
             except SluiceError as error:
                 return {"error": str(error), "code": error.code.name, "reason": error.reason}
-            return {"duplicate": report.duplicate, "bytes_sent": report.bytes_sent}
+            return {"duplicate": report.duplicate, "kind": report.kind}
 
         desk.open(push)
         await asyncio.Event().wait()
@@ -164,7 +168,15 @@ async def _engine(desk: Desk, settings: Settings) -> None:
     async with connect(settings["target"], SecurityConfig()) as channel:
         limits = PullLimits(deadline_s=30, idle_s=settings["silence_s"], attempts=6, first_pause_s=0.02)
         receiver = WeightReceiver(
-            channel, RUN, settings["replica"], Path(settings["stage_dir"]), engine.apply, limits=limits
+            channel,
+            RUN,
+            "engine",
+            Path(settings["stage_dir"]),
+            engine.apply,
+            limits=limits,
+            local_files=settings["local_files"],
+            connect_to=lambda address: connect(address, SecurityConfig(), role="agent"),
+            source_limits=_SOURCES,
         )
 
         async def probe(order: Message) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 
-__all__ = ["World"]
+__all__ = ["World", "eventually", "expect"]
 
 _KEEP = 8
 """More than the versions of any cell: retention then removes nothing that a check still asks for."""
@@ -35,14 +36,15 @@ class World:
 
     Args:
         directory: Where everything lies; empty.
-        relay: Whether the engine is fed by a relay.
+        relay: Whether there is a relay, which an engine of the same host prefers.
+        local_files: Whether processes hand each other files of this host; otherwise all bytes go through sockets.
         service: Settings of the service beyond the usual ones.
 
     Attributes:
         acknowledged: Versions of which the trainer heard that they are committed.
     """
 
-    def __init__(self, directory: Path, *, relay: bool = False, **service: object) -> None:
+    def __init__(self, directory: Path, *, relay: bool = False, local_files: bool = False, **service: object) -> None:
         self.directory = directory
         self.stage_dir = directory / "shm"
         self.epoch = 1
@@ -51,8 +53,10 @@ class World:
         self._ports = {"service": free_port(), "relay": free_port()}
         self.service = self._service("service", {})
         self.relay = self._service("relay", {"upstream": self.address("service")}) if relay else None
-        self.trainer = Program("trainer", "trainer", {"target": self.address("service")}, directory / "trainer.log")
-        self.engine = Program("engine", "engine", self._engine_settings(), directory / "engine.log")
+        peer = {"target": self.address("service"), "local_files": local_files}
+        self.trainer = Program("trainer", "trainer", peer, directory / "trainer.log")
+        staging = {"stage_dir": str(self.stage_dir), "silence_s": _SILENCE_S}
+        self.engine = Program("engine", "engine", {**peer, **staging}, directory / "engine.log")
         self.programs = [each for each in (self.service, self.relay, self.trainer, self.engine) if each is not None]
         self.observer = Observer(self.engine, [self.store(each) for each in ("service", "relay")[: 1 + relay]])
         self._threads = ThreadPoolExecutor(4)
@@ -72,22 +76,25 @@ class World:
             "min_free_bytes": 0,
             "keep": _KEEP,
             "heartbeat_s": 0.3,
+            "dense_delay_s": 0.05,
+            "linger_s": 0.2,
             **self._service_settings,
             **more,
         }
         settings = {"directory": str(self.directory / name), "config": config}
         return Program("service", name, settings, self.directory / f"{name}.log")
 
-    def _engine_settings(self) -> dict[str, object]:
-        target = self.address("relay" if self.relay is not None else "service")
-        return {"target": target, "replica": "engine", "stage_dir": str(self.stage_dir), "silence_s": _SILENCE_S}
-
     def __enter__(self) -> Self:
         """Start everything."""
-        for program in self.programs:
+        for program in self.programs[:-1]:
             program.start()
+        if self.relay is not None:  # before the engine looks for the nearest
+            eventually(lambda: len(self._sources("service")) == 2, "the relay does not report itself")
+        self.engine.start()
         for program in self.programs:
             program.await_ready()
+        if self.relay is not None:
+            eventually(lambda: self._sources("relay")[0].watchers == 1, "the engine does not choose the relay")
         self.observer.start()
         return self
 
@@ -136,10 +143,11 @@ class World:
         """Return when the engine serves a version."""
         self.observer.await_served(version, DEADLINE_S)
 
-    def deliver(self, version: Version) -> None:
+    def deliver(self, version: Version) -> dict[str, Any]:
         """Publish a version and return when the engine serves it."""
-        self.push(version)
+        answer = self.push(version)
         self.await_served(version)
+        return answer
 
     def restart(self, program: Program) -> None:
         """Start a program again, as a supervisor does. A trainer begins a new epoch."""
@@ -149,20 +157,25 @@ class World:
         program.await_ready()
 
     def visible(self, name: str = "service") -> list[Version]:
-        """Versions that the service lists, newest first."""
+        """Versions that a service lists, newest first."""
+        return [Version.from_proto(each.version) for each in self._list(name).versions]
+
+    def _sources(self, name: str) -> list[pb.WeightSource]:
         with grpc.insecure_channel(self.address(name)) as channel:
-            stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
-            request = pb.ListVersionsRequest(run=f"runs/{RUN}")
-            response = stub.ListVersions(request, timeout=DEADLINE_S, wait_for_ready=True)
-        return [Version.from_proto(each.version) for each in response.versions]
+            stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+            request = pb.ListSourcesRequest(run=f"runs/{RUN}")
+            return list(stub.ListSources(request, timeout=DEADLINE_S, wait_for_ready=True).sources)
 
     def reported(self) -> Version | None:
         """The version that the engine said it serves, as the service knows it."""
-        with grpc.insecure_channel(self.address("service")) as channel:
+        replicas = self._list("service").replicas
+        return next((Version.from_proto(each.version) for each in replicas if each.replica == "engine"), None)
+
+    def _list(self, name: str) -> pb.ListVersionsResponse:
+        with grpc.insecure_channel(self.address(name)) as channel:
             stub = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
             request = pb.ListVersionsRequest(run=f"runs/{RUN}")
-            response = stub.ListVersions(request, timeout=DEADLINE_S, wait_for_ready=True)
-        return next((Version.from_proto(each.version) for each in response.replicas if each.replica == "engine"), None)
+            return stub.ListVersions(request, timeout=DEADLINE_S, wait_for_ready=True)
 
     def check(self, newest: Version) -> None:
         """What must hold when the dust has settled and `newest` serves.
@@ -179,10 +192,12 @@ class World:
         expect(not lost, f"committed and lost: {sorted(lost)}")
         expect(not unknown, f"served and never committed: {sorted(unknown)}")
         expect(visible[0] == newest, f"the newest version is {visible[0]}, not {newest}")
-        _eventually(lambda: self.reported() == newest, "the engine's report did not arrive")
+        eventually(lambda: self.reported() == newest, "the engine's report did not arrive")
         for name in ("service", "relay")[: 1 if self.relay is None else 2]:
-            _eventually(lambda: not rubbish(self.store(name)), "rubbish stays in the store")  # noqa: B023 - awaited here
-        _eventually(lambda: _bytes_in(self.stage_dir) < 2.5 * DENSE_BYTES, "shared memory is not given back")
+            eventually(lambda: not rubbish(self.store(name)), "rubbish stays in the store")  # noqa: B023 - awaited here
+        eventually(lambda: _bytes_in(self.stage_dir) < 1.5 * DENSE_BYTES, "shared memory is not given back")
+        self.engine.signal(signal.SIGTERM)
+        eventually(lambda: not _bytes_in(self.stage_dir), "an engine that ended left something in shared memory")
 
 
 def expect(condition: bool, otherwise: str) -> None:
@@ -193,14 +208,17 @@ def expect(condition: bool, otherwise: str) -> None:
 
 def rubbish(store: Path) -> list[Path]:
     """Files of a store that no version needs."""
-    return [path for part in (".incoming", ".trash") for path in (store / part).rglob("*") if path.is_file()]
+    return [
+        path for part in (".incoming", ".building", ".trash") for path in (store / part).rglob("*") if path.is_file()
+    ]
 
 
 def _bytes_in(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _eventually(condition: Callable[[], bool], otherwise: str) -> None:
+def eventually(condition: Callable[[], bool], otherwise: str) -> None:
+    """Return when a condition holds; raise TimeoutError where it does not in time."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         if time.monotonic() > deadline:
