@@ -14,6 +14,7 @@ from typing import Any
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2_grpc
+from weightsync.allocator import keep_freed_memory
 from weightsync.config import WeightSyncConfig
 from weightsync.delivery import WeightDeliveryServicer
 from weightsync.names import run_resource
@@ -117,6 +118,7 @@ async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) ->
 
 async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
+    keep_freed_memory()
     async with serving(common, config) as service:
         await service.server.serve_until_signal(service.failed)
 

@@ -6,7 +6,16 @@ import google_crc32c
 
 from sluice.v1 import weightsync_pb2 as pb
 
-__all__ = ["MAX_CHUNK_BYTES", "ChunkError", "ChunkSizeError", "check_chunk", "fill_chunk", "make_chunk"]
+__all__ = [
+    "MAX_CHUNK_BYTES",
+    "ChunkError",
+    "ChunkSizeError",
+    "ChunkSums",
+    "check_chunk",
+    "fill_chunk",
+    "make_chunk",
+    "next_cut",
+]
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk of the contract: the size at which gRPC streams are fastest."""
@@ -20,11 +29,43 @@ class ChunkSizeError(ValueError):
     """A chunk is empty or larger than the contract allows."""
 
 
-def fill_chunk(chunk: pb.Chunk, offset: int, data: bytes) -> None:
-    """Set a chunk and its checksum. A chunk that is part of a message is set there: handing it over would copy it."""
+class ChunkSums:
+    """Checksums of a file's chunks that are known, so that each is computed once, however often it travels.
+
+    Known are chunks as a sender with the largest chunks cuts them. What damages the file on the disk afterwards is then
+    found by whoever receives it.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[int, int], int] = {}
+
+    def note(self, offset: int, length: int, crc32c: int) -> None:
+        """Remember a checksum; others than those of the usual cuts are not kept, which bounds the memory."""
+        if offset % MAX_CHUNK_BYTES == 0:
+            self._sums[offset, length] = crc32c
+
+    def of(self, offset: int, data: bytes) -> int:
+        """The checksum of a chunk of the file."""
+        known = self._sums.get((offset, len(data)))
+        if known is None:
+            known = int(google_crc32c.value(data))
+            self.note(offset, len(data), known)
+        return known
+
+
+def next_cut(begin: int, end: int) -> int:
+    """Where the chunk that begins at a byte ends: at the next multiple of the largest chunk."""
+    return min((begin // MAX_CHUNK_BYTES + 1) * MAX_CHUNK_BYTES, end)
+
+
+def fill_chunk(chunk: pb.Chunk, offset: int, data: bytes, crc32c: int | None = None) -> None:
+    """Set a chunk and its checksum, computed where it is not given.
+
+    A chunk that is part of a message is set there: handing it over would copy it.
+    """
     chunk.offset = offset
     chunk.data = data
-    chunk.crc32c = google_crc32c.value(data)
+    chunk.crc32c = google_crc32c.value(data) if crc32c is None else crc32c
 
 
 def make_chunk(offset: int, data: bytes) -> pb.Chunk:

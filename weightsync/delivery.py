@@ -91,9 +91,11 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         run = await self._runs.open(request.run)
         version = Version.from_proto(request.version)
         base = Version.from_proto(request.base) if request.HasField("base") else None
-        path, end = _find_range(pulled_form(run, version, base), request)
+        form = pulled_form(run, version, base)
+        path, end = _find_range(form, request)
         with self._held(run, [version]):
-            await send_file(self._runs, path, request.offset, end, context)
+            sums = form.sums_of(request.shard)
+            await send_file(self._runs, path, sums, context, begin=request.offset, end=end)
 
     async def GetUpdatePath(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
         self,

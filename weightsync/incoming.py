@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xxhash
 
+from weightsync.chunks import ChunkSums
 from weightsync.scan import Scan, ScannedTensor
 
 __all__ = ["IncomingShard"]
@@ -18,14 +19,20 @@ class IncomingShard:
     Args:
         path: Where its bytes go.
         size: Bytes of the whole file.
+
+    Attributes:
+        digest: xxh3-128 of the file, hexadecimal; empty until it is whole.
+        sums: Checksums of the chunks in which it came.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
         self.size = size
         self.digest = ""
+        self.sums = ChunkSums()
         self._scan = Scan(size)
         self._hash = xxhash.xxh3_128()
+        self._failure: OSError | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
@@ -64,12 +71,32 @@ class IncomingShard:
             rest, position = rest[written:], position + written
         self._hash.update(data)
 
+    def flush(self) -> None:
+        """Bring what is written so far to the disk, beside further writes; then `finish` has little left to do.
+
+        Raises:
+            OSError: if the disk does not take it.
+        """
+        descriptor = os.dup(self._descriptor)  # the file may be closed meanwhile
+        try:
+            os.fdatasync(descriptor)
+        except OSError as error:
+            self._failure = error  # the kernel tells once
+            raise
+        finally:
+            os.close(descriptor)
+
     def finish(self) -> str:
         """Bring the whole file to the disk and close it.
 
         Returns:
             xxh3-128 of the file, hexadecimal.
+
+        Raises:
+            OSError: if the disk did not take all of it.
         """
+        if self._failure is not None:
+            raise self._failure
         os.fsync(self._descriptor)
         self.close()
         self.digest = str(self._hash.hexdigest())

@@ -21,6 +21,9 @@ from weightsync.upload import OffsetError, SupersededError, Upload
 
 __all__ = ["receive_shard"]
 
+_FLUSHED_AT_ONCE = 32 << 20
+"""Bytes after which the disk begins to write, while more come in."""
+
 _COPIED_AT_ONCE = 32 << 20
 """Bytes of a local file per turn of a thread: some hundredths of a second."""
 
@@ -169,21 +172,31 @@ async def _receive(
 async def _write_chunks(
     runs: Runs, requests: AsyncIterator[pb.PushWeightsRequest], upload: Upload, ticket: object
 ) -> None:
-    """One chunk is written while the next one arrives; never more, so that a slow disk slows the sender down."""
+    """One chunk is written while the next one arrives; never more, so that a slow disk slows the sender down.
+
+    More at once would save starts of threads, and cost more than that in fresh memory for the buffers.
+    """
     writing: asyncio.Future[None] | None = None
+    flushing: asyncio.Future[None] | None = None
+    flushed = upload.shard.stored
     try:
         while (part := await _next(requests, runs.config.chunk_idle_s)) is not None:
-            if writing is not None:
-                await writing
             if part.WhichOneof("part") != "chunk":
                 raise SluiceError.invalid_argument("part", "after the header, only chunks follow")
             upload.active_at = runs.clock()
+            if writing is not None:
+                await writing
             writing = runs.in_thread(upload.write, ticket, part.chunk)
+            if upload.shard.stored - flushed >= _FLUSHED_AT_ONCE and (flushing is None or flushing.done()):
+                flushed, flushing = upload.shard.stored, runs.in_thread(upload.flush)
         if writing is not None:
             await writing
+        if flushing is not None:
+            await flushing
     finally:
-        if writing is not None and not writing.done():
-            await asyncio.wait({writing}, timeout=runs.config.chunk_idle_s)
+        working = {each for each in (writing, flushing) if each is not None and not each.done()}
+        if working:
+            await asyncio.wait(working, timeout=runs.config.chunk_idle_s)
 
 
 async def _copy_file(runs: Runs, source: LocalSource, upload: Upload, ticket: object) -> None:

@@ -12,7 +12,7 @@ import grpc
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.chunks import MAX_CHUNK_BYTES, fill_chunk
+from weightsync.chunks import ChunkSums, fill_chunk, next_cut
 from weightsync.runs import Runs
 
 __all__ = ["send_file", "write_within"]
@@ -41,9 +41,11 @@ async def write_within(context: grpc.aio.ServicerContext[Q, R], response: R, sec
 async def send_file(
     runs: Runs,
     path: Path,
+    sums: ChunkSums,
+    context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
+    *,
     begin: int,
     end: int,
-    context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
 ) -> None:
     """Send bytes `begin` to before `end`, read in a thread while the chunk before goes out.
 
@@ -54,11 +56,11 @@ async def send_file(
     reading: asyncio.Future[pb.PullWeightsResponse] | None = None
     try:
         if begin < end:
-            reading = runs.in_thread(_read, file, begin, end)
+            reading = runs.in_thread(_read, file, sums, begin, end)
         while reading is not None:
             response = await reading
-            begin = min(begin + MAX_CHUNK_BYTES, end)
-            reading = runs.in_thread(_read, file, begin, end) if begin < end else None
+            begin = next_cut(begin, end)
+            reading = runs.in_thread(_read, file, sums, begin, end) if begin < end else None
             await write_within(context, response, runs.config.chunk_idle_s)
     finally:
         if reading is not None:
@@ -66,13 +68,13 @@ async def send_file(
         file.close()
 
 
-def _read(file: FileIO, begin: int, end: int) -> pb.PullWeightsResponse:
-    wanted = min(MAX_CHUNK_BYTES, end - begin)
+def _read(file: FileIO, sums: ChunkSums, begin: int, end: int) -> pb.PullWeightsResponse:
+    wanted = next_cut(begin, end) - begin
     data = os.pread(file.fileno(), wanted, begin)
     if len(data) < wanted:
         raise SluiceError.data_loss(
             "SHARD_SHORT", f"the stored file ends at byte {begin + len(data)}: push a new version"
         )
     response = pb.PullWeightsResponse()
-    fill_chunk(response.chunk, begin, data)
+    fill_chunk(response.chunk, begin, data, sums.of(begin, data))
     return response

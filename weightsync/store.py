@@ -137,7 +137,8 @@ class RunStore:
         stored.commit_time_taken.FromNanoseconds(int((time.perf_counter() - started) * 1e9))
         final = self._publish(version, form, stored, building)
         files = {shard: final / name for shard, name in file_names(stored).items()}
-        return StoredVersion(version).with_form(StoredForm(final, stored, manifest, files))
+        sums = {shard.name: shards[shard.name].sums for shard in stored.shards} if stored is manifest else {}
+        return StoredVersion(version).with_form(StoredForm(final, stored, manifest, files, sums))
 
     def _publish(self, version: Version, form: Form, manifest: pb.Manifest, building: Path) -> Path:
         """Complete a directory and rename it to where it belongs."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.chain import Form, Forms
+from weightsync.chunks import ChunkSums
 from weightsync.manifest import MANIFEST_FILE, ManifestError, from_json
 
 __all__ = ["PUSHED_FILE", "StoredForm", "StoredVersion", "file_names", "form_of", "read_form", "weight_index"]
@@ -33,12 +34,18 @@ class StoredForm:
         manifest: What its files are, as given out.
         pushed: What was pushed; differs from `manifest` where slices were assembled.
         files: Its files by shard name.
+        sums: Checksums of their chunks, as far as they are known.
     """
 
     directory: Path
     manifest: pb.Manifest
     pushed: pb.Manifest
     files: Mapping[str, Path]
+    sums: dict[str, ChunkSums] = field(default_factory=dict)
+
+    def sums_of(self, shard: str) -> ChunkSums:
+        """Checksums of a shard's chunks."""
+        return self.sums.setdefault(shard, ChunkSums())
 
     @property
     def form(self) -> Form:

@@ -55,7 +55,9 @@ class Upload:
             ChunkError, ChunkSizeError: as `check_chunk`.
             SupersededError, OffsetError, LayoutError, OSError: as `append`.
         """
-        self.append(ticket, chunk.offset, check_chunk(chunk))
+        data = check_chunk(chunk)
+        self.append(ticket, chunk.offset, data)
+        self.shard.sums.note(chunk.offset, len(data), chunk.crc32c)
 
     def append(self, ticket: object, offset: int, data: bytes) -> None:
         """Store bytes that are verified.
@@ -72,6 +74,15 @@ class Upload:
                     f"the chunk begins at byte {offset}, expected {self.shard.stored}: send chunks in order"
                 )
             self.shard.write(data)
+
+    def flush(self) -> None:
+        """Bring what came in so far to the disk, while more comes in.
+
+        Raises:
+            OSError: if the disk does not take it.
+        """
+        if not self.shard.complete and self._ticket is not None:
+            self.shard.flush()
 
     def finish(self, ticket: object) -> None:
         """Bring the whole file to the disk.

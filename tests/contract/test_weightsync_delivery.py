@@ -12,11 +12,13 @@ import pytest_asyncio
 import torch
 from small_models import VOCABULARY, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
+from weightsync_stack import RESOURCE, RUN, Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
+from weightsync.publisher import WeightPublisher
 from weightsync.shard_source import ShardSource
 
 
@@ -78,6 +80,33 @@ async def test_a_pull_gives_the_file_from_any_offset(stack: Stack) -> None:
     assert await stack.pull(Version(1, 1), offset=777) == whole[777:]
     assert await stack.pull(Version(1, 1), offset=777, length=100) == whole[777:877]
     assert await stack.pull(Version(1, 1), offset=source.size) == b""
+
+
+async def test_a_pull_from_the_midst_of_a_chunk_gives_the_rest_whole(stack: Stack) -> None:
+    tensors = {"w": torch.randn(3 << 18)}
+    publisher = WeightPublisher(stack.channel, RUN)
+    await publisher.push(Version(1, 1), tensors, deadline_s=30)
+    source = ShardSource("model", tensors)
+    for offset in (0, 1, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 5):
+        request = pb.PullWeightsRequest(
+            run=RESOURCE, version=Version(1, 1).to_proto(), shard="model", offset=offset, length=2_000_000
+        )
+        received = b""
+        async for response in stack.delivery.PullWeights(request, timeout=30):
+            received += check_chunk(response.chunk)
+        assert received == source.read(offset, offset + 2_000_000)
+
+
+async def test_what_the_disk_damages_after_the_push_shows_in_the_checksum(stack: Stack) -> None:
+    await WeightPublisher(stack.channel, RUN).push(Version(1, 1), weights(), deadline_s=30)
+    path = stack.directory / "v1.1" / "model.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    request = pb.PullWeightsRequest(run=RESOURCE, version=Version(1, 1).to_proto(), shard="model")
+    response = await stack.delivery.PullWeights(request, timeout=30).read()
+    with pytest.raises(ChunkError):
+        check_chunk(response.chunk)
 
 
 @pytest.mark.parametrize(
