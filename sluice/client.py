@@ -95,16 +95,17 @@ class RolloutClient(_Client):
         *,
         n: int = 1,
         run: str = "",
+        adapter: str = "",
         return_text: bool = True,
         timeout_s: float = 600.0,
     ) -> rollout_pb2.GenerateResponse:
-        """Sample `n` continuations and wait for all of them.
+        """Sample `n` continuations and wait for all of them, by the policy or by an adapter that `load_adapter` named.
 
         Raises:
             SluiceError: as listed at RolloutService.Generate.
         """
         request = _generate_request(prompt, sampling, n, run)
-        request.return_text = return_text
+        request.adapter, request.return_text = adapter, return_text
         return await _typed(self._agent.Generate(request, timeout=timeout_s))
 
     def stream(
@@ -138,6 +139,15 @@ class RolloutClient(_Client):
     async def reload_weights(self, *, timeout_s: float = 120.0) -> rollout_pb2.ReloadWeightsResponse:
         """Return to the base model."""
         return await _typed(self._admin.ReloadWeights(rollout_pb2.ReloadWeightsRequest(), timeout=timeout_s))
+
+    async def load_adapter(self, name: str, version: Version, *, timeout_s: float = 120.0) -> None:
+        """Give an adapter version a name for `generate`."""
+        request = rollout_pb2.LoadAdapterRequest(adapter=name, version=version.to_proto())
+        await _typed(self._admin.LoadAdapter(request, timeout=timeout_s))
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = 120.0) -> None:
+        """Take a name away; its requests end with VERSION_RETIRED."""
+        await _typed(self._admin.UnloadAdapter(rollout_pb2.UnloadAdapterRequest(adapter=name), timeout=timeout_s))
 
     async def pause(
         self, mode: rollout_pb2.PauseMode.ValueType, owner: str, *, ttl_s: float = 60.0

@@ -30,8 +30,9 @@ from rollout_svc.prompts import Prompts
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import Weights
+from sluice.client import RolloutClient
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
-from sluice.rpc import RpcServer, connect
+from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version
 from weightsync.adapter_publisher import AdapterPublisher
@@ -62,6 +63,7 @@ class Replica:
     weights: Weights
     sync: Stack
     stage: Path
+    target: str
     agent: rollout_pb2_grpc.RolloutServiceAsyncStub
     admin: rollout_pb2_grpc.RolloutAdminServiceAsyncStub
 
@@ -128,7 +130,7 @@ async def replica(base: Path, adapters: list[Path], tmp_path: Path) -> AsyncIter
         async with connect(server.target, SecurityConfig()) as channel:
             agent = rollout_pb2_grpc.RolloutServiceStub(channel)
             stub = rollout_pb2_grpc.RolloutAdminServiceStub(channel)
-            yield Replica(base, adapters, engine, weights, sync, tmp_path / "stage", agent, stub)
+            yield Replica(base, adapters, engine, weights, sync, tmp_path / "stage", server.target, agent, stub)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await weights.close()
@@ -211,6 +213,18 @@ async def test_named_adapters_stand_beside_the_policy(replica):
     error = await refused(replica.admin.LoadAdapter(_load("b", 1), timeout=TIMEOUT_S))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ADAPTERS_FULL")
     assert "rollout.lora.max_loras" in error.message
+
+
+async def test_the_client_knows_adapters(replica):
+    await replica.publish(0)
+    async with RolloutClient(replica.target) as client:
+        await client.load_adapter("eval", Version(1, 0))
+        sampling = tokens_pb2.SamplingParams(max_tokens=8, ignore_eos=True)
+        answer = await client.generate(PROMPT, sampling, adapter="eval", return_text=False)
+        replica.assert_sampled(answer.samples[0], 0)
+        await client.unload_adapter("eval")
+        with pytest.raises(SluiceError, match="no adapter 'eval' is loaded"):
+            await client.generate(PROMPT, sampling, adapter="eval", return_text=False)
 
 
 async def test_unloading_ends_the_requests_of_the_name(replica):
