@@ -118,3 +118,10 @@ async def test_ranks_at_different_versions_do_not_take_each_others_words(tmp_pat
         assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
         assert [note.get("error") for note in notes[1]] == [None, "interrupted", "RANK_LOST"]
         assert await stack.visible() == [Version(1, 1)]
+
+
+async def test_a_rank_that_says_nothing_ends_the_publication_at_its_deadline(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, dense_delay_s=0) as stack:
+        notes = await published(stack, tmp_path, "fsdp", 2, "silent")
+        assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
+        assert await stack.visible() == [Version(1, 1)]
