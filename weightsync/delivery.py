@@ -154,6 +154,10 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             now=self._runs.clock(),
             lease_s=lease_s,
         )
+        live = run.ledger.replicas(self._runs.clock())
+        run.timings = {name: timings for name, timings in run.timings.items() if name in live}
+        if request.HasField("timings"):
+            run.timings[request.replica] = request.timings
         response = pb.ReportVersionResponse()
         response.lease.FromNanoseconds(int(lease_s * 1e9))
         return response

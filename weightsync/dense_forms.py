@@ -18,7 +18,8 @@ from weightsync.metrics import DENSE_SECONDS
 from weightsync.stored import StoredForm
 
 if TYPE_CHECKING:
-    from weightsync.runs import Run, Runs
+    from weightsync.run import Run
+    from weightsync.runs import Runs
 
 __all__ = ["DenseForms"]
 

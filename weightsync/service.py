@@ -114,5 +114,8 @@ def _add_replicas(response: pb.ListVersionsResponse, run: Run, now: float) -> No
         row.age.FromNanoseconds(int((now - lease.reported) * 1e9))
         if lease.serving is not None:
             row.version.CopyFrom(lease.serving.to_proto())
+            row.versions_behind = sum(version > lease.serving for version in run.versions)
+        if name in run.timings:
+            row.timings.CopyFrom(run.timings[name])
         if name in relays:
             row.relay_address = relays[name].address

@@ -163,6 +163,21 @@ async def test_replicas_are_listed_while_their_lease_lasts(tmp_path: Path) -> No
                 listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
 
 
+async def test_a_listing_says_how_far_replicas_are_behind_and_what_updates_cost_them(stack: Stack) -> None:
+    await push(stack, 1, 2, 3)
+    timings = pb.UpdateTimings(pulled_bytes=7)
+    request = pb.ReportVersionRequest(
+        run=RESOURCE, replica="a", version=Version(1, 1).to_proto(), phase=pb.REPLICA_PHASE_SERVING, timings=timings
+    )
+    await stack.delivery.ReportVersion(request, timeout=30)
+    await report(stack, "a", Version(1, 1))  # renews the lease and says nothing new
+    await report(stack, "b", Version(1, 3))
+    listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
+    assert [(each.replica, each.versions_behind) for each in listed.replicas] == [("a", 2), ("b", 0)]
+    assert listed.replicas[0].timings == timings
+    assert not listed.replicas[1].HasField("timings")
+
+
 async def test_only_what_nobody_needs_can_be_deleted(stack: Stack) -> None:
     await push(stack, 1, 2)
     await report(stack, "a", Version(1, 1))
