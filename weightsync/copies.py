@@ -13,12 +13,13 @@ from typing import TypeVar
 
 import structlog
 
+from sluice.versions import BASE, Version
 from weightsync.form_pull import run_to_end
 from weightsync.pull import PullLimits
-from weightsync.shared_area import Claim, SharedArea, SharedCopy
+from weightsync.shared_area import Claim, SharedArea, SharedCopy, version_of
 from weightsync.staging import StagingError
 
-__all__ = ["HostCopies"]
+__all__ = ["BehindError", "HostCopies"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,18 @@ _MOST_OTHERS = 1
 """Files that may lie beside the one that is made: the base."""
 
 log = structlog.get_logger(__name__)
+
+
+class BehindError(Exception):
+    """There is no room yet, because this receiver uses an older version than others of its host.
+
+    Args:
+        version: One that lies there, or is on the way: take it first, then go on.
+    """
+
+    def __init__(self, version: Version) -> None:
+        super().__init__(f"version {version} is staged on this host and comes first")
+        self.version = version
 
 
 class HostCopies:
@@ -48,12 +61,16 @@ class HostCopies:
         """Files that were waited for in vain; a receiver that is held at a version costs its host one wait."""
 
     async def obtain(
-        self, path: Path, needed: int, build: Callable[[int], Awaitable[T]]
+        self, path: Path, held: Path | None, needed: int, build: Callable[[int], Awaitable[T]]
     ) -> tuple[SharedCopy, T | None]:
         """Use the file that is there, or comes from another process; else make it.
 
+        Receivers of a host go through the same versions: who is ahead waits, who is behind takes what lies there. So a base
+        and one staged copy are all that there is, however fast versions come.
+
         Args:
             path: The file.
+            held: The file of the version that serves, None if there is none.
             needed: Bytes that it will have.
             build: Fills an open file.
 
@@ -61,6 +78,7 @@ class HostCopies:
             The file, and what `build` returned; None if another process made it.
 
         Raises:
+            BehindError: if another version has to be taken first.
             StagingError: if another process does not come to an end, or there is no room.
             Exception: what `build` raises.
         """
@@ -71,7 +89,8 @@ class HostCopies:
                 return copy, None
             claim = await run_to_end(self._threads, partial(self._area.claim, path))
             if claim is not None:
-                return await self._make(claim, needed, build)
+                return await self._make(claim, held, needed, build)
+            await self._others(path, held)
             if time.monotonic() > deadline:
                 raise StagingError(
                     f"another process did not finish {path} within {self._limits.copy_wait_s:g} s: end it, its work is"
@@ -79,9 +98,11 @@ class HostCopies:
                 )
             await asyncio.sleep(_LOOK_S)
 
-    async def _make(self, claim: Claim, needed: int, build: Callable[[int], Awaitable[T]]) -> tuple[SharedCopy, T]:
+    async def _make(
+        self, claim: Claim, held: Path | None, needed: int, build: Callable[[int], Awaitable[T]]
+    ) -> tuple[SharedCopy, T]:
         try:
-            await self._wait_for_room(claim.path)
+            await self._wait_for_room(claim.path, held)
             self._area.check_room(needed)
             made = await build(claim.descriptor)
             return claim.publish(), made
@@ -92,16 +113,28 @@ class HostCopies:
         finally:
             claim.abandon()
 
-    async def _wait_for_room(self, path: Path) -> None:
+    async def _wait_for_room(self, path: Path, held: Path | None) -> None:
         """Until base and staged copy are all that lies there. A receiver that is held back cannot stop the others for ever."""
         deadline = time.monotonic() + self._limits.room_wait_s
-        while True:
-            others = await run_to_end(self._threads, partial(self._area.others, path))
-            if len(set(others) - self._stuck) <= _MOST_OTHERS:
-                return
+        while len(others := await self._others(path, held)) > _MOST_OTHERS:
             if time.monotonic() > deadline:
-                break
+                names = [each.name for each in others]
+                log.warning("a receiver of this host stays behind: more than a base and a staged copy", others=names)
+                self._stuck = others - {held}
+                return
             await asyncio.sleep(_LOOK_S)
-        names = [each.name for each in others]
-        log.warning("receivers of this host are apart: more copies than a base and a staged one", others=names)
-        self._stuck = set(others)
+
+    async def _others(self, path: Path, held: Path | None) -> set[Path]:
+        """What lies there besides a file, but for what was waited for in vain.
+
+        Raises:
+            BehindError: if that is too much, and newer than what is held.
+        """
+        others = set(await run_to_end(self._threads, partial(self._area.others, path))) - self._stuck
+        if len(others) > _MOST_OTHERS:
+            serving = BASE if held is None else version_of(held)
+            between = [each for each in others if serving < version_of(each) < version_of(path)]
+            if between:
+                # What is whole comes first: who makes the others may wait for this receiver.
+                raise BehindError(max((each.exists(), version_of(each)) for each in between)[1])
+        return others

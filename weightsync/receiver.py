@@ -23,6 +23,7 @@ from sluice.versions import BASE, Version
 from weightsync.adapters import AdapterStage, AdapterUse
 from weightsync.apply import Applier, ApplyError
 from weightsync.build import VersionBuilder
+from weightsync.copies import BehindError
 from weightsync.metrics import UPDATES
 from weightsync.names import run_resource
 from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
@@ -297,11 +298,19 @@ class WeightReceiver:
         timings = UpdateTimings(wanted)
         if self._staged is None or (self._staged.version, self._staged.digest) != (wanted, manifest.digest):
             self._forget_staged()
-            self._staged, timings = await self._copies.stage(manifest, self._applier.current)
+            self._staged, timings = await self._stage(manifest)
         self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, timings=timings)
         report = await self._applier.apply(self._staged)
         self._staged = None
         return self._taken(report, timings, started)
+
+    async def _stage(self, manifest: pb.Manifest) -> tuple[StagedVersion, UpdateTimings]:
+        """Stage a version; where other receivers of the host are ahead, first take what they have."""
+        while True:
+            try:
+                return await self._copies.stage(manifest, self._applier.current)
+            except BehindError as behind:
+                await self._take(behind.version)
 
     async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
         """Have an adapter loaded beside the weights that it belongs to, which are taken first where others are in."""

@@ -23,7 +23,7 @@ import structlog
 from sluice.versions import Version
 from weightsync.staging import StagingError
 
-__all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale"]
+__all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
 
 _PREFIX = "sluice-"
 _BUILD = ".build"
@@ -152,9 +152,10 @@ class SharedArea:
         return Claim(path, descriptor, lock)
 
     def others(self, path: Path) -> list[Path]:
-        """The staged files besides one, those of the dead removed before."""
+        """The files of the same parts of the model that are staged or on the way besides one; those of the dead are removed."""
         _sweep(self.path)
-        return sorted(each for each in self.path.glob(f"*{_FILE}") if each != path)
+        found = {each.with_suffix(_FILE) for suffix in (_FILE, _PART) for each in self.path.glob(f"*{suffix}")}
+        return sorted(each for each in found - {path} if _parts(each) == _parts(path))
 
     def check_room(self, needed: int) -> None:
         """Whether there is memory for a file.
@@ -210,6 +211,16 @@ class SharedArea:
                 return descriptor
             _close(descriptor)
         raise StagingError(f"{lock_path} cannot be locked: remove it, and end the process that removes it all the time")
+
+
+def version_of(path: Path) -> Version:
+    """The version that a staged file's name stands for."""
+    return Version.parse(path.stem.split("-")[0].removeprefix("v"))
+
+
+def _parts(path: Path) -> list[str]:
+    """What the name says behind version and digest: which parts of the model the file holds."""
+    return path.stem.split("-")[2:]
 
 
 def remove_stale(parent: Path) -> list[Path]:

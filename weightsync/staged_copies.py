@@ -61,14 +61,16 @@ class StagedCopies:
             The version, and what pulling and staging cost.
 
         Raises:
+            BehindError: if a version between the two has to be taken first.
             PullError, StagingError, OSError: if it could not be had, or there is no room.
         """
         started = time.perf_counter()
         version = Version.from_proto(manifest.version)
         parts = self._builder.selection(manifest)
         path = self._area.file(version, manifest.digest + ("" if parts is None else f"-{fingerprint(parts)}"))
-        build = partial(self._builder.build, manifest, self._held(current))
-        copy, cost = await self._copies.obtain(path, _dense_bytes(manifest), build)
+        held = self._held(current)
+        build = partial(self._builder.build, manifest, held)
+        copy, cost = await self._copies.obtain(path, None if held is None else held.path, _dense_bytes(manifest), build)
         self._used[path] = _Used(copy, slice_digests(manifest))
         staged = StagedVersion(version, path, _tensors(manifest), manifest.digest)
         now = time.perf_counter()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sluice.versions import Version
-from weightsync.copies import HostCopies
+from weightsync.copies import BehindError, HostCopies
 from weightsync.pull import PullLimits
 from weightsync.shared_area import SharedArea, SharedCopy, remove_stale
 from weightsync.staging import StagingError
@@ -135,7 +135,7 @@ async def test_a_third_copy_waits_until_one_is_let_go(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         copies = HostCopies(area, threads, PullLimits(room_wait_s=60))
-        waiting = asyncio.create_task(copies.obtain(area.file(Version(1, 3), DIGEST), 5, build))
+        waiting = asyncio.create_task(copies.obtain(area.file(Version(1, 3), DIGEST), current.path, 5, build))
         while len(names(area)) < 4:  # noqa: ASYNC110 - the claim is a file
             await asyncio.sleep(0.001)
         assert not built.is_set()
@@ -156,7 +156,7 @@ async def test_a_receiver_that_is_held_back_does_not_stop_the_others(tmp_path: P
 
     with ThreadPoolExecutor(2) as threads:
         copies = HostCopies(area, threads, PullLimits(room_wait_s=0.0))
-        staged, _ = await copies.obtain(area.file(Version(1, 3), DIGEST), 5, build)
+        staged, _ = await copies.obtain(area.file(Version(1, 3), DIGEST), held[1].path, 5, build)
     assert staged.path.exists()
     for copy in (staged, *held):
         copy.release()
@@ -171,8 +171,40 @@ async def test_memory_that_runs_out_under_way_is_told_with_the_remedy(tmp_path: 
     with ThreadPoolExecutor(2) as threads:
         copies = HostCopies(area, threads, PullLimits())
         with pytest.raises(StagingError, match="shm_size"):
-            await copies.obtain(area.file(Version(1, 1), DIGEST), 5, build)
+            await copies.obtain(area.file(Version(1, 1), DIGEST), None, 5, build)
     assert names(area) == []
+
+
+@pytest.mark.parametrize("other_builds", [False, True])
+async def test_a_receiver_that_is_behind_is_told_what_to_take_first(tmp_path: Path, other_builds: bool) -> None:
+    area = SharedArea(tmp_path, "run")
+    old, current = made(area, 1), made(area, 2)
+    wanted = area.file(Version(1, 3), DIGEST)
+    claim = area.claim(wanted) if other_builds else None
+
+    async def build(descriptor: int) -> None:
+        raise AssertionError("no room")
+
+    with ThreadPoolExecutor(2) as threads:
+        copies = HostCopies(area, threads, PullLimits())
+        with pytest.raises(BehindError) as caught:
+            await copies.obtain(wanted, old.path, 5, build)
+    assert caught.value.version == Version(1, 2)
+    if claim is not None:
+        claim.abandon()
+    for copy in (old, current):
+        copy.release()
+    assert names(area) == []
+
+
+def test_files_of_other_parts_of_the_model_are_not_counted(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    whole, part = made(area), area.claim(area.file(Version(1, 2), f"{DIGEST}-left"))
+    assert part is not None
+    assert area.others(area.file(Version(1, 3), DIGEST)) == [whole.path]
+    assert area.others(area.file(Version(1, 3), f"{DIGEST}-left")) == [part.path]
+    part.abandon()
+    whole.release()
 
 
 async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
@@ -189,10 +221,10 @@ async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_p
     with ThreadPoolExecutor(2) as threads:
         copies = HostCopies(area, threads, PullLimits())
         with pytest.raises(StagingError):
-            await copies.obtain(path, 5, fail)
+            await copies.obtain(path, None, 5, fail)
         assert names(area) == []
-        copy, written = await copies.obtain(path, 5, build)
-        other, none = await copies.obtain(path, 5, fail)
+        copy, written = await copies.obtain(path, None, 5, build)
+        other, none = await copies.obtain(path, None, 5, fail)
     assert (written, none, path.read_bytes()) == (5, None, b"whole")
     copy.release()
     other.release()
