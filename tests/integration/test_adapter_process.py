@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from google.protobuf.duration_pb2 import Duration
@@ -30,6 +31,7 @@ PROMPT = [5, 9, 17, 33]
 LONG = tokens_pb2.SamplingParams(max_tokens=CONTEXT - 32, ignore_eos=True)
 DEADLINE_S = 180.0
 OWNER = "test"
+SERVING = rollout_pb2.REPLICA_STATE_SERVING
 
 SETTINGS = """
 run = "{run}"
@@ -65,6 +67,7 @@ class Running:
     base: Path
     adapters: list[Path]
     target: str
+    process: psutil.Process
     publisher: AdapterPublisher
     agent: rollout_pb2_grpc.RolloutServiceAsyncStub
     admin: rollout_pb2_grpc.RolloutAdminServiceAsyncStub
@@ -90,6 +93,14 @@ class Running:
     async def resume(self) -> None:
         await self.admin.Resume(rollout_pb2.ResumeRequest(owner=OWNER), timeout=DEADLINE_S)
 
+    async def assert_samples(self, number: int) -> None:
+        """The policy's tokens are those of this adapter."""
+        sampling = tokens_pb2.SamplingParams(max_tokens=24, ignore_eos=True)
+        request = rollout_pb2.GenerateRequest(token_ids=tokens_pb2.TokenIds(ids=PROMPT), sampling=sampling)
+        sample = (await self.agent.Generate(request, timeout=DEADLINE_S)).samples[0]
+        assert [Version.from_proto(span.policy_version) for span in sample.version_spans] == [Version(1, number)]
+        self.assert_sampled(sample)
+
     def assert_sampled(self, sample: rollout_pb2.GeneratedSample) -> None:
         """Each token by the version that its span names."""
         ids, logprobs = list(sample.token_ids), torch.tensor(list(sample.logprobs))
@@ -107,7 +118,7 @@ class Running:
 @pytest.fixture
 async def running(tmp_path: Path) -> AsyncIterator[Running]:
     base = save_model(tmp_path / "base", 1)
-    adapters = [save_adapter(tmp_path / f"adapter{seed}", base, seed) for seed in range(4)]
+    adapters = [save_adapter(tmp_path / f"adapter{seed}", base, seed) for seed in range(5)]
     port, weightsync_port = free_port(), free_port()
     settings = tmp_path / "run.toml"
     settings.write_text(
@@ -125,7 +136,9 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
     security = SecurityConfig()
     async with (
         service("weightsync", "@", str(settings), health=sync, log=tmp_path / "weightsync.log", start_s=DEADLINE_S),
-        service("rollout", "@", str(settings), health=target, log=tmp_path / "rollout.log", start_s=DEADLINE_S),
+        service(
+            "rollout", "@", str(settings), health=target, log=tmp_path / "rollout.log", start_s=DEADLINE_S
+        ) as replica,
         connect(sync, security) as sync_channel,
         connect(target, security) as channel,
     ):
@@ -133,6 +146,7 @@ async def running(tmp_path: Path) -> AsyncIterator[Running]:
             base,
             adapters,
             target,
+            psutil.Process(replica.pid),
             AdapterPublisher(sync_channel, RUN),
             rollout_pb2_grpc.RolloutServiceStub(channel),
             rollout_pb2_grpc.RolloutAdminServiceStub(channel),
@@ -167,3 +181,14 @@ async def test_a_sample_outlives_its_adapter_version(running):
         running.assert_sampled(sample)
     status = await running.until(lambda status: status.running == 0)
     assert (status.last_error, status.last_pause.ToNanoseconds()) == ("", 0)
+    await _assert_adapters_outlive_the_engine(running)
+
+
+async def _assert_adapters_outlive_the_engine(running: Running) -> None:
+    """An engine that is killed comes back with the version that it served, and follows on."""
+    max(running.process.children(recursive=True), key=lambda child: child.memory_info().rss).kill()
+    status = await running.until(lambda status: status.engine_restarts == 1 and status.state == SERVING)
+    assert Version.from_proto(status.policy_version) == Version(1, 3)
+    await running.assert_samples(3)
+    await running.publish(4)
+    await running.assert_samples(4)
