@@ -207,6 +207,29 @@ async def test_a_lost_push_is_followed_by_an_anchor(tmp_path: Path) -> None:
         await channel.close()
 
 
+@pytest.mark.parametrize("kind", ["anchor", "delta"])
+async def test_a_push_whose_service_restarts_in_the_middle_of_it_is_repeated(kind: str, tmp_path: Path) -> None:
+    tensors = model()
+    async with running_stack(tmp_path) as stack:
+        port = int(stack.target.rpartition(":")[2])
+        channel = connect(stack.target, SecurityConfig())
+        publisher = WeightPublisher(channel, RUN)
+        if kind == "delta":
+            await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+            nudge(tensors, 1)
+        publisher._chunk_bytes = 8 if kind == "anchor" else 1  # slow enough to be met half-way
+        update = await asyncio.to_thread(publisher.encode, Version(1, 2), tensors)
+        pushing = asyncio.create_task(publisher.publish(update, deadline_s=DEADLINE_S))
+        incoming = stack.directory / ".incoming"
+        await eventually(lambda: any(path.is_file() and path.stat().st_size for path in incoming.rglob("*")))
+    assert not pushing.done()
+    async with running_stack(tmp_path, port=port, dense_delay_s=0) as stack:
+        report = await pushing
+        assert report.kind == kind
+        assert equal_bits(await dense(stack, Version(1, 2)), tensors)
+        await channel.close()
+
+
 async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(
     stack: Stack, publisher: WeightPublisher
 ) -> None:
