@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import structlog
+from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.replica import Replica
@@ -169,6 +170,22 @@ class ReplicaPool:
             )
         return next(iter(digests), "")
 
+    def update_metrics(self, newest: Version) -> dict[str, float]:
+        """What the replicas' last updates cost, the slowest of each part, and how many versions the last one is behind."""
+        ready = [each for each in self.replicas if not each.why_not()]
+        timings = [each.status.last_update for each in ready if each.status.HasField("last_update")]
+        if not timings:
+            return {}
+        behind = (newest.number - each.version.number for each in ready)
+        return {"weights/replica_lag": float(max(0, *behind, 0))} | {
+            f"weights/{part}_s": max(_seconds(getattr(each, part)) for each in timings)
+            for part in ("pull", "stage", "pause", "apply", "total")
+        }
+
     def generated_tokens(self) -> int:
         """Tokens that the replicas sampled since each of them started."""
         return sum(each.status.generated_tokens for each in self.replicas)
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.ToTimedelta().total_seconds()

@@ -235,7 +235,7 @@ class Training:
         self, version: Version, summary: StepSummary, records: list[orchestrator_pb2.TrajectoryRecord]
     ) -> None:
         parts = self._parts
-        metrics = {**summary.metrics, **self._since_last_step()}
+        metrics = {**summary.metrics, **self._since_last_step(), **parts.pool.update_metrics(version)}
         parts.status.step_finished(version, metrics)
         await parts.recorder.step(version.number, metrics, records, parts.scheduler.lineage)
         shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}

@@ -235,6 +235,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             engine_restarts=self._engine.restarts,
             adapters=loaded_adapters(self._engine.current),
         )
+        if weights.last_update is not None:
+            response.last_update.CopyFrom(weights.last_update.to_proto())
         if weights.staged is not None:
             response.staged_version.CopyFrom(weights.staged.to_proto())
         return response

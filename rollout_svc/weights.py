@@ -53,6 +53,7 @@ class WeightsStatus:
     policy: rollout_pb2.WeightPolicyMode.ValueType = rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
     policy_owner: str = ""
     last_error: str = ""
+    last_update: UpdateTimings | None = None
 
 
 class Weights:
@@ -209,6 +210,7 @@ class Weights:
             policy=WIRE_MODES[status.policy.mode],
             policy_owner=status.policy.owner,
             last_error=status.last_error,
+            last_update=status.last_update,
         )
 
     @property

@@ -12,6 +12,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from sluice.v1 import common_pb2 as _common_pb2
 from sluice.v1 import tokens_pb2 as _tokens_pb2
+from sluice.v1 import weightsync_pb2 as _weightsync_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -1057,6 +1058,7 @@ class GetStatusResponse(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    LAST_UPDATE_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica, unique within the run."""
     state: Global___ReplicaState.ValueType
@@ -1103,6 +1105,10 @@ class GetStatusResponse(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadedAdapter]:
         """LoRA adapters that it holds."""
 
+    @_builtins.property
+    def last_update(self) -> _weightsync_pb2.UpdateTimings:
+        """What the last update cost; unset before the first."""
+
     def __init__(
         self,
         *,
@@ -1124,10 +1130,11 @@ class GetStatusResponse(_message.Message):
         max_running: _builtins.int = ...,
         engine_restarts: _builtins.int = ...,
         adapters: _abc.Iterable[Global___LoadedAdapter] | None = ...,
+        last_update: _weightsync_pb2.UpdateTimings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_pause", b"last_pause", "policy_version", b"policy_version", "staged_version", b"staged_version", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_pause", b"last_pause", "last_update", b"last_update", "policy_version", b"policy_version", "staged_version", b"staged_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engine_restarts", b"engine_restarts", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "max_running", b"max_running", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engine_restarts", b"engine_restarts", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "last_update", b"last_update", "max_running", b"max_running", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

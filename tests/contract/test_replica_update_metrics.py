@@ -1,0 +1,43 @@
+"""What the orchestrator tells of the replicas' weight updates."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from orchestrator_svc.config import ReplicasConfig
+from orchestrator_svc.replica import Replica
+from orchestrator_svc.replicas import ReplicaPool
+from sluice.config import SecurityConfig
+from sluice.v1 import rollout_pb2
+from sluice.versions import Version
+
+
+def replica(number: int, pause_s: float | None) -> Replica:
+    answered = Replica(f"127.0.0.1:{number}", SecurityConfig(), evict_after=3)
+    answered.seen, answered.version = True, Version(1, number)
+    answered.status.state = rollout_pb2.REPLICA_STATE_SERVING
+    if pause_s is not None:
+        answered.status.last_update.pause.FromTimedelta(timedelta(seconds=pause_s))
+    return answered
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        ([], {}),
+        ([(5, None)], {}),
+        ([(5, 0.25), (7, 0.5)], {"weights/replica_lag": 2.0, "weights/pause_s": 0.5}),
+        ([(8, 0.25)], {"weights/replica_lag": 0.0, "weights/pause_s": 0.25}),  # the trainer's reply came after its push
+    ],
+)
+async def test_the_slowest_and_the_last_replica_are_told(replicas, expected) -> None:
+    pool = ReplicaPool([], SecurityConfig(), ReplicasConfig(), lambda _: None)
+    known = [replica(*each) for each in replicas]
+    pool._replicas = {each.target: each for each in known}
+    metrics = pool.update_metrics(Version(1, 7))
+    assert {name: metrics[name] for name in expected} == expected
+    assert bool(metrics) == bool(expected)
+    for each in known:
+        await each.close()
