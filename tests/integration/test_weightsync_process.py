@@ -146,7 +146,7 @@ class Engine:
 @asynccontextmanager
 async def receiving(service: Service, stage_dir: Path, engine: Engine) -> AsyncIterator[WeightReceiver]:
     async with connect(service.target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(channel, RUN, "replica", stage_dir, engine.apply)
+        receiver = WeightReceiver(channel, RUN, "replica", stage_dir, engine.apply, local_files=False)
         task = asyncio.create_task(receiver.run_forever())
         try:
             yield receiver
