@@ -15,6 +15,7 @@ from weightsync_stack import RESOURCE, Stack, error_of, running_stack, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.shard_source import ShardSource
 
 V1, V2, V3, V4 = (Version(1, number) for number in range(1, 5))
 
@@ -148,3 +149,15 @@ async def test_a_restart_finds_deltas_and_drops_those_that_nothing_leads_to(tmp_
     async with running_stack(tmp_path, dense_delay_s=3600) as stack:
         assert await stack.visible() == [V1]
         assert not list((stack.directory / ".deltas").iterdir())
+
+
+async def test_a_full_disk_refuses_the_delta_and_the_old_version_serves_on(tmp_path: Path) -> None:
+    whole = ShardSource("model", weights())
+    async with running_stack(tmp_path, dense_delay_s=3600, max_bytes=whole.size + 50) as stack:
+        await stack.publisher.push(V1, weights(), deadline_s=30)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await push_delta(stack, V2, V1, changed(1, "model.scalar"), weights())
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error_of(caught.value).retry_after_s
+        assert await stack.visible() == [V1]
+        assert await stack.pull(V1) == whole.read(0, whole.size)
