@@ -19,6 +19,7 @@ class Cell:
         point: The place in the code.
         at: The program whose code that is; the victim is killed when this one is there.
         relay: Whether the engine is fed by a relay.
+        local_files: Whether processes hand each other files of the host.
         form: Which form the version has: "delta", or "anchor" for the first of a trainer's life.
     """
 
@@ -27,12 +28,14 @@ class Cell:
     point: Point
     at: str = ""
     relay: bool = False
+    local_files: bool = False
     form: str = "delta"
 
     @property
     def id(self) -> str:
         """Name of the cell."""
-        return f"{self.victim}-{self.phase}" + ("-anchor" if self.form == "anchor" else "")
+        way = "-local" if self.local_files else ""
+        return f"{self.victim}-{self.phase}{way}" + ("-anchor" if self.form == "anchor" else "")
 
 
 _PUSH = Point("weightsync.incoming:IncomingShard.write", nth=3)
@@ -117,5 +120,18 @@ _ANCHORS = (
     Cell("serve", "relay", replace(_SEND, nth=40), relay=True, form="anchor"),
 )
 
-CELLS = _TRAINER + _SERVICE + _ENGINE + _RELAY + _ANCHORS
+_HAND_OVER = Point("weightsync.local_source:LocalSource.copy")
+_READ_LOCAL = Point("weightsync.local_files:read_local")
+_LOCAL = (
+    Cell("push", "trainer", _HAND_OVER, at="service", local_files=True),
+    Cell("pushed", "trainer", Point("weightsync.publisher:WeightPublisher.publish", "after"), local_files=True),
+    Cell("push", "service", _HAND_OVER, local_files=True),
+    Cell("pull", "service", _READ_LOCAL, at="engine", local_files=True),
+    Cell("pull", "engine", _READ_LOCAL, local_files=True),
+    Cell("push", "trainer", _HAND_OVER, at="service", local_files=True, form="anchor"),
+    Cell("push", "service", _HAND_OVER, local_files=True, form="anchor"),
+    Cell("pull", "engine", replace(_READ_LOCAL, when="after"), local_files=True, form="anchor"),
+)
+
+CELLS = _TRAINER + _SERVICE + _ENGINE + _RELAY + _ANCHORS + _LOCAL
 """Every phase of every program: deltas, and the longer transfers of anchors."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.cells import Cell
+from benchmarks.faults.damage import Damage
 from benchmarks.faults.process import DEADLINE_S, GoneError
 from benchmarks.faults.world import World, eventually, expect
 from sluice.versions import Version
@@ -39,31 +40,44 @@ class CellResult:
     detail: str
 
 
-def run_matrix(cells: Iterable[Cell], work_dir: Path) -> list[CellResult]:
+def run_matrix(cells: Iterable[Cell | Damage], work_dir: Path) -> list[CellResult]:
     """Run cells one after the other, each in a directory of its own below `work_dir`."""
     return [run_cell(cell, work_dir / cell.id) for cell in cells]
 
 
-def run_cell(cell: Cell, directory: Path) -> CellResult:
-    """Kill a program at a point, start it again, and check everything that must hold."""
+def run_cell(cell: Cell | Damage, directory: Path) -> CellResult:
+    """Do what the cell says to a world of its own, end the fault, and check everything that must hold."""
     directory.mkdir(parents=True)
     try:
-        with World(directory, relay=cell.relay) as world:
-            recovery_s = _kill_and_recover(cell, world)
+        recovery_s = _damage(cell, directory) if isinstance(cell, Damage) else _kill_and_recover(cell, directory)
     except (AssertionError, TimeoutError, GoneError) as error:
         return CellResult(cell.phase, cell.victim, cell.form, False, 0.0, f"{error}; logs are in {directory}")
     return CellResult(cell.phase, cell.victim, cell.form, True, recovery_s, "")
 
 
-def _kill_and_recover(cell: Cell, world: World) -> float:
+def _damage(cell: Damage, directory: Path) -> float:
+    with World(directory, wired=cell.wired) as world:
+        _begin_chain(world)
+        return cell.play(world)
+
+
+def _kill_and_recover(cell: Cell, directory: Path) -> float:
+    with World(directory, relay=cell.relay, local_files=cell.local_files) as world:
+        return _recover(cell, world)
+
+
+def _begin_chain(world: World) -> None:
+    """An anchor and a delta, both in service, and the delta's dense form: what is made next belongs to the third version."""
+    world.deliver(Version(1, 1))
+    kind = world.deliver(Version(1, 2))["kind"]
+    expect(kind == "delta", f"the second version went out as {kind}")
+    world.observer.await_loaded(Version(1, 2), DEADLINE_S)
+
+
+def _recover(cell: Cell, world: World) -> float:
     number = 1
     if cell.form == "delta":
-        world.deliver(Version(1, 1))
-        kind = world.deliver(Version(1, 2))["kind"]
-        expect(kind == "delta", f"the second version went out as {kind}")
-        world.observer.await_loaded(
-            Version(1, 2), DEADLINE_S
-        )  # so that what is made and removed next belongs to the third
+        _begin_chain(world)
         number = 3
     pushing = _kill(cell, world, Version(1, number))
     killed_at = time.monotonic()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from prometheus_client import REGISTRY
 
 import weightsync.app
 import weightsync.publisher
@@ -42,6 +43,8 @@ CHUNK_BYTES = 4096
 
 _SOURCES = SourceLimits(look_s=60, answer_s=1, fallback_s=0.5, retry_s=0.1, ban_s=0.5)
 """A source that fails is left sooner than in service, and no other is looked for without a reason."""
+
+_WAYS = ("delta", "dense")
 
 Message: TypeAlias = dict[str, Any]
 Settings: TypeAlias = Mapping[str, Any]
@@ -147,6 +150,7 @@ async def _refuse(order: Message) -> Message:
 
 async def _trainer(desk: Desk, settings: Settings) -> None:
     """Push what is asked for; the caller repeats what failed, as a trainer does."""
+    vars(weightsync.publisher)["HOST_DIRECTORY"] = Path(settings["host_dir"])  # shared memory of this world alone
     async with connect(settings["target"], SecurityConfig()) as channel:
         publisher = WeightPublisher(channel, RUN, chunk_bytes=CHUNK_BYTES, local=settings["local_files"])
 
@@ -179,14 +183,20 @@ async def _engine(desk: Desk, settings: Settings) -> None:
             source_limits=_SOURCES,
         )
 
-        async def probe(order: Message) -> Message:
-            if order["do"] == "error":
-                return {"error": receiver.status().last_error}
-            return await engine.probe()
+        async def answer(order: Message) -> Message:
+            if order["do"] == "probe":
+                return await engine.probe()
+            status = receiver.status()
+            fallbacks = [REGISTRY.get_sample_value("sluice_weights_fallbacks_total", {"way": way}) for way in _WAYS]
+            return {
+                "connected": status.connected,
+                "error": status.last_error,
+                "fallbacks": sum(each or 0 for each in fallbacks),
+            }
 
         following = asyncio.create_task(receiver.run_forever())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, following.cancel)
-        desk.open(probe)
+        desk.open(answer)
         try:
             with contextlib.suppress(asyncio.CancelledError):
                 await following

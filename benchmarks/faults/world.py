@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -18,16 +18,17 @@ from benchmarks.faults.observer import Observer
 from benchmarks.faults.process import DEADLINE_S, Program
 from benchmarks.faults.programs import RUN
 from benchmarks.faults.versions import DENSE_BYTES
+from benchmarks.faults.wire import Wire
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 
-__all__ = ["World", "eventually", "expect"]
+__all__ = ["World", "eventually", "expect", "rubbish"]
 
 _KEEP = 8
 """More than the versions of any cell: retention then removes nothing that a check still asks for."""
 
-_SILENCE_S = 2.0
+_SILENCE_S = 1.0
 """Seconds without a sign of life after which an engine opens a stream again."""
 
 
@@ -38,25 +39,35 @@ class World:
         directory: Where everything lies; empty.
         relay: Whether there is a relay, which an engine of the same host prefers.
         local_files: Whether processes hand each other files of this host; otherwise all bytes go through sockets.
-        service: Settings of the service beyond the usual ones.
+        wired: Programs that reach the service by a wire that can be damaged.
 
     Attributes:
+        wires: The wires, by program.
         acknowledged: Versions of which the trainer heard that they are committed.
+        given_up: Those of them that may be gone.
     """
 
-    def __init__(self, directory: Path, *, relay: bool = False, local_files: bool = False, **service: object) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        relay: bool = False,
+        local_files: bool = False,
+        wired: Iterable[str] = (),
+    ) -> None:
         self.directory = directory
-        self.stage_dir = directory / "shm"
+        self.stage_dir, self.host_dir = directory / "shm", directory / "host"
+        self.host_dir.mkdir()
         self.epoch = 1
         self.acknowledged: list[Version] = []
-        self._service_settings = service
+        self.given_up: set[Version] = set()
         self._ports = {"service": free_port(), "relay": free_port()}
         self.service = self._service("service", {})
         self.relay = self._service("relay", {"upstream": self.address("service")}) if relay else None
-        peer = {"target": self.address("service"), "local_files": local_files}
-        self.trainer = Program("trainer", "trainer", peer, directory / "trainer.log")
+        self.wires = {name: Wire(self._ports["service"]) for name in wired}
         staging = {"stage_dir": str(self.stage_dir), "silence_s": _SILENCE_S}
-        self.engine = Program("engine", "engine", {**peer, **staging}, directory / "engine.log")
+        self.trainer = self._peer("trainer", {"local_files": local_files, "host_dir": str(self.host_dir)})
+        self.engine = self._peer("engine", {"local_files": local_files, **staging})
         self.programs = [each for each in (self.service, self.relay, self.trainer, self.engine) if each is not None]
         self.observer = Observer(self.engine, [self.store(each) for each in ("service", "relay")[: 1 + relay]])
         self._threads = ThreadPoolExecutor(4)
@@ -74,15 +85,20 @@ class World:
         config: dict[str, Any] = {
             "server": {"port": self._ports[name], "drain_s": 0},
             "min_free_bytes": 0,
+            "local_dir": str(self.host_dir),
             "keep": _KEEP,
             "heartbeat_s": 0.3,
             "dense_delay_s": 0.05,
             "linger_s": 0.2,
-            **self._service_settings,
             **more,
         }
         settings = {"directory": str(self.directory / name), "config": config}
         return Program("service", name, settings, self.directory / f"{name}.log")
+
+    def _peer(self, name: str, settings: dict[str, object]) -> Program:
+        wire = self.wires.get(name)
+        target = self.address("service") if wire is None else f"127.0.0.1:{wire.port}"
+        return Program(name, name, {"target": target, **settings}, self.directory / f"{name}.log")
 
     def __enter__(self) -> Self:
         """Start everything."""
@@ -107,6 +123,8 @@ class World:
         for program in self.programs:
             if not program.dead.is_set():
                 program.kill()
+        for wire in self.wires.values():
+            wire.close()
         self._threads.shutdown(cancel_futures=True)
 
     def program(self, name: str) -> Program:
@@ -186,8 +204,8 @@ class World:
         """
         self.observer.await_loaded(newest, DEADLINE_S)
         visible = self.visible()
-        lost = set(self.acknowledged) - set(visible)
-        unknown = set(self.observer.served) - set(visible) - {Version(0, 0)}
+        lost = set(self.acknowledged) - set(visible) - self.given_up
+        unknown = set(self.observer.served) - set(visible) - set(self.acknowledged) - {BASE}
         expect(not self.observer.wrong, "; ".join(self.observer.wrong[:3]))
         expect(not lost, f"committed and lost: {sorted(lost)}")
         expect(not unknown, f"served and never committed: {sorted(unknown)}")
@@ -196,6 +214,7 @@ class World:
         for name in ("service", "relay")[: 1 if self.relay is None else 2]:
             eventually(lambda: not rubbish(self.store(name)), "rubbish stays in the store")  # noqa: B023 - awaited here
         eventually(lambda: _bytes_in(self.stage_dir) < 1.5 * DENSE_BYTES, "shared memory is not given back")
+        eventually(lambda: _bytes_in(self.host_dir) < 1.5 * DENSE_BYTES, "a dead trainer's memory is not given back")
         self.engine.signal(signal.SIGTERM)
         eventually(lambda: not _bytes_in(self.stage_dir), "an engine that ended left something in shared memory")
 
