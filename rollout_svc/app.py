@@ -65,6 +65,7 @@ def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> I
         model,
         engine_args=given | config.engine_args,
         kv_policy=config.kv_policy,
+        patch=config.patch_on_device,
         start_deadline_s=config.deadlines.start_s,
         phase_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,

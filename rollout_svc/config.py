@@ -91,6 +91,10 @@ class RolloutConfig(Section):
         description="Compare the live weights with each version after it was applied, while tokens are produced: a tenth of"
         " the tensors, or all. A version that differs is loaded once more, then given up for the one before.",
     )
+    patch_on_device: bool = Field(
+        False,
+        description="On an accelerator, bring only the values that changed into vLLM's weights. Tested on the CPU alone so far.",
+    )
     stage_dir: Path = Field(
         Path("/dev/shm"),  # noqa: S108 - shared memory is where the engine's processes find a staged version
         description="Directory in memory where versions are staged, once per host; needs room for two.",

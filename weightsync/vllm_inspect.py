@@ -56,7 +56,11 @@ class InspectExtension:
         answer = guarded(lambda: check.advance(budget_s))
         if answer[0] == "err":
             return answer
-        return ("ok", [sorted(check.different), sorted(check.unchecked)]) if answer[1] else ("pending", None)
+        if not answer[1]:
+            return ("pending", None)
+        if check.different:
+            self._engine.forget_loaded()
+        return ("ok", [sorted(check.different), sorted(check.unchecked)])
 
     @property
     def _engine(self) -> Any:  # noqa: ANN401 - `StagedFileEngine`, which imports this module's user

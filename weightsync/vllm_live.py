@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from weightsync.vllm_plan import LoadPlan, PlannedCopy
 from weightsync.vllm_shadow import PACKED
 
-__all__ = ["LiveCheck"]
+__all__ = ["LiveCheck", "has_known_form"]
 
 _IDENTITY_COLUMNS = 32
 """Inputs per product; some milliseconds for the largest layers of today's models."""
@@ -82,7 +82,7 @@ class LiveCheck:
         for parameter, copies in parameters:
             module, attribute = _owner(self._model, parameter)
             shape, dtype = self._plan.shapes[parameter]
-            if not _is_known(module):
+            if not has_known_form(module):
                 self.unchecked |= {copy.name for copy in copies}
                 continue
             plain = getattr(module, attribute, None)
@@ -130,7 +130,7 @@ def _owner(model: torch.nn.Module, parameter: str) -> tuple[torch.nn.Module, str
     return module, attribute
 
 
-def _is_known(module: torch.nn.Module) -> bool:
+def has_known_form(module: torch.nn.Module) -> bool:
     """Whether its weights are as they were loaded, but for packing: other methods rearrange them."""
     method = getattr(module, "quant_method", None)
     return method is None or type(method) in {UnquantizedLinearMethod, UnquantizedEmbeddingMethod}

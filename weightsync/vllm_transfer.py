@@ -26,6 +26,8 @@ from vllm.platforms import current_platform
 
 from weightsync.coverage import Coverage, CoverageError
 from weightsync.vllm_inspect import InspectExtension
+from weightsync.vllm_patch import Patch
+from weightsync.vllm_patch import unsupported as unpatchable
 from weightsync.vllm_plan import LoadPlan, make_plan
 from weightsync.vllm_shadow import Shadow, unsupported
 
@@ -70,6 +72,9 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     _shadow: Shadow | None = None
     _plan: LoadPlan | None = None
+    _patch: Patch | None = None
+    _loaded: list[str] | None = None
+    """Files of the version that the model holds; None where that is not certain."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Need nothing: files need no rendezvous."""
@@ -77,21 +82,46 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def start_weight_update(self) -> None:
         """Open a session; the model is taken apart only when the files are known to be whole."""
 
-    def prepare(self, update_info: UpdateInfo) -> tuple[str, Any]:
-        """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why)."""
+    def prepare(self, update_info: UpdateInfo, *, patch: bool = False) -> tuple[str, Any]:
+        """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why).
+
+        Args:
+            update_info: The version.
+            patch: On an accelerator, find out what differs from the version before; see `weightsync.vllm_patch`.
+        """
         refused = self.check(update_info.paths, update_info.names, update_info.rank_paths)
         if refused[0] != "ok":
             return refused
+        own = self.own(update_info.paths, update_info.rank_paths)
+        if patch and current_platform.is_cuda_alike():
+            return self._begin_patch(own)
         if self._shadow is None:
             why = unsupported(self.vllm_config, self.model)
             if why:
                 return ("unsupported", why)
             self._shadow = Shadow(self.vllm_config, self.model, self._load)
-        self._shadow.begin(self.own(update_info.paths, update_info.rank_paths), self._tensors)
+        self._shadow.begin(own, self._tensors)
         return ("ok", None)
+
+    def _begin_patch(self, paths: list[str]) -> tuple[str, Any]:
+        if self._loaded is None:
+            return ("unsupported", "no version was loaded yet that a patch could be based on")
+        plan = self.plan(paths)
+        why = unpatchable(self.model, plan)
+        if why:
+            return ("unsupported", why)
+        self._patch = Patch(self._loaded, paths)
+        self._patch.begin(self._tensors(self._loaded), self._tensors(paths), plan.reads)
+        return ("ok", None)
+
+    def forget_loaded(self) -> None:
+        """The model was found to hold something else than it was given: the next version is loaded whole."""
+        self._loaded = self._patch = None
 
     def prepared(self) -> tuple[str, Any]:
         """What became of `prepare`: ("pending", None), ("ok", seconds) or ("err", why)."""
+        if self._patch is not None:
+            return self._patch.outcome
         if self._shadow is None:
             return ("err", "nothing was prepared")
         outcome = self._shadow.outcome
@@ -106,8 +136,12 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         if self.outcome[0] != "ok":
             return
         paths = self.own(update_info.paths, update_info.rank_paths)
+        patch, self._patch = self._patch, None
+        loaded, self._loaded = self._loaded, None
         try:
-            if self._shadow is not None and self._shadow.holds(paths):
+            if patch is not None and patch.leads(loaded, paths):
+                patch.apply(self.model, self.device)
+            elif self._shadow is not None and self._shadow.holds(paths):
                 self._shadow.swap()
             else:
                 self._load(self.model, paths)
@@ -116,7 +150,7 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         except Exception as error:  # noqa: BLE001 - see the module's docstring
             self.outcome = ("err", f"{type(error).__name__}: {error}")
         else:
-            self.outcome = ("ok", time.perf_counter() - begun)
+            self.outcome, self._loaded = ("ok", time.perf_counter() - begun), paths
 
     def finish_weight_update(self) -> None:
         """Close the session; the model is whole since `receive_weights`."""
@@ -238,11 +272,13 @@ class WorkerExtension(InspectExtension):
         return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
 
     def sluice_prepare(
-        self, paths: list[str], names: list[str], rank_paths: list[list[str]] | None = None
+        self, paths: list[str], names: list[str], rank_paths: list[list[str]] | None = None, patch: bool = False
     ) -> tuple[str, Any]:
         """Begin to build a version beside the one that samples; see `StagedFileEngine.prepare`."""
         try:
-            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(UpdateInfo(paths, names, rank_paths or []))
+            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(
+                UpdateInfo(paths, names, rank_paths or []), patch=patch
+            )
         except Exception as error:  # noqa: BLE001 - see the module's docstring
             return ("err", f"{type(error).__name__}: {error}")
         return answer

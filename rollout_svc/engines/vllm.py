@@ -59,6 +59,8 @@ class VllmEngine:
         double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
             weights' memory once more; otherwise the pause lasts as long as copying and packing.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
+        patch: On an accelerator, bring in only the values that differ from the version before; see
+            `weightsync.vllm_patch` on how far that is tested.
         start_deadline_s: How long loading may take.
         phase_deadline_s: How long each step of an update may take before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
@@ -74,6 +76,7 @@ class VllmEngine:
         engine_args: Mapping[str, Any] | None = None,
         kv_policy: Literal["keep", "recompute"] = "keep",
         double_buffer: bool = True,
+        patch: bool = False,
         lora: LoraLimits | None = None,
         start_deadline_s: float = 600.0,
         phase_deadline_s: float = 120.0,
@@ -89,7 +92,10 @@ class VllmEngine:
         self._start_method = start_method
         self._processes: VllmProcesses | None = None
         self._weights = Weights(
-            clear_cache=kv_policy == "recompute", double_buffer=double_buffer, deadline_s=phase_deadline_s
+            clear_cache=kv_policy == "recompute",
+            double_buffer=double_buffer,
+            patch=patch,
+            deadline_s=phase_deadline_s,
         )
         self._seeds = True
         self._commands = asyncio.Lock()

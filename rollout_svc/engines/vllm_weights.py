@@ -59,6 +59,7 @@ class Weights:
     Args:
         clear_cache: Compute the keys and values of requests under way again after a switch.
         double_buffer: Build a version beside the one that samples, where the workers can.
+        patch: On an accelerator, bring in only what differs from the version before, where the workers can.
         deadline_s: For each step of a switch.
 
     Attributes:
@@ -69,7 +70,7 @@ class Weights:
         admit: Set unless a switch is under way; requests that come meanwhile belong to the next version.
     """
 
-    def __init__(self, *, clear_cache: bool, double_buffer: bool, deadline_s: float) -> None:
+    def __init__(self, *, clear_cache: bool, double_buffer: bool, patch: bool, deadline_s: float) -> None:
         self.base: BaseModel | None = None
         self.version = BASE
         self.staged: StagedVersion | None = None
@@ -78,6 +79,7 @@ class Weights:
         self.admit.set()
         self._clear_cache = clear_cache
         self._double_buffer = double_buffer
+        self._patch = patch
         self._deadline_s = deadline_s
 
     def files(self, staged: StagedVersion | None) -> WeightFiles:
@@ -103,7 +105,9 @@ class Weights:
         """
         try:
             await check(llm, files, self._deadline_s)
-            prepare_s = await prepare(llm, files, self._deadline_s) if self._double_buffer else 0.0
+            prepare_s = 0.0
+            if self._double_buffer or self._patch:
+                prepare_s = await prepare(llm, files, self._deadline_s, patch=self._patch)
         except HalfLoadedError:
             raise
         except EngineError as error:
@@ -187,7 +191,7 @@ async def check(llm: Llm, files: WeightFiles, deadline_s: float) -> None:
         raise EngineError(f"version {files.version} was not loaded: {refused}")
 
 
-async def prepare(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
+async def prepare(llm: Llm, files: WeightFiles, deadline_s: float, *, patch: bool) -> float:
     """Let the workers build a version while they sample, where they can; `load` then has little left to do.
 
     Returns:
@@ -197,7 +201,8 @@ async def prepare(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
         EngineError: if the files were refused; nothing has changed.
     """
     name = "preparing the weights"
-    answers = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=files.arguments()), deadline_s)
+    arguments = files.arguments() | {"patch": patch}
+    answers = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), deadline_s)
     end = time.monotonic() + deadline_s
     while all(kind in {"ok", "pending"} for kind, _ in answers):
         answers = await step(llm, name, llm.collective_rpc("sluice_prepared"), deadline_s)
