@@ -11,7 +11,6 @@ which ends with its process however that ends, and holds between containers that
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import stat
@@ -21,6 +20,7 @@ from pathlib import Path
 import structlog
 
 from sluice.versions import Version
+from weightsync.file_locks import close, is_at, lock_now, open_private
 from weightsync.staging import StagingError
 
 __all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
@@ -32,9 +32,6 @@ _FILE = ".safetensors"
 _OTHERS_MAY_WRITE = 0o022
 _ATTEMPTS = 100
 """Races with processes that remove what was just opened; each is lost only to one that got further."""
-
-_open: set[int] = set()
-"""Descriptors that a forked child closes: an engine's process would keep removed files in memory."""
 
 log = structlog.get_logger(__name__)
 
@@ -55,9 +52,9 @@ class SharedCopy:
         """Use it no more; whoever is the last removes it. Without effect the second time."""
         if self.descriptor < 0:
             return
-        if _lock(self.descriptor, fcntl.LOCK_EX) and _is_at(self.descriptor, self.path):
+        if lock_now(self.descriptor, fcntl.LOCK_EX) and is_at(self.descriptor, self.path):
             self.path.unlink(missing_ok=True)
-        _close(self.descriptor)
+        close(self.descriptor)
         self.descriptor = -1
 
 
@@ -86,13 +83,13 @@ class Claim:
         """Remove what there is, for the next one to begin anew; without effect after `publish`."""
         if self.descriptor >= 0:
             _beside(self.path, _PART).unlink(missing_ok=True)
-            _close(self.descriptor)
+            close(self.descriptor)
             self.descriptor = -1
             self._unlock()
 
     def _unlock(self) -> None:
         _beside(self.path, _BUILD).unlink(missing_ok=True)
-        _close(self._lock)
+        close(self._lock)
 
 
 class SharedArea:
@@ -124,12 +121,12 @@ class SharedArea:
         self._check_owner()
         for _ in range(_ATTEMPTS):
             try:
-                descriptor = _opened(path, os.O_RDONLY)
+                descriptor = open_private(path, os.O_RDONLY)
             except FileNotFoundError:
                 return None
-            if _lock(descriptor, fcntl.LOCK_SH) and _is_at(descriptor, path):
+            if lock_now(descriptor, fcntl.LOCK_SH) and is_at(descriptor, path):
                 return SharedCopy(path, descriptor)
-            _close(descriptor)  # somebody is removing it
+            close(descriptor)  # somebody is removing it
         raise StagingError(f"{path} cannot be locked: remove it, and end the process that holds it exclusively")
 
     def claim(self, path: Path) -> Claim | None:
@@ -143,11 +140,11 @@ class SharedArea:
             return None
         if path.exists():
             _beside(path, _BUILD).unlink(missing_ok=True)
-            _close(lock)
+            close(lock)
             return None
         part = _beside(path, _PART)
         part.unlink(missing_ok=True)  # of a process that died over it
-        descriptor = _opened(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        descriptor = open_private(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return Claim(path, descriptor, lock)
 
@@ -201,15 +198,15 @@ class SharedArea:
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._check_owner()
             try:
-                descriptor = _opened(lock_path, os.O_RDWR | os.O_CREAT)
+                descriptor = open_private(lock_path, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:  # the directory was empty and just removed
                 continue
-            if not _lock(descriptor, fcntl.LOCK_EX):
-                _close(descriptor)
+            if not lock_now(descriptor, fcntl.LOCK_EX):
+                close(descriptor)
                 return None
-            if _is_at(descriptor, lock_path):
+            if is_at(descriptor, lock_path):
                 return descriptor
-            _close(descriptor)
+            close(descriptor)
         raise StagingError(f"{lock_path} cannot be locked: remove it, and end the process that removes it all the time")
 
 
@@ -250,72 +247,33 @@ def _sweep_one(path: Path) -> bool:
     """Remove one version unless it is made or used; whether there was something to remove."""
     lock_path = _beside(path, _BUILD)
     try:
-        lock = _opened(lock_path, os.O_RDWR | os.O_CREAT)
+        lock = open_private(lock_path, os.O_RDWR | os.O_CREAT)
     except OSError:  # removed meanwhile, or another user's
         return False
     try:
-        if not _lock(lock, fcntl.LOCK_EX) or not _is_at(lock, lock_path):
+        if not lock_now(lock, fcntl.LOCK_EX) or not is_at(lock, lock_path):
             return False
         _beside(path, _PART).unlink(missing_ok=True)
         removed = _remove_unused(path)
         lock_path.unlink(missing_ok=True)
     finally:
-        _close(lock)
+        close(lock)
     return removed
 
 
 def _remove_unused(path: Path) -> bool:
     try:
-        descriptor = _opened(path, os.O_RDONLY)
+        descriptor = open_private(path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        if not _lock(descriptor, fcntl.LOCK_EX):
+        if not lock_now(descriptor, fcntl.LOCK_EX):
             return False
         path.unlink(missing_ok=True)
     finally:
-        _close(descriptor)
+        close(descriptor)
     log.info("removed what a dead replica had staged", path=str(path))
     return True
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    """Lock without waiting; False if others hold it."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
-            raise
-        return False
-    return True
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file still has this name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _opened(path: Path, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    _open.add(descriptor)
-    return descriptor
-
-
-def _close(descriptor: int) -> None:
-    _open.discard(descriptor)
-    os.close(descriptor)
-
-
-def _close_in_child() -> None:
-    for descriptor in _open:
-        os.close(descriptor)
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _beside(path: Path, suffix: str) -> Path:
