@@ -19,6 +19,10 @@ def delta(version: Version, base: Version) -> Step:
     return Step(pb.Manifest(version=version.to_proto(), base=base.to_proto(), kind=pb.VERSION_KIND_DELTA))
 
 
+def adapter(version: Version) -> Step:
+    return Step(pb.Manifest(version=version.to_proto(), kind=pb.VERSION_KIND_ADAPTER))
+
+
 @pytest.mark.parametrize(
     ("steps", "held"),
     [
@@ -27,6 +31,8 @@ def delta(version: Version, base: Version) -> Step:
         ([delta(V3, V2)], V2),
         ([delta(V2, V1), delta(V3, V2)], V1),
         ([dense(V1), delta(V3, V1)], None),
+        ([adapter(V3)], None),
+        ([adapter(V3)], V1),
     ],
 )
 def test_ways_that_lead_there(steps: list[Step], held: Version | None) -> None:
@@ -42,7 +48,8 @@ def test_ways_that_lead_there(steps: list[Step], held: Version | None) -> None:
         ([delta(V3, V2)], V1),
         ([delta(V2, V1), delta(V3, V1)], V1),
         ([delta(V2, V1), dense(V3)], V1),
-        ([Step(pb.Manifest(version=V3.to_proto(), kind=pb.VERSION_KIND_ADAPTER))], None),
+        ([adapter(V2), delta(V3, V2)], None),
+        ([dense(V2), adapter(V3)], None),
     ],
 )
 def test_ways_that_do_not(steps: list[Step], held: Version | None) -> None:
