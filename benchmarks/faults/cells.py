@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.faults.points import Point
 
-__all__ = ["CELLS", "Cell"]
+__all__ = ["ABSENT", "CELLS", "Cell"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +95,19 @@ _RELAY = (
     Cell("push", "relay", _PUSH, at="service", relay=True),
     Cell("commit", "relay", _COMMIT, at="service", relay=True),
     Cell("watch", "relay", Point("weightsync.upstream:Follower._try"), relay=True),
-    Cell("pull", "relay", _PUSH, relay=True),
-    Cell("stage", "relay", _COMMIT, relay=True),
-    Cell("staged", "relay", _COMMITTED, relay=True),
+    Cell("fetch", "relay", _PUSH, relay=True),
+    Cell("keep", "relay", _COMMIT, relay=True),
+    Cell("kept", "relay", _COMMITTED, relay=True),
     Cell("announce", "relay", _WATCH, relay=True),
-    Cell("serve", "relay", _SEND, relay=True),
+    Cell("pull", "relay", _SEND, relay=True),
+    Cell("stage", "relay", _STAGE, at="engine", relay=True),
     Cell("apply", "relay", _APPLY, at="engine", relay=True),
     Cell("report", "relay", Point("weightsync.forward:Forwarder.put"), relay=True),
     Cell("materialize", "relay", Point("os:rename", match=_DENSE_NAME), relay=True),
-    Cell("relay_pull", "service", _SEND, relay=True),
-    Cell("relay_commit", "service", _COMMIT, at="relay", relay=True),
-    Cell("relay_serve", "engine", _SEND, at="relay", relay=True),
+    Cell("fetch", "service", _SEND, relay=True),
+    Cell("keep", "service", _COMMIT, at="relay", relay=True),
+    Cell("fetch", "engine", _PUSH, at="relay", relay=True),
+    Cell("relayed_pull", "engine", _SEND, at="relay", relay=True),
 )
 _ANCHORS = (
     Cell("mid_push", "trainer", Point("weightsync.transfer:wire_chunk", nth=40), form="anchor"),
@@ -116,8 +118,8 @@ _ANCHORS = (
     Cell("pull", "engine", replace(_PULL, nth=40), form="anchor"),
     Cell("stage", "engine", Point("weightsync.staging:StagingFile.finish"), form="anchor"),
     Cell("apply", "engine", _APPLY, form="anchor"),
-    Cell("pull", "relay", replace(_PUSH, nth=40), relay=True, form="anchor"),
-    Cell("serve", "relay", replace(_SEND, nth=40), relay=True, form="anchor"),
+    Cell("fetch", "relay", replace(_PUSH, nth=40), relay=True, form="anchor"),
+    Cell("pull", "relay", replace(_SEND, nth=40), relay=True, form="anchor"),
 )
 
 _HAND_OVER = Point("weightsync.local_source:LocalSource.copy")
@@ -135,3 +137,18 @@ _LOCAL = (
 
 CELLS = _TRAINER + _SERVICE + _ENGINE + _RELAY + _ANCHORS + _LOCAL
 """Every phase of every program: deltas, and the longer transfers of anchors."""
+
+_ONLY_TRAINER = "nothing of the version has left the trainer yet: to the others the moment is any other"
+_ONLY_SERVICE = "nobody waits for the background work of a service, and nobody takes part in it: see watch"
+
+ABSENT = {
+    **{
+        (phase, victim): _ONLY_TRAINER for phase in ("before_push", "diff") for victim in ("service", "relay", "engine")
+    },
+    **{(phase, victim): _ONLY_SERVICE for phase in ("materialize", "remove") for victim in ("trainer", "engine")},
+    ("fetch", "trainer"): "a relay takes versions after their commit: as pull",
+    ("keep", "trainer"): "as fetch",
+    ("keep", "engine"): "a relay's commit does not know its engines: as fetch",
+    ("remove", "relay"): "the same code as in the service, which has the cell",
+}
+"""Cells that are not in the matrix, by phase and victim, and why."""

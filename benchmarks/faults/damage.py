@@ -1,4 +1,4 @@
-"""Faults that kill nobody: no room, bits turned over on the wire, on the disk and in memory, a service that stands still."""
+"""Faults that are more than a kill: no room, bits turned over, a service that stands still, a neighbour that dies."""
 
 from __future__ import annotations
 
@@ -146,6 +146,32 @@ def _damaged_base(world: World) -> float:
     return _finish(world, Version(1, 4))
 
 
+def _dead_builder(world: World) -> float:
+    """An engine dies while it stages a version that a neighbour on its host waits for: the neighbour stages it itself."""
+    neighbour = world.add_engine("neighbour")
+    eventually(lambda: neighbour.ask("probe").get("version") == "1.2", "the neighbour does not serve")
+    # Whoever begins waits at the first byte until the other one has found the version being made.
+    engines = (world.engine, neighbour)
+    for engine in engines:
+        engine.arm(Point("weightsync.raw_chunks:RawChunk.check"), halt=True)
+    world.push(Version(1, 3))
+    eventually(lambda: any(engine.reached.is_set() for engine in engines), "nobody stages the version")
+    builder, other = engines if world.engine.reached.is_set() else engines[::-1]
+    builder.kill()
+    began = time.monotonic()
+    expect(other.reached.wait(DEADLINE_S), "the neighbour does not go on")
+    other.ask("go_on")
+    eventually(lambda: other.ask("probe").get("version") == "1.3", "the neighbour does not serve the version")
+    seconds = time.monotonic() - began
+    builder.start()
+    builder.await_ready()
+    eventually(lambda: builder.ask("probe").get("version") == "1.3", "the engine does not come back")
+    neighbour.signal(signal.SIGTERM)
+    neighbour.await_death()
+    _finish(world, Version(1, 3))
+    return seconds
+
+
 def _standstill(world: World) -> float:
     """A service that stands still ends nobody's patience: the push ends at its deadline, the version before serves on."""
     world.service.signal(signal.SIGSTOP)
@@ -159,13 +185,14 @@ def _standstill(world: World) -> float:
 
 def _standstill_in_pull(world: World) -> float:
     """A service that stands still in the midst of a pull is waited for no longer than a chunk may take."""
-    world.engine.arm(Point("weightsync.raw_chunks:RawChunk.check", nth=3), halt=True)
+    world.service.arm(Point("weightsync.sending:_read", nth=3), halt=True)
     world.push(Version(1, 3))
-    expect(world.engine.reached.wait(DEADLINE_S), "the engine did not come to the pull")
+    expect(world.service.reached.wait(DEADLINE_S), "the service did not come to the pull")
     world.service.signal(signal.SIGSTOP)
-    world.engine.ask("go_on")
     eventually(lambda: not world.engine.ask("status")["connected"], "the engine does not notice the silence")
+    _expect_untouched(world)
     world.service.signal(signal.SIGCONT)
+    world.service.ask("go_on")
     return _finish(world, Version(1, 3))
 
 
@@ -190,11 +217,12 @@ DAMAGES = (
     Damage("damaged_delta_file", "service", _damaged_delta_file),
     Damage("damaged_dense_file", "service", _damaged_dense_file),
     Damage("damaged_base", "engine", _damaged_base),
+    Damage("dead_builder", "engine", _dead_builder),
     Damage("standstill", "service", _standstill),
     Damage("standstill_in_pull", "service", _standstill_in_pull),
     Damage("repeated_commit", "trainer", _repeated_commit, form="anchor"),
 )
-"""Every fault that kills nobody."""
+"""Every such fault."""
 
 
 def _finish(world: World, version: Version) -> float:

@@ -174,7 +174,7 @@ async def _engine(desk: Desk, settings: Settings) -> None:
         receiver = WeightReceiver(
             channel,
             RUN,
-            "engine",
+            settings["replica"],
             Path(settings["stage_dir"]),
             engine.apply,
             limits=limits,

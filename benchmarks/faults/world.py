@@ -65,7 +65,7 @@ class World:
         self.service = self._service("service", {})
         self.relay = self._service("relay", {"upstream": self.address("service")}) if relay else None
         self.wires = {name: Wire(self._ports["service"]) for name in wired}
-        staging = {"stage_dir": str(self.stage_dir), "silence_s": _SILENCE_S}
+        staging = {"replica": "engine", "stage_dir": str(self.stage_dir), "silence_s": _SILENCE_S}
         self.trainer = self._peer("trainer", {"local_files": local_files, "host_dir": str(self.host_dir)})
         self.engine = self._peer("engine", {"local_files": local_files, **staging})
         self.programs = [each for each in (self.service, self.relay, self.trainer, self.engine) if each is not None]
@@ -126,6 +126,14 @@ class World:
         for wire in self.wires.values():
             wire.close()
         self._threads.shutdown(cancel_futures=True)
+
+    def add_engine(self, name: str) -> Program:
+        """Start another engine of the same host."""
+        engine = Program("engine", name, {**self.engine.settings, "replica": name}, self.directory / f"{name}.log")
+        self.programs.append(engine)
+        engine.start()
+        engine.await_ready()
+        return engine
 
     def program(self, name: str) -> Program:
         """A program by name."""
