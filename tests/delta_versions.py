@@ -11,8 +11,8 @@ from weightsync_stack import RESOURCE, Stack
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import encode
-from weightsync.manifest import manifest_digest
-from weightsync.shard_source import ShardSource
+from weightsync.format.manifest import manifest_digest
+from weightsync.publish.shard_source import ShardSource
 
 
 class DeltaSource(ShardSource):

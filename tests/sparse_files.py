@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightsync.coverage import Coverage
-from weightsync.dtypes import DTYPES
-from weightsync.layout import HEADER_LENGTH_BYTES, Entry, parse_header, render_header
-from weightsync.selection import Selection, normal, scaled
+from weightsync.engine.coverage import Coverage
+from weightsync.engine.selection import Selection, normal, scaled
+from weightsync.format.dtypes import DTYPES
+from weightsync.format.layout import HEADER_LENGTH_BYTES, Entry, parse_header, render_header
 
 PAGE = 4096
 

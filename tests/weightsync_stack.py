@@ -17,14 +17,14 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.app import build_runs
-from weightsync.chunks import make_chunk
 from weightsync.config import WeightSyncConfig
-from weightsync.delivery import WeightDeliveryServicer
-from weightsync.manifest import DenseTensor, version_digest
+from weightsync.format.chunks import make_chunk
+from weightsync.format.manifest import DenseTensor, version_digest
+from weightsync.publish.shard_source import ShardSource
 from weightsync.publisher import WeightPublisher
-from weightsync.runs import Runs
-from weightsync.service import WeightSyncServicer
-from weightsync.shard_source import ShardSource
+from weightsync.store.delivery import WeightDeliveryServicer
+from weightsync.store.runs import Runs
+from weightsync.store.service import WeightSyncServicer
 
 RUN = "test-run"
 RESOURCE = f"runs/{RUN}"

@@ -14,13 +14,13 @@ from typing import Any
 from sluice.config import CommonConfig, ConfigError, Service
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2_grpc
-from weightsync.allocator import keep_freed_memory
 from weightsync.config import WeightSyncConfig
-from weightsync.delivery import WeightDeliveryServicer
-from weightsync.names import run_resource
-from weightsync.relay import Relay, RelayCycleError, RelaySyncServicer, advertised_address
-from weightsync.runs import Runs
-from weightsync.service import WeightSyncServicer
+from weightsync.format.names import run_resource
+from weightsync.relaying.relay import Relay, RelayCycleError, RelaySyncServicer, advertised_address
+from weightsync.store.allocator import keep_freed_memory
+from weightsync.store.delivery import WeightDeliveryServicer
+from weightsync.store.runs import Runs
+from weightsync.store.service import WeightSyncServicer
 
 __all__ = ["SERVICE", "Serving", "build_runs", "serve", "serving"]
 

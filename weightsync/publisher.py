@@ -15,19 +15,19 @@ import torch.distributed as dist
 
 from sluice.rpc import SluiceError
 from sluice.versions import Version
-from weightsync.baseline import Baseline, Diff
-from weightsync.chunks import MAX_CHUNK_BYTES
-from weightsync.delta_trials import DeltaTrials
-from weightsync.dense_push import push_dense
-from weightsync.group_commit import Frame, Ranks
-from weightsync.kept_file import HOST_DIRECTORY
-from weightsync.names import run_resource
-from weightsync.push_report import PushReport
-from weightsync.rank_plan import PLAN, agree_on_shares
-from weightsync.shard_source import ShardSource
-from weightsync.slices import LocalSlice, local_slices
-from weightsync.transfer import Destination
-from weightsync.version_push import Update, VersionPush
+from weightsync.format.chunks import MAX_CHUNK_BYTES
+from weightsync.format.names import run_resource
+from weightsync.publish.baseline import Baseline, Diff
+from weightsync.publish.delta_trials import DeltaTrials
+from weightsync.publish.dense_push import push_dense
+from weightsync.publish.group_commit import Frame, Ranks
+from weightsync.publish.kept_file import HOST_DIRECTORY
+from weightsync.publish.push_report import PushReport
+from weightsync.publish.rank_plan import PLAN, agree_on_shares
+from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.slices import LocalSlice, local_slices
+from weightsync.publish.transfer import Destination
+from weightsync.publish.version_push import Update, VersionPush
 
 __all__ = ["PushReport", "Update", "WeightPublisher"]
 

@@ -20,22 +20,22 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.adapters import AdapterStage, AdapterUse
-from weightsync.apply import Applier, ApplyError
-from weightsync.build import VersionBuilder
-from weightsync.copies import BehindError
+from weightsync.engine.selection import Selection, union
+from weightsync.format.names import run_resource
 from weightsync.metrics import UPDATES
-from weightsync.names import run_resource
-from weightsync.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
-from weightsync.pull import PullError, PullLimits
-from weightsync.report import Reporter
-from weightsync.selection import Selection, union
-from weightsync.sources import SourceLimits, Sources
+from weightsync.receive.adapters import AdapterStage, AdapterUse
+from weightsync.receive.apply import Applier, ApplyError
+from weightsync.receive.build import VersionBuilder
+from weightsync.receive.copies import BehindError
+from weightsync.receive.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
+from weightsync.receive.pull import PullError, PullLimits
+from weightsync.receive.report import Reporter
+from weightsync.receive.staged_copies import StagedCopies
+from weightsync.receive.staging import StagingError
+from weightsync.receive.update import ReceiverStatus, UpdateRequest, UpdateTimings, observe_update
+from weightsync.receive.watch import VersionWatch
+from weightsync.relaying.sources import SourceLimits, Sources
 from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
-from weightsync.staged_copies import StagedCopies
-from weightsync.staging import StagingError
-from weightsync.update import ReceiverStatus, UpdateRequest, UpdateTimings, observe_update
-from weightsync.watch import VersionWatch
 
 # All that a rollout service needs: it imports nothing else of this package.
 __all__ = [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.versions import Version
-from weightsync.selection import Selection
+from weightsync.engine.selection import Selection
 
 __all__ = ["ApplyReport", "Selection", "StagedAdapter", "StagedVersion", "TensorSpec"]
 
@@ -30,7 +30,7 @@ class StagedVersion:
         tensors: Every tensor of the file by name.
         digest: xxh3-128 of the version as its manifest gives it.
         rank_paths: In place of `path`, one file for each of the engine's workers, by rank; each may hold only what that worker
-            reads, and says so in its header (`weightsync.coverage`). `path` is then the first of them.
+            reads, and says so in its header (`weightsync.engine.coverage`). `path` is then the first of them.
     """
 
     version: Version

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from benchmarks.faults.process import GoneError, Program
 from benchmarks.faults.versions import digest, expected_digest
 from sluice.versions import BASE, Version
-from weightsync.names import parse_version_directory
+from weightsync.format.names import parse_version_directory
 
 __all__ = ["Observer"]
 

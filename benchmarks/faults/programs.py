@@ -20,8 +20,8 @@ from prometheus_client import REGISTRY
 
 import weightsync.app
 import weightsync.publisher
+import weightsync.receive.watch
 import weightsync.receiver
-import weightsync.watch
 from benchmarks.faults.engine import Engine
 from benchmarks.faults.points import Point, arm
 from benchmarks.faults.versions import tensors_of
@@ -32,7 +32,7 @@ from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import PullLimits, WeightReceiver
-from weightsync.sources import SourceLimits
+from weightsync.relaying.sources import SourceLimits
 
 __all__ = ["CHUNK_BYTES", "RUN", "main"]
 
@@ -167,7 +167,7 @@ async def _trainer(desk: Desk, settings: Settings) -> None:
 
 
 async def _engine(desk: Desk, settings: Settings) -> None:
-    weightsync.watch._SILENCE_S = settings["silence_s"]  # noqa: SLF001 - the contract's 25 s, shortened as everything here
+    weightsync.receive.watch._SILENCE_S = settings["silence_s"]  # noqa: SLF001 - the contract's 25 s, shortened as everything here
     engine = Engine()
     async with connect(settings["target"], SecurityConfig()) as channel:
         limits = PullLimits(deadline_s=30, idle_s=settings["silence_s"], attempts=6, first_pause_s=0.02)

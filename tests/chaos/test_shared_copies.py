@@ -17,7 +17,7 @@ from weightsync_stack import RUN, Stack, eventually, running_stack
 
 from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
-from weightsync.shared_area import remove_stale
+from weightsync.receive.shared_area import remove_stale
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from weightsync.receiver import ApplyReport, PullLimits, WeightReceiver
-from weightsync.assembly import Assembly
+from weightsync.receive.assembly import Assembly
 
 target, run, replica, stage_dir, mode = sys.argv[1:]
 follow = Assembly.follow

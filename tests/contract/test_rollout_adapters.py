@@ -35,7 +35,7 @@ from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfi
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version
-from weightsync.adapter_publisher import AdapterPublisher
+from weightsync.publish.adapter_publisher import AdapterPublisher
 
 PROMPT = [5, 9, 17, 33]
 TIMEOUT_S = 60.0

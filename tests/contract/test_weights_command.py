@@ -13,7 +13,7 @@ from weightsync_stack import RUN, Stack, running_stack
 
 from sluice.config import ConfigError
 from sluice.versions import Version
-from weightsync.weights_command import COMMAND
+from weightsync.inspect.weights_command import COMMAND
 
 CHANGED = 7
 """Values of the matrix that differ between the two versions."""

@@ -17,9 +17,9 @@ from weightsync_stack import RESOURCE, RUN, Stack, equal_bits, error_of, eventua
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
+from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
+from weightsync.publish.shard_source import ShardSource
 from weightsync.publisher import WeightPublisher
-from weightsync.shard_source import ShardSource
 
 
 @pytest_asyncio.fixture

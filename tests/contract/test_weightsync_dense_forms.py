@@ -14,7 +14,7 @@ from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, 
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.shard_source import ShardSource
+from weightsync.publish.shard_source import ShardSource
 
 
 def version(number: int) -> Version:

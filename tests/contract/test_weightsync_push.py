@@ -16,8 +16,8 @@ from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, manifest_of,
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.chunks import make_chunk
-from weightsync.shard_source import ShardSource
+from weightsync.format.chunks import make_chunk
+from weightsync.publish.shard_source import ShardSource
 
 V1, V2 = Version(1, 1), Version(1, 2)
 

@@ -22,7 +22,7 @@ from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.chunks import make_chunk
+from weightsync.format.chunks import make_chunk
 from weightsync.receiver import ApplyReport, PolicyHeldError, PolicyMode, PullLimits, StagedVersion, WeightReceiver
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)

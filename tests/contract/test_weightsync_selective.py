@@ -19,10 +19,10 @@ from weightsync_stack import RUN, Stack, eventually, running_stack
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import Version
-from weightsync.coverage import Coverage
+from weightsync.engine.coverage import Coverage
+from weightsync.engine.selection import Ranges, Selection, scaled, total, union
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ApplyReport, PolicyMode, PullLimits, StagedVersion, UpdateTimings, WeightReceiver
-from weightsync.selection import Ranges, Selection, scaled, total, union
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01, gap_bytes=0)
 ROWS, COLUMNS, WHOLE, UNREAD = "cut.by_rows", "cut.by_columns", "whole.norm", "unread.head"

@@ -14,7 +14,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import Version
 from weightsync.receiver import PolicyMode
-from weightsync.sources import SourceLimits
+from weightsync.relaying.sources import SourceLimits
 
 FAST = {"lease_s": 1.5, "heartbeat_s": 0.2}
 EAGER = {

@@ -17,7 +17,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.kept_file import HOST_DIRECTORY, KeptFile
+from weightsync.publish.kept_file import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher
 
 RUN = RESOURCE.removeprefix("runs/")

@@ -23,11 +23,11 @@ from rollout_svc.engines.vllm import VllmEngine
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import BASE, Version
+from weightsync.engine.selection import Selection, total, union
+from weightsync.engine.vllm_transfer import WorkerExtension
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import PullLimits, WeightReceiver
-from weightsync.selection import Selection, total, union
 from weightsync.staged import ApplyReport, StagedVersion
-from weightsync.vllm_transfer import WorkerExtension
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -23,8 +23,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
+from weightsync.receive.shared_area import remove_stale
 from weightsync.receiver import ApplyReport, StagedVersion, WeightReceiver
-from weightsync.shared_area import remove_stale
 
 pytestmark = pytest.mark.slow
 

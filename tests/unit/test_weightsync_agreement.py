@@ -8,8 +8,8 @@ import pytest
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.group_commit import Frame, Ranks, first_failure
-from weightsync.version_push import agree
+from weightsync.publish.group_commit import Frame, Ranks, first_failure
+from weightsync.publish.version_push import agree
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 

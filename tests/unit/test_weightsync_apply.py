@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.versions import BASE, Version
-from weightsync.apply import Applier, ApplyError
+from weightsync.receive.apply import Applier, ApplyError
 from weightsync.staged import ApplyReport, StagedVersion
 
 V1, V2 = Version(1, 1), Version(1, 2)

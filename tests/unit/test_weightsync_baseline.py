@@ -14,16 +14,16 @@ from safetensors.torch import load
 from weightsync_stack import equal_bits, weights
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.baseline import Baseline, Diff
-from weightsync.chunks import make_chunk
 from weightsync.codec import Encoding, apply
-from weightsync.delta_trials import DeltaTrials
-from weightsync.kept_file import KeptFile, sweep
-from weightsync.manifest import ManifestError, entry_name
-from weightsync.shard_source import tensor_bytes
-from weightsync.slice_plan import share_out, total_bytes
-from weightsync.slices import LocalSlice, local_slices, to_proto
-from weightsync.transfer import wire_chunk
+from weightsync.format.chunks import make_chunk
+from weightsync.format.manifest import ManifestError, entry_name
+from weightsync.publish.baseline import Baseline, Diff
+from weightsync.publish.delta_trials import DeltaTrials
+from weightsync.publish.kept_file import KeptFile, sweep
+from weightsync.publish.shard_source import tensor_bytes
+from weightsync.publish.slice_plan import share_out, total_bytes
+from weightsync.publish.slices import LocalSlice, local_slices, to_proto
+from weightsync.publish.transfer import wire_chunk
 
 WHOLE = 1 << 40
 """A limit on encoded bytes that nothing here reaches."""
@@ -181,7 +181,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_not()
     program = """
 import os, signal, sys
 from pathlib import Path
-from weightsync.kept_file import KeptFile
+from weightsync.publish.kept_file import KeptFile
 file = KeptFile(4096, Path("/dev/shm"))
 print(file.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

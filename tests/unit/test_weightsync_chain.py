@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.versions import Version
-from weightsync.chain import (
+from weightsync.store.chain import (
     Form,
     Forms,
     Step,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.manifest import (
+from weightsync.format.manifest import (
     DenseTensor,
     ManifestError,
     check_manifest,
@@ -20,7 +20,14 @@ from weightsync.manifest import (
     version_digest,
     without_tensors,
 )
-from weightsync.names import BadNameError, check_shard, check_tensor, parse_run, parse_version_directory, run_resource
+from weightsync.format.names import (
+    BadNameError,
+    check_shard,
+    check_tensor,
+    parse_run,
+    parse_version_directory,
+    run_resource,
+)
 
 
 @st.composite

@@ -18,13 +18,13 @@ from weightsync_stack import RESOURCE
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import Encoding, encode
-from weightsync.delta_shard import DeltaShard
-from weightsync.dtypes import DTYPES
-from weightsync.layout import Entry, place, render_header
-from weightsync.manifest import manifest_digest
-from weightsync.patching import PatchedFile, slice_digests
-from weightsync.raw_chunks import RawChunk
-from weightsync.staging import StagingError
+from weightsync.format.dtypes import DTYPES
+from weightsync.format.layout import Entry, place, render_header
+from weightsync.format.manifest import manifest_digest
+from weightsync.format.raw_chunks import RawChunk
+from weightsync.receive.delta_shard import DeltaShard
+from weightsync.receive.patching import PatchedFile, slice_digests
+from weightsync.receive.staging import StagingError
 
 Tensor = npt.NDArray[np.uint8]
 Model = dict[str, tuple[str, tuple[int, ...], Tensor]]

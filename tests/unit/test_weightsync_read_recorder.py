@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from weightsync.read_recorder import Copy, ReadRecorder, Region
+from weightsync.engine.read_recorder import Copy, ReadRecorder, Region
 
 
 @pytest.fixture

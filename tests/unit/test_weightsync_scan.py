@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from weightsync.dtypes import DTYPES, all_finite
-from weightsync.layout import LayoutError, parse_header, place, render_header
-from weightsync.scan import Scan
-from weightsync.shard_source import ShardSource
+from weightsync.format.dtypes import DTYPES, all_finite
+from weightsync.format.layout import LayoutError, parse_header, place, render_header
+from weightsync.format.scan import Scan
+from weightsync.publish.shard_source import ShardSource
 
 TENSORS = {
     "odd": torch.arange(7, dtype=torch.uint8),

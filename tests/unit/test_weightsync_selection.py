@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.coverage import METADATA_KEY, Coverage, CoverageError
-from weightsync.selection import (
+from weightsync.engine.coverage import METADATA_KEY, Coverage, CoverageError
+from weightsync.engine.selection import (
     MOST_RANGES,
     fingerprint,
     intersection,

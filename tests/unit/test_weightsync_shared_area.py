@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from sluice.versions import Version
-from weightsync.copies import BehindError, HostCopies
-from weightsync.pull import PullLimits
-from weightsync.shared_area import SharedArea, SharedCopy, remove_stale
-from weightsync.staging import StagingError
+from weightsync.receive.copies import BehindError, HostCopies
+from weightsync.receive.pull import PullLimits
+from weightsync.receive.shared_area import SharedArea, SharedCopy, remove_stale
+from weightsync.receive.staging import StagingError
 
 DIGEST = "0" * 32
 

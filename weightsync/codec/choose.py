@@ -10,7 +10,7 @@ from weightsync.codec.differences import count_changed
 from weightsync.codec.encoding import CodecError, Encoded, Encoding
 from weightsync.codec.frames import compress, decompress
 from weightsync.codec.integers import WIDTHS, Patterns
-from weightsync.dtypes import DTYPES
+from weightsync.format.dtypes import DTYPES
 
 __all__ = ["apply", "encode"]
 

@@ -1,0 +1,1 @@
+"""Inside vLLM: loading staged files, what ranks read, comparing live weights."""

@@ -1,0 +1,314 @@
+"""The half of weight sync that runs inside vLLM's workers: staged safetensors files into a live model.
+
+The files lie in shared memory; tensors are views of the mapping, so that the only copy is the one into the model.
+Nothing here raises into vLLM: an exception in one worker of several would leave the others' replies one call late
+for good. Failures are kept and asked for through `WorkerExtension.sluice_status`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from weightsync.engine.coverage import Coverage, CoverageError
+from weightsync.engine.vllm_inspect import InspectExtension
+from weightsync.engine.vllm_patch import Patch
+from weightsync.engine.vllm_patch import unsupported as unpatchable
+from weightsync.engine.vllm_plan import LoadPlan, make_plan
+from weightsync.engine.vllm_shadow import Shadow, unsupported
+
+__all__ = ["InitInfo", "StagedFileEngine", "UpdateInfo", "WorkerExtension"]
+
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One whole version.
+
+    Attributes:
+        paths: Safetensors files that together hold every tensor once.
+        names: Every tensor that must be in them, by Hugging Face name.
+        rank_paths: In place of `paths`, the files of each worker by its rank, which may hold only what that worker reads.
+            (vLLM takes a list of infos by rank too, but raises in the workers for which there is none.)
+    """
+
+    paths: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    rank_paths: list[list[str]] = field(default_factory=list)
+
+
+class IncompleteFileError(Exception):
+    """The files do not hold exactly the tensors that the model needs."""
+
+
+class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Loads staged files by vLLM's layer-wise reload, which keeps tensors where CUDA graphs expect them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    outcome: tuple[str, Any] = ("ok", 0.0)
+    """Outcome of the last update, as `WorkerExtension.sluice_status` answers it."""
+
+    _shadow: Shadow | None = None
+    _plan: LoadPlan | None = None
+    _patch: Patch | None = None
+    _loaded: list[str] | None = None
+    """Files of the version that the model holds; None where that is not certain."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Need nothing: files need no rendezvous."""
+
+    def start_weight_update(self) -> None:
+        """Open a session; the model is taken apart only when the files are known to be whole."""
+
+    def prepare(self, update_info: UpdateInfo, *, patch: bool = False) -> tuple[str, Any]:
+        """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why).
+
+        Args:
+            update_info: The version.
+            patch: On an accelerator, find out what differs from the version before; see `weightsync.engine.vllm_patch`.
+        """
+        refused = self.check(update_info.paths, update_info.names, update_info.rank_paths)
+        if refused[0] != "ok":
+            return refused
+        own = self.own(update_info.paths, update_info.rank_paths)
+        if patch and current_platform.is_cuda_alike():
+            return self._begin_patch(own)
+        if self._shadow is None:
+            why = unsupported(self.vllm_config, self.model)
+            if why:
+                return ("unsupported", why)
+            self._shadow = Shadow(self.vllm_config, self.model, self._load)
+        self._shadow.begin(own, self._tensors)
+        return ("ok", None)
+
+    def _begin_patch(self, paths: list[str]) -> tuple[str, Any]:
+        if self._loaded is None:
+            return ("unsupported", "no version was loaded yet that a patch could be based on")
+        plan = self.plan(paths)
+        why = unpatchable(self.model, plan)
+        if why:
+            return ("unsupported", why)
+        self._patch = Patch(self._loaded, paths)
+        self._patch.begin(self._tensors(self._loaded), self._tensors(paths), plan.reads)
+        return ("ok", None)
+
+    def forget_loaded(self) -> None:
+        """The model was found to hold something else than it was given: the next version is loaded whole."""
+        self._loaded = self._patch = None
+
+    def prepared(self) -> tuple[str, Any]:
+        """What became of `prepare`: ("pending", None), ("ok", seconds) or ("err", why)."""
+        if self._patch is not None:
+            return self._patch.outcome
+        if self._shadow is None:
+            return ("err", "nothing was prepared")
+        outcome = self._shadow.outcome
+        if outcome[0] == "err":
+            self._shadow = None  # it may be half built: the next one starts from nothing
+        return outcome
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load the files, or keep the error and leave the session to be closed by `finish_weight_update`."""
+        begun = time.perf_counter()
+        self.outcome = self.check(update_info.paths, update_info.names, update_info.rank_paths)
+        if self.outcome[0] != "ok":
+            return
+        paths = self.own(update_info.paths, update_info.rank_paths)
+        patch, self._patch = self._patch, None
+        loaded, self._loaded = self._loaded, None
+        try:
+            if patch is not None and patch.leads(loaded, paths):
+                patch.apply(self.model, self.device)
+            elif self._shadow is not None and self._shadow.holds(paths):
+                self._shadow.swap()
+            else:
+                self._load(self.model, paths)
+            if current_platform.is_cuda_alike():
+                torch.accelerator.synchronize()
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            self.outcome = ("err", f"{type(error).__name__}: {error}")
+        else:
+            self.outcome, self._loaded = ("ok", time.perf_counter() - begun), paths
+
+    def finish_weight_update(self) -> None:
+        """Close the session; the model is whole since `receive_weights`."""
+
+    def shutdown(self) -> None:
+        """Hold nothing."""
+
+    def own(self, paths: list[str], rank_paths: list[list[str]]) -> list[str]:
+        """The files that this worker reads.
+
+        Raises:
+            IndexError: if there are none for its rank.
+        """
+        return rank_paths[self.vllm_config.parallel_config.rank] if rank_paths else paths
+
+    def check(self, paths: list[str], names: list[str], rank_paths: list[list[str]]) -> tuple[str, Any]:
+        """Whether the files hold all that this worker reads: ("ok", None) or ("refused", why); the model is untouched."""
+        try:
+            own = self.own(paths, rank_paths)
+            partial = [
+                held for held in check_complete(own, names, {TIED_HEAD} if self._tied else set()) if not held.whole
+            ]
+            if partial:
+                reads = self.plan(own).reads
+                for held in partial:
+                    held.check(reads)
+        except CoverageError as error:
+            return ("refused", f"{error}; stage the version anew with what each worker reads, or whole")
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("refused", str(error) or type(error).__name__)
+        return ("ok", None)
+
+    def plan(self, paths: list[str]) -> LoadPlan:
+        """What this worker's model reads of a version, and where it puts it; found out once.
+
+        Raises:
+            Exception: whatever the model raises when it is built without memory; see `weightsync.engine.vllm_plan`.
+        """
+        if self._plan is None:
+            plan = make_plan(self.vllm_config, self._tensors(paths))
+            unread = {TIED_HEAD: ()} if self._tied else {}
+            self._plan = LoadPlan(unread | dict(plan.reads), plan.copies, plan.shapes)
+        return self._plan
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _load(self, model: torch.nn.Module, paths: list[str]) -> None:
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(self._tensors(paths))
+        finally:
+            # After a failure too: what was buffered must not be counted towards the next attempt.
+            finalize_layerwise_reload(model, self.model_config)
+        refresh_tied_head(model)
+
+    def _tensors(self, paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    if not (self._tied and name == TIED_HEAD):
+                        yield name, file.get_tensor(name)
+
+
+def refresh_tied_head(model: torch.nn.Module) -> None:
+    """Pack the output layer again: on CPU it holds a packed copy of the embedding, which the reload forgets."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> list[Coverage]:
+    """Compare the files' headers with the expected names; `optional` ones may be there or not.
+
+    A model with part of a fused layer missing computes with uninitialised memory, so this comes before anything else.
+
+    Returns:
+        What each file holds of its tensors.
+
+    Raises:
+        IncompleteFileError: if tensors are missing, unknown or given twice, or a file cannot be read.
+        CoverageError: if a file does not say what it holds.
+    """
+    seen: set[str] = set()
+    held = []
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = list(file.keys())
+                metadata = file.metadata()
+        except (SafetensorError, OSError) as error:
+            raise IncompleteFileError(f"{path} is not a whole safetensors file: {error}; stage it again") from error
+        held.append(Coverage.parse(metadata))
+        twice = seen.intersection(names)
+        if twice:
+            raise IncompleteFileError(f"{path} repeats {sorted(twice)[:3]}; stage the version again")
+        seen.update(names)
+    missing, unknown = sorted(set(wanted) - seen), sorted(seen - set(wanted) - optional)
+    if missing or unknown:
+        raise IncompleteFileError(
+            f"tensors do not match the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)})"
+        )
+    return held
+
+
+class WorkerExtension(InspectExtension):
+    """Methods mixed into vLLM's worker, called by `collective_rpc`. They answer ("ok" | "err", value) and never raise."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    def sluice_status(self) -> tuple[str, Any]:
+        """Outcome of the last update: ("ok", seconds), ("refused", why; model untouched) or ("err", what went wrong)."""
+        engine = self.weight_transfer_engine
+        return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
+
+    def sluice_prepare(
+        self, paths: list[str], names: list[str], rank_paths: list[list[str]] | None = None, patch: bool = False
+    ) -> tuple[str, Any]:
+        """Begin to build a version beside the one that samples; see `StagedFileEngine.prepare`."""
+        try:
+            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(
+                UpdateInfo(paths, names, rank_paths or []), patch=patch
+            )
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("err", f"{type(error).__name__}: {error}")
+        return answer
+
+    def sluice_prepared(self) -> tuple[str, Any]:
+        """What became of `sluice_prepare`."""
+        answer: tuple[str, Any] = self.weight_transfer_engine.prepared()
+        return answer
+
+    def sluice_add_adapter(self, label: str, number: int, path: str) -> tuple[str, Any]:
+        """Load a LoRA adapter beside the weights, which are not touched."""
+        try:
+            self.model_runner.add_lora(LoRARequest(label, number, path))
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("err", f"{type(error).__name__}: {error}")
+        return ("ok", None)
+
+    def sluice_zero_kv(self) -> tuple[str, Any]:
+        """Zero the KV cache: a NaN that once entered it would live on in reused blocks."""
+        try:
+            for cache in _tensors_in(self.model_runner.kv_caches):
+                cache.zero_()
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("err", f"{type(error).__name__}: {error}")
+        return ("ok", None)
+
+
+def _tensors_in(nested: object) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, list | tuple):
+        for item in nested:
+            yield from _tensors_in(item)

@@ -1,0 +1,1 @@
+"""What travels: chunks, safetensors layouts, manifests and their digests."""

@@ -1,0 +1,241 @@
+"""What a manifest must satisfy: exact cover of every tensor, and the digest of the version.
+
+The digest of a version is the xxh3-128 of one line per tensor, ``name dtype shape digest`` and a line feed, sorted by bytes;
+the shape is written ``[2,3]``, ``[]`` for a scalar; the digest is that of the whole tensor's dense bytes. A tensor that is
+cut has one line per slice, ``name dtype shape offsets sizes digest``. It does not depend on which shard holds what.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import xxhash
+from google.protobuf import json_format
+
+from sluice.v1 import weightsync_pb2 as pb
+from weightsync.format.dtypes import DTYPES
+from weightsync.format.names import BadNameError, check_shard, check_tensor
+
+__all__ = [
+    "MANIFEST_FILE",
+    "Box",
+    "DenseTensor",
+    "ManifestError",
+    "box",
+    "check_adapter_config",
+    "check_manifest",
+    "entry_name",
+    "from_json",
+    "is_whole",
+    "manifest_digest",
+    "to_json",
+    "version_digest",
+    "without_tensors",
+]
+
+MANIFEST_FILE = "manifest.json"
+"""The last file to be written into a version's directory: a directory without it is no version."""
+
+_MOST_SLICES = 4096
+"""Slices that one tensor may be cut into: beyond the ranks of any trainer, and a bound on the work of checking them."""
+
+
+_PLAIN = frozenset({pb.TENSOR_ENCODING_UNSPECIFIED, pb.TENSOR_ENCODING_DENSE})
+_ENCODINGS = {
+    False: _PLAIN,
+    True: _PLAIN | {pb.TENSOR_ENCODING_DENSE_ZSTD, pb.TENSOR_ENCODING_DELTA, pb.TENSOR_ENCODING_UNCHANGED},
+}
+"""Encodings that a slice may have, by whether the version is a delta."""
+
+
+class ManifestError(ValueError):
+    """The manifest contradicts itself; the message names the tensor or shard."""
+
+
+class DenseTensor(NamedTuple):
+    """A whole tensor of a version."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+class Box(NamedTuple):
+    """Where a slice lies in its tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether some element lies in both."""
+        return all(
+            mine < theirs + their_size and theirs < mine + my_size
+            for mine, my_size, theirs, their_size in zip(
+                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+            )
+        )
+
+
+def version_digest(tensors: Iterable[DenseTensor]) -> str:
+    """The digest of a version, hexadecimal."""
+    lines = sorted(
+        f"{name} {dtype} [{','.join(map(str, shape))}] {digest}\n".encode() for name, dtype, shape, digest in tensors
+    )
+    return xxhash.xxh3_128(b"".join(lines)).hexdigest()
+
+
+def manifest_digest(manifest: pb.Manifest) -> str:
+    """The digest of a version by its manifest, whose slices all have theirs; hexadecimal."""
+    lines = sorted(_digest_line(tensor) for shard in manifest.shards for tensor in shard.tensors)
+    return xxhash.xxh3_128(b"".join(lines)).hexdigest()
+
+
+def _digest_line(tensor: pb.TensorSlice) -> bytes:
+    where = box(tensor)
+    cut = [] if is_whole(tensor) else [where.offsets, where.sizes]
+    numbers = " ".join(f"[{','.join(map(str, each))}]" for each in (tensor.global_shape, *cut))
+    return f"{tensor.name} {tensor.dtype} {numbers} {tensor.digest}\n".encode()
+
+
+def entry_name(tensor: pb.TensorSlice) -> str:
+    """The slice's name in its shard's file."""
+    return tensor.entry or tensor.name
+
+
+def box(tensor: pb.TensorSlice) -> Box:
+    """Where a slice lies, with what is left out filled in."""
+    rank = len(tensor.global_shape)
+    offsets = tuple(tensor.offsets) or (0,) * rank
+    sizes = tuple(tensor.sizes) or tuple(tensor.global_shape)
+    return Box(offsets, sizes)
+
+
+def is_whole(tensor: pb.TensorSlice) -> bool:
+    """Whether the slice is the whole tensor."""
+    return box(tensor).sizes == tuple(tensor.global_shape)
+
+
+def check_manifest(manifest: pb.Manifest) -> None:
+    """Check names, types, and that the slices cover every tensor exactly.
+
+    Raises:
+        ManifestError: if something is wrong; the message says what.
+    """
+    if not manifest.shards:
+        raise ManifestError("a version without shards")
+    slices: dict[str, list[pb.TensorSlice]] = defaultdict(list)
+    names: set[str] = set()
+    encodings = _ENCODINGS[manifest.kind == pb.VERSION_KIND_DELTA]
+    for shard in manifest.shards:
+        _check_shard(shard, encodings)
+        if shard.name in names:
+            raise ManifestError(f"shard {shard.name} is listed twice")
+        names.add(shard.name)
+        for tensor in shard.tensors:
+            slices[tensor.name].append(tensor)
+    for name, parts in slices.items():
+        _check_cover(name, parts)
+
+
+def check_adapter_config(manifest: pb.Manifest) -> None:
+    """Check that an adapter comes with its configuration, and nothing else does.
+
+    Raises:
+        ManifestError: if it does not.
+    """
+    if manifest.kind != pb.VERSION_KIND_ADAPTER:
+        if manifest.adapter_config:
+            raise ManifestError("only an adapter has an adapter_config")
+        return
+    try:
+        config = json.loads(manifest.adapter_config)
+    except ValueError as error:
+        raise ManifestError(f"adapter_config is no JSON ({error}): give PEFT's adapter_config.json") from error
+    if not isinstance(config, dict):
+        raise ManifestError("adapter_config is no JSON object: give PEFT's adapter_config.json")
+
+
+def _check_shard(shard: pb.Shard, encodings: Collection[pb.TensorEncoding.ValueType]) -> None:
+    try:
+        check_shard(shard.name)
+        for tensor in shard.tensors:
+            check_tensor(tensor.name)
+    except BadNameError as error:
+        raise ManifestError(str(error)) from error
+    entries = [entry_name(tensor) for tensor in shard.tensors]
+    if len(set(entries)) != len(entries):
+        raise ManifestError(f"shard {shard.name} names an entry twice")
+    for tensor in shard.tensors:
+        _check_slice(tensor, encodings)
+
+
+def _check_slice(tensor: pb.TensorSlice, encodings: Collection[pb.TensorEncoding.ValueType]) -> None:
+    if tensor.dtype not in DTYPES:
+        raise ManifestError(f"tensor {tensor.name} has data type {tensor.dtype!r}; known are {', '.join(DTYPES)}")
+    if tensor.encoding not in encodings:
+        raise ManifestError(
+            f"tensor {tensor.name} has encoding {tensor.encoding}; only the slices of a delta are encoded, as"
+            " sluice.v1.TensorEncoding lists"
+        )
+    offsets, sizes = box(tensor)
+    shape = tensor.global_shape
+    if len(offsets) != len(shape) or len(sizes) != len(shape):
+        raise ManifestError(f"a slice of {tensor.name} has another number of dimensions than the tensor")
+    if any(offset + size > extent for offset, size, extent in zip(offsets, sizes, shape, strict=True)):
+        raise ManifestError(f"a slice of {tensor.name} reaches beyond its shape {list(shape)}")
+
+
+def _check_cover(name: str, slices: Sequence[pb.TensorSlice]) -> None:
+    """Disjoint boxes inside the tensor that have its volume in sum cover it exactly."""
+    kinds = {(part.dtype, tuple(part.global_shape)) for part in slices}
+    if len(kinds) > 1:
+        raise ManifestError(f"slices of {name} disagree on its data type or shape")
+    if len(slices) > _MOST_SLICES:
+        raise ManifestError(f"{name} is cut into {len(slices)} slices; at most {_MOST_SLICES} are taken")
+    boxes = sorted(box(part) for part in slices)
+    active: list[Box] = []
+    for each in boxes:
+        # Sorted by the first dimension: what ended before this box begins cannot meet a later one either.
+        active = [other for other in active if not each.offsets or other.offsets[0] + other.sizes[0] > each.offsets[0]]
+        if any(each.overlaps(other) for other in active):
+            raise ManifestError(f"slices of {name} overlap at {list(each.offsets)}")
+        active.append(each)
+    volume, covered = math.prod(slices[0].global_shape), sum(each.volume for each in boxes)
+    if covered != volume:
+        raise ManifestError(f"slices of {name} cover {covered} of its {volume} elements")
+
+
+def without_tensors(manifest: pb.Manifest) -> pb.Manifest:
+    """A copy for listings, whose shards do not say what they hold."""
+    short = pb.Manifest()
+    short.CopyFrom(manifest)
+    for shard in short.shards:
+        del shard.tensors[:]
+    return short
+
+
+def to_json(manifest: pb.Manifest) -> str:
+    """The manifest as protobuf-JSON."""
+    return json_format.MessageToJson(manifest, preserving_proto_field_name=True, indent=1) + "\n"
+
+
+def from_json(text: str) -> pb.Manifest:
+    """Read protobuf-JSON.
+
+    Raises:
+        ManifestError: if it is something else.
+    """
+    try:
+        return json_format.Parse(text, pb.Manifest(), ignore_unknown_fields=True)
+    except json_format.ParseError as error:
+        raise ManifestError(f"not a manifest: {error}") from error

@@ -1,0 +1,1 @@
+"""`sluice weights`: looking into the versions of a run."""

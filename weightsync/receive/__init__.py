@@ -1,0 +1,1 @@
+"""The engine's half: pulls, patches, verifies, stages and has applied."""

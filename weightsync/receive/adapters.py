@@ -1,0 +1,177 @@
+"""Staged LoRA adapters: directories as PEFT writes them, in shared memory, as many as the engine holds at a time.
+
+They are small, so that each replica has its own; a directory ends with its replica, whoever notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.receive.build import VersionBuilder
+from weightsync.receive.update import UpdateTimings
+from weightsync.staged import ApplyReport, StagedAdapter, TensorSpec
+
+__all__ = ["AdapterStage", "AdapterUse"]
+
+_PREFIX = "sluice_adapters-"
+_LOCK = ".lock"
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """What an engine does with adapters.
+
+    Attributes:
+        apply: Lets new requests run on an adapter.
+        held: Versions that the engine holds, whose directories have to stay; None while it cannot say.
+    """
+
+    apply: Callable[[StagedAdapter], Awaitable[ApplyReport]]
+    held: Callable[[], Collection[Version] | None]
+
+
+class AdapterStage:
+    """The directory ``<stage_dir>/sluice_adapters-<run>-<pid>`` with one directory for each adapter.
+
+    Args:
+        stage_dir: Directory in shared memory.
+        run: The run's name.
+        builder: Makes files.
+        held: As in `AdapterUse`.
+    """
+
+    def __init__(
+        self, stage_dir: Path, run: str, builder: VersionBuilder, held: Callable[[], Collection[Version] | None]
+    ) -> None:
+        self._parent, self._run, self._builder, self._held = stage_dir, run, builder, held
+        self._staged: dict[Version, StagedAdapter] = {}
+        self._path: Path | None = None
+        self._lock_file = -1
+        self._lock = asyncio.Lock()
+
+    async def bring(
+        self, manifest: pb.Manifest, use: Callable[[StagedAdapter, UpdateTimings], Awaitable[ApplyReport]]
+    ) -> tuple[ApplyReport, UpdateTimings]:
+        """Stage an adapter, have it used, and remove what the engine holds no more.
+
+        Args:
+            manifest: Of kind ADAPTER.
+            use: Brings it into the engine.
+
+        Raises:
+            PullError, OSError: if it could not be staged.
+            Exception: what `use` raises.
+        """
+        async with self._lock:
+            try:
+                staged, timings = await self._stage(manifest)
+                return await use(staged, timings), timings
+            finally:
+                self._sweep()
+
+    def close(self) -> None:
+        """Remove everything; without effect the second time."""
+        if self._path is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            os.close(self._lock_file)
+            self._path = None
+
+    async def _stage(self, manifest: pb.Manifest) -> tuple[StagedAdapter, UpdateTimings]:
+        version = Version.from_proto(manifest.version)
+        known = self._staged.get(version)
+        if known is not None and known.digest == manifest.digest:
+            return known, UpdateTimings(version)
+        started = time.perf_counter()
+        parent = self._path = self._path or self._make_directory()
+        directory = parent / f"v{version}-{manifest.digest}"
+        part = directory.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(mode=0o700)
+        descriptor = os.open(part / "adapter_model.safetensors", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            cost = await self._builder.build(manifest, None, descriptor)
+            (part / "adapter_config.json").write_text(manifest.adapter_config)
+            part.rename(directory)
+        finally:
+            os.close(descriptor)
+            shutil.rmtree(part, ignore_errors=True)
+        tensors = {
+            each.name: TensorSpec(each.dtype, tuple(each.global_shape))
+            for shard in manifest.shards
+            for each in shard.tensors
+        }
+        staged = StagedAdapter(version, Version.from_proto(manifest.base), directory, tensors, manifest.digest)
+        self._staged[version] = staged
+        timings = UpdateTimings(
+            version,
+            pulled_bytes=cost.pulled_bytes,
+            local_bytes=cost.local_bytes,
+            pull_s=cost.last_byte_at - started,
+            stage_s=time.perf_counter() - cost.last_byte_at,
+        )
+        return staged, timings
+
+    def _sweep(self) -> None:
+        held = self._held()
+        if held is None:
+            return
+        for version in self._staged.keys() - set(held):
+            shutil.rmtree(self._staged.pop(version).path, ignore_errors=True)
+
+    def _make_directory(self) -> Path:
+        self._parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(self._parent)
+        for number in range(1000):  # several receivers of one process get a number behind it
+            path = self._parent / f"{_PREFIX}{self._run}-{os.getpid()}.{number}"
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            self._lock_file = _locked_file(path)
+            return path
+        raise OSError(f"{self._parent} holds a thousand directories {_PREFIX}{self._run}*: remove them")
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove the directories whose replicas are dead."""
+    for directory in parent.glob(f"{_PREFIX}*"):
+        if _is_dead(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+            log.info("removed what a dead replica had staged", path=str(directory))
+
+
+def _locked_file(directory: Path) -> int:
+    """Make the lock file; it gets its name when it is locked, so that nobody sees it unlocked while its replica lives."""
+    unnamed = directory / f"{_LOCK}.new"
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unnamed.rename(directory / _LOCK)
+    return descriptor
+
+
+def _is_dead(directory: Path) -> bool:
+    """Whether nobody holds the lock. A directory without the file is being made, or none of ours."""
+    try:
+        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,280 @@
+"""Staged versions in shared memory, one copy of each for all receivers of a host.
+
+A version's file is named by its number and digest, and never changed once it has that name. Three kinds of locks (flock(2),
+which ends with its process however that ends, and holds between containers that share the memory) keep order:
+
+* whoever makes a file holds ``NAME.build`` exclusively;
+* whoever uses a file holds it shared, on an open descriptor, from before it has its name;
+* whoever removes a file holds it exclusively, which nobody can while it is used: so the last user removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from sluice.versions import Version
+from weightsync.receive.file_locks import close, is_at, lock_now, open_private
+from weightsync.receive.staging import StagingError
+
+__all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
+
+_PREFIX = "sluice-"
+_BUILD = ".build"
+_PART = ".part"
+_FILE = ".safetensors"
+_OTHERS_MAY_WRITE = 0o022
+_ATTEMPTS = 100
+"""Races with processes that remove what was just opened; each is lost only to one that got further."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class SharedCopy:
+    """A staged file that this process uses.
+
+    Attributes:
+        path: The file; complete, verified, and never changed.
+        descriptor: Open on it, with the shared lock.
+    """
+
+    path: Path
+    descriptor: int
+
+    def release(self) -> None:
+        """Use it no more; whoever is the last removes it. Without effect the second time."""
+        if self.descriptor < 0:
+            return
+        if lock_now(self.descriptor, fcntl.LOCK_EX) and is_at(self.descriptor, self.path):
+            self.path.unlink(missing_ok=True)
+        close(self.descriptor)
+        self.descriptor = -1
+
+
+@dataclass(slots=True)
+class Claim:
+    """The right to make one file.
+
+    Attributes:
+        path: The name that it gets.
+        descriptor: Open on the file under way, to read and write.
+    """
+
+    path: Path
+    descriptor: int
+    _lock: int
+
+    def publish(self) -> SharedCopy:
+        """Give the file its name."""
+        _beside(self.path, _PART).rename(self.path)
+        copy = SharedCopy(self.path, self.descriptor)
+        self.descriptor = -1
+        self._unlock()
+        return copy
+
+    def abandon(self) -> None:
+        """Remove what there is, for the next one to begin anew; without effect after `publish`."""
+        if self.descriptor >= 0:
+            _beside(self.path, _PART).unlink(missing_ok=True)
+            close(self.descriptor)
+            self.descriptor = -1
+            self._unlock()
+
+    def _unlock(self) -> None:
+        _beside(self.path, _BUILD).unlink(missing_ok=True)
+        close(self._lock)
+
+
+class SharedArea:
+    """The directory ``<parent>/sluice-<run>.<user id>``, with all that receivers of the run stage on this host.
+
+    Files in it are taken for what their names say, so it must be this user's own: shared memory is open to everybody.
+
+    Args:
+        parent: Directory in shared memory, such as ``/dev/shm``.
+        run: The run's name.
+    """
+
+    def __init__(self, parent: Path, run: str) -> None:
+        self.parent = parent
+        self.path = parent / f"{_PREFIX}{run}.{os.getuid()}"
+        parent.mkdir(parents=True, exist_ok=True)
+        remove_stale(parent)
+
+    def file(self, version: Version, digest: str) -> Path:
+        """Where a staged version lies."""
+        return self.path / f"v{version}-{digest}{_FILE}"
+
+    def attach(self, path: Path) -> SharedCopy | None:
+        """Use a file that is there; None if it is not.
+
+        Raises:
+            StagingError: if the directory is somebody else's.
+        """
+        self._check_owner()
+        for _ in range(_ATTEMPTS):
+            try:
+                descriptor = open_private(path, os.O_RDONLY)
+            except FileNotFoundError:
+                return None
+            if lock_now(descriptor, fcntl.LOCK_SH) and is_at(descriptor, path):
+                return SharedCopy(path, descriptor)
+            close(descriptor)  # somebody is removing it
+        raise StagingError(f"{path} cannot be locked: remove it, and end the process that holds it exclusively")
+
+    def claim(self, path: Path) -> Claim | None:
+        """Begin to make a file; None while another process makes it, or if it is there by now.
+
+        Raises:
+            StagingError: if the directory is somebody else's.
+        """
+        lock = self._build_lock(path)
+        if lock is None:
+            return None
+        if path.exists():
+            _beside(path, _BUILD).unlink(missing_ok=True)
+            close(lock)
+            return None
+        part = _beside(path, _PART)
+        part.unlink(missing_ok=True)  # of a process that died over it
+        descriptor = open_private(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        return Claim(path, descriptor, lock)
+
+    def others(self, path: Path) -> list[Path]:
+        """The files of the same parts of the model that are staged or on the way besides one; those of the dead are removed."""
+        _sweep(self.path)
+        found = {each.with_suffix(_FILE) for suffix in (_FILE, _PART) for each in self.path.glob(f"*{suffix}")}
+        return sorted(each for each in found - {path} if _parts(each) == _parts(path))
+
+    def check_room(self, needed: int) -> None:
+        """Whether there is memory for a file.
+
+        Raises:
+            StagingError: if not; the message says what to do.
+        """
+        if needed > self.free_bytes:
+            raise self.no_room(needed)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is left."""
+        status = os.statvfs(self.parent)
+        return status.f_bavail * status.f_frsize
+
+    def no_room(self, needed: int) -> StagingError:
+        """What to tell where there is too little memory."""
+        return StagingError(
+            f"{self.parent} has {self.free_bytes} bytes free, a staged version needs {needed}: enlarge the shared memory"
+            " (docker: --shm-size, compose: shm_size, Kubernetes: sizeLimit of the memory volume) to twice the weights"
+            " and more, or set rollout.stage_dir to a larger directory"
+        )
+
+    def close(self) -> None:
+        """Remove what nobody uses."""
+        _sweep(self.path)
+
+    def _check_owner(self) -> None:
+        try:
+            status = self.path.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & _OTHERS_MAY_WRITE:
+            raise StagingError(
+                f"{self.path} belongs to another user, or others may write to it: remove it, or set rollout.stage_dir to a"
+                " directory of your own"
+            )
+
+    def _build_lock(self, path: Path) -> int | None:
+        lock_path = _beside(path, _BUILD)
+        for _ in range(_ATTEMPTS):
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._check_owner()
+            try:
+                descriptor = open_private(lock_path, os.O_RDWR | os.O_CREAT)
+            except FileNotFoundError:  # the directory was empty and just removed
+                continue
+            if not lock_now(descriptor, fcntl.LOCK_EX):
+                close(descriptor)
+                return None
+            if is_at(descriptor, lock_path):
+                return descriptor
+            close(descriptor)
+        raise StagingError(f"{lock_path} cannot be locked: remove it, and end the process that removes it all the time")
+
+
+def version_of(path: Path) -> Version:
+    """The version that a staged file's name stands for."""
+    return Version.parse(path.stem.split("-")[0].removeprefix("v"))
+
+
+def _parts(path: Path) -> list[str]:
+    """What the name says behind version and digest: which parts of the model the file holds."""
+    return path.stem.split("-")[2:]
+
+
+def remove_stale(parent: Path) -> list[Path]:
+    """Remove what the dead left of any run.
+
+    Returns:
+        The staged versions that were removed.
+    """
+    return [path for directory in parent.glob(f"{_PREFIX}*") for path in _sweep(directory)]
+
+
+def _sweep(directory: Path) -> list[Path]:
+    """Remove the files that no living process makes or uses, and the directory if it is empty then."""
+    try:
+        names = [each.name for each in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+    stems = {name.removesuffix(suffix) for name in names for suffix in (_BUILD, _PART, _FILE) if name.endswith(suffix)}
+    removed = [path for stem in sorted(stems) if _sweep_one(path := directory / f"{stem}{_FILE}")]
+    if stems or not names:
+        with contextlib.suppress(OSError):  # somebody uses it
+            directory.rmdir()
+    return removed
+
+
+def _sweep_one(path: Path) -> bool:
+    """Remove one version unless it is made or used; whether there was something to remove."""
+    lock_path = _beside(path, _BUILD)
+    try:
+        lock = open_private(lock_path, os.O_RDWR | os.O_CREAT)
+    except OSError:  # removed meanwhile, or another user's
+        return False
+    try:
+        if not lock_now(lock, fcntl.LOCK_EX) or not is_at(lock, lock_path):
+            return False
+        _beside(path, _PART).unlink(missing_ok=True)
+        removed = _remove_unused(path)
+        lock_path.unlink(missing_ok=True)
+    finally:
+        close(lock)
+    return removed
+
+
+def _remove_unused(path: Path) -> bool:
+    try:
+        descriptor = open_private(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        if not lock_now(descriptor, fcntl.LOCK_EX):
+            return False
+        path.unlink(missing_ok=True)
+    finally:
+        close(descriptor)
+    log.info("removed what a dead replica had staged", path=str(path))
+    return True
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name.removesuffix(_FILE) + suffix)

@@ -1,0 +1,1 @@
+"""Services behind services, and how engines find the nearest."""

@@ -1,0 +1,176 @@
+"""A weight service that takes its versions from another one: same contract towards engines, no pushes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import AsyncIterator
+
+import grpc
+import structlog
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from weightsync.receive.pull import PullLimits
+from weightsync.relaying.upstream import Follower
+from weightsync.store.runs import Run, Runs
+from weightsync.store.service import WeightSyncServicer
+
+__all__ = ["Relay", "RelayCycleError", "RelaySyncServicer", "advertised_address", "relay_name"]
+
+_WILDCARDS = {"0.0.0.0", "::", "[::]"}
+_LONGEST_ADDRESS = 120
+"""What a replica's name has room for."""
+
+log = structlog.get_logger(__name__)
+
+
+class RelayCycleError(Exception):
+    """Relays feed each other, so that no version can ever reach them."""
+
+
+def advertised_address(configured: str | None, target: str) -> str:
+    """Where others reach a server.
+
+    Args:
+        configured: What the operator says, if anything.
+        target: What is bound: ``host:port`` or ``unix:/path``.
+    """
+    if configured:
+        return configured
+    host, separator, port = target.rpartition(":")
+    return f"{socket.gethostname()}{separator}{port}" if host in _WILDCARDS else target
+
+
+def relay_name(address: str) -> str:
+    """The name under which a relay reports itself."""
+    return f"relay:{address[-_LONGEST_ADDRESS:]}"
+
+
+class Relay:
+    """Follows upstream in every run that somebody asks for, and passes replicas' reports on.
+
+    Args:
+        runs: The runs of this service; the relay makes itself their upstream.
+        channel: To the service behind, with the admin role, which a relay needs to call itself one.
+        target: Its address, for messages.
+        limits: How long pulls wait.
+    """
+
+    def __init__(self, runs: Runs, channel: grpc.aio.Channel, target: str, limits: PullLimits | None = None) -> None:
+        self.target = target
+        self._runs = runs
+        self._stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        self._limits = limits or PullLimits()
+        self._followers: dict[str, Follower] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._following: list[asyncio.Task[None]] = []
+        self._address = ""
+        self._cycle = asyncio.Event()
+        runs.upstream = self
+
+    async def run_forever(self, address: str) -> None:
+        """Follow until cancelled.
+
+        Args:
+            address: Where engines reach this relay.
+
+        Raises:
+            RelayCycleError: if upstream leads back to this relay.
+        """
+        self._address = address
+        for run in self._runs:
+            self._followers.setdefault(run.name, self._follower(run))
+        try:
+            async with asyncio.TaskGroup() as self._group:
+                for follower in self._followers.values():
+                    self._begin(self._group, follower)
+                await self._cycle.wait()
+                for task in self._following:
+                    task.cancel()
+        finally:
+            self._group = None
+        raise RelayCycleError(
+            f"{self.target} takes its versions from this relay, {address}: set weightsync.upstream of one of them"
+            " to the service that the trainer pushes to"
+        )
+
+    def opened(self, run: Run) -> None:
+        """Follow a run from now on."""
+        self._followers[run.name] = self._follower(run)
+        if self._group is not None:
+            self._begin(self._group, self._followers[run.name])
+
+    def reported(self, run: Run, request: pb.ReportVersionRequest) -> None:
+        """Pass a report on.
+
+        Raises:
+            SluiceError: RELAY_CYCLE, if it is this relay's own, which came back by way of upstream.
+        """
+        if self._address and request.replica == relay_name(self._address):
+            self._cycle.set()
+            raise SluiceError.failed_precondition(
+                "RELAY_CYCLE", f"relay {self._address} got its own report: its upstream {self.target} leads back to it"
+            )
+        self._followers[run.name].forwarder.put(request)
+
+    def lease_s(self, run: Run) -> float:
+        """Seconds that the service behind grants; infinite before its first answer."""
+        follower = self._followers.get(run.name)
+        return math.inf if follower is None else follower.forwarder.lease_s
+
+    def connected(self, run: str) -> bool:
+        """Whether the service behind answers for the run."""
+        return run in self._followers and self._followers[run].connected
+
+    def _begin(self, group: asyncio.TaskGroup, follower: Follower) -> None:
+        following = follower.run_forever(relay_name(self._address), self._address)
+        self._following.append(group.create_task(following))
+
+    def _follower(self, run: Run) -> Follower:
+        return Follower(self._runs, run, self._stub, self._limits)
+
+
+class RelaySyncServicer(WeightSyncServicer):
+    """Serves what reads of `sluice.v1.WeightSyncService`; what changes versions belongs to the service behind.
+
+    Args:
+        runs: The runs of this service.
+        upstream: Address of the service behind.
+    """
+
+    def __init__(self, runs: Runs, upstream: str) -> None:
+        super().__init__(runs)
+        self._upstream = upstream
+
+    async def PushWeights(  # noqa: N802 - gRPC's name
+        self,
+        request_iterator: AsyncIterator[pb.PushWeightsRequest],
+        context: grpc.aio.ServicerContext[pb.PushWeightsRequest, pb.PushWeightsResponse],
+    ) -> pb.PushWeightsResponse:
+        """Refuse."""
+        raise self._refusal()
+
+    async def CommitVersion(  # noqa: N802 - gRPC's name
+        self,
+        request: pb.CommitVersionRequest,
+        context: grpc.aio.ServicerContext[pb.CommitVersionRequest, pb.CommitVersionResponse],
+    ) -> pb.CommitVersionResponse:
+        """Refuse."""
+        raise self._refusal()
+
+    async def DeleteVersion(  # noqa: N802 - gRPC's name
+        self,
+        request: pb.DeleteVersionRequest,
+        context: grpc.aio.ServicerContext[pb.DeleteVersionRequest, pb.DeleteVersionResponse],
+    ) -> pb.DeleteVersionResponse:
+        """Refuse."""
+        raise self._refusal()
+
+    def _refusal(self) -> SluiceError:
+        return SluiceError.failed_precondition(
+            "RELAY",
+            f"this service is a relay and changes no version: ask {self._upstream}, whose versions it gives out",
+        )

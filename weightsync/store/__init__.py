@@ -1,0 +1,1 @@
+"""The service: takes versions in, keeps them, gives them out."""

@@ -1,0 +1,141 @@
+"""Makes a pushed version visible: verify, build its directory, publish, retain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import structlog
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.format.manifest import ManifestError, check_adapter_config
+from weightsync.metrics import COMMIT_SECONDS, COMMITTED_BYTES
+from weightsync.store.chain import Form
+from weightsync.store.incoming import IncomingShard
+from weightsync.store.ledger import RefusedError
+from weightsync.store.runs import Run, Runs, disk_error, refused
+from weightsync.store.store import RunStore
+from weightsync.store.stored import StoredVersion, form_of
+from weightsync.store.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
+
+__all__ = ["commit_version"]
+
+log = structlog.get_logger(__name__)
+
+
+async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.CommitVersionResponse:
+    """Commit a version, or find that it is committed.
+
+    Raises:
+        SluiceError: as the contract says of CommitVersion.
+    """
+    version = Version.from_proto(announced.version)
+    async with run.commit_lock:
+        known = run.versions.get(version)
+        if known is not None:
+            _compare(known, announced)
+            return pb.CommitVersionResponse(manifest=known.manifest, duplicate=True)
+        run.committing = version
+        try:
+            stored = await _store(runs, run, version, announced)
+        finally:
+            run.committing = None
+    runs.retention_due.set()
+    runs.dense_forms.wake(run)
+    return pb.CommitVersionResponse(manifest=stored.manifest)
+
+
+def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
+    """A repeated commit names the same content: by the version's digest, else by the digests of its shards."""
+    if announced.digest:
+        same = announced.digest in {known.manifest.digest, known.pushed.digest}
+    else:
+        digests = {shard.name: shard.digest for shard in known.pushed.shards}
+        same = {shard.name: shard.digest or digests.get(shard.name) for shard in announced.shards} == digests
+    if not same:
+        raise SluiceError.already_exists(
+            "OTHER_DIGEST",
+            f"version {known.version} is committed with digest {known.manifest.digest}: a version never changes,"
+            " commit the next number or begin a new epoch",
+        )
+
+
+async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest) -> StoredVersion:
+    started = time.perf_counter()
+    shards = {name: upload.shard for name, upload in run.uploads_of(version).items()}
+    base_version = Version.from_proto(announced.base)
+    holder = object()
+    try:
+        run.ledger.check_push(version)
+        base = _check_base(run, version, announced)
+        if base_version in run.versions:
+            run.ledger.hold(base_version, holder)
+        stored = await runs.in_thread(_verify_and_write, run.store, announced, shards, base, started)
+        run.publish(stored)
+        await runs.drop_uploads(run, version)
+    except RefusedError as error:
+        if error.reason in {"BASE_UNKNOWN", "BASE_DAMAGED"}:  # of no use to the anchor that comes instead
+            await runs.drop_uploads(run, version)
+        raise refused(error) from error
+    except ManifestError as error:
+        raise SluiceError.invalid_argument("manifest", str(error)) from error
+    except IncompleteError as error:
+        raise SluiceError.failed_precondition("SHARDS_MISSING", str(error)) from error
+    except NonFiniteError as error:
+        await runs.drop_uploads(run, version)
+        raise SluiceError.failed_precondition("NON_FINITE", str(error)) from error
+    except DigestMismatchError as error:
+        await runs.drop_uploads(run, version)
+        raise SluiceError.data_loss("DIGEST", str(error)) from error
+    except OSError as error:
+        await runs.drop_uploads(run, version)
+        raise disk_error(error) from error
+    finally:
+        run.ledger.release(base_version, holder)
+    seconds = time.perf_counter() - started
+    COMMIT_SECONDS.observe(seconds)
+    COMMITTED_BYTES.labels(run.name).inc(stored.manifest.size_bytes)
+    log.info(
+        "version committed",
+        run=run.name,
+        version=str(version),
+        form=form_of(stored.manifest).value,
+        bytes=stored.manifest.size_bytes,
+        digest=stored.manifest.digest,
+        seconds=round(seconds, 4),
+    )
+    return stored
+
+
+def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manifest | None:
+    """The manifest of the version that a delta is based on; None for other kinds.
+
+    Raises:
+        RefusedError: BASE_UNKNOWN or BASE_DAMAGED.
+        ManifestError: if the kind and the base do not go together.
+    """
+    base = Version.from_proto(announced.base)
+    form = form_of(announced)
+    if announced.HasField("base") == (form is Form.DENSE):
+        raise ManifestError("an anchor stands alone, a delta or an adapter names its base: set base accordingly")
+    if form is Form.ADAPTER:
+        run.ledger.check_adapter(version, base)
+    if form is not Form.DELTA:
+        return None
+    run.ledger.check_delta(version, base)
+    return run.versions[base].manifest
+
+
+def _verify_and_write(
+    store: RunStore,
+    announced: pb.Manifest,
+    shards: Mapping[str, IncomingShard],
+    base: pb.Manifest | None,
+    started: float,
+) -> StoredVersion:
+    manifest = complete_manifest(announced, shards, base)
+    check_adapter_config(manifest)
+    manifest.commit_time.GetCurrentTime()
+    return store.commit(manifest, shards, started)

@@ -1,0 +1,187 @@
+"""Makes the dense form of each run's newest version in the background, one at a time, off the way of commits and pulls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import structlog
+
+from sluice.rpc import SluiceError
+from weightsync.metrics import DENSE_SECONDS
+from weightsync.store.chain import Step, next_dense
+from weightsync.store.materialize import DamagedDeltaError, StoppedError, materialize
+from weightsync.store.stored import StoredForm
+
+if TYPE_CHECKING:
+    from weightsync.store.run import Run
+    from weightsync.store.runs import Runs
+
+__all__ = ["DenseForms"]
+
+_MOST_FILES = 256
+"""Delta files that are mapped at once; a longer chain is taken in several passes. Far below the usual limit of 1024."""
+
+_NICENESS = 10
+"""The thread gives way to those that serve."""
+
+log = structlog.get_logger(__name__)
+
+
+class DenseForms:
+    """The work for all runs of a service; one thread does it.
+
+    Args:
+        runs: The runs.
+        delay_s: Seconds from a commit to the begin of its dense form.
+        retry_s: Seconds after which a failed attempt is repeated.
+    """
+
+    def __init__(self, runs: Runs, delay_s: float, retry_s: float) -> None:
+        self._runs = runs
+        self._delay_s = delay_s
+        self._retry_s = retry_s
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._builds: dict[str, _Build] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weightsync-dense", initializer=_give_way)
+
+    def wake(self, run: Run) -> None:
+        """See that the run's newest version gets a dense form."""
+        if run.name not in self._tasks and next_dense(run.ledger.committed) is not None:
+            self._tasks[run.name] = asyncio.create_task(self._follow(run))
+
+    async def stop_builds(self) -> bool:
+        """Give up what is under construction, so that its room is free; it is tried again later.
+
+        Returns:
+            Whether there was something.
+        """
+        builds = [build for build in self._builds.values() if build.has_room]
+        for build in builds:
+            build.stop.set()
+        for build in builds:
+            await build.ended.wait()
+        return bool(builds)
+
+    async def close(self) -> None:
+        """End all work."""
+        for build in self._builds.values():
+            build.stop.set()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _follow(self, run: Run) -> None:
+        try:
+            await asyncio.sleep(self._delay_s)
+            while (path := next_dense(run.ledger.committed)) is not None:
+                pause_s = self._delay_s if await self._make(run, path) else self._retry_s
+                await asyncio.sleep(pause_s)
+        finally:
+            del self._tasks[run.name]
+
+    async def _make(self, run: Run, path: list[Step]) -> bool:
+        """Make one dense form; whether that is settled, for good or ill, and needs no repetition."""
+        forms = [form for step in path if (form := run.versions[step.version].form(step.form)) is not None]
+        source, deltas = forms[0], _limited(forms[1:])
+        build = self._builds[run.name] = _Build(source.manifest.size_bytes)
+        for step in path:
+            run.ledger.hold(step.version, build)
+        try:
+            return await self._attempt(run, source, deltas, build, path[len(deltas)])
+        finally:
+            for step in path:
+                run.ledger.release(step.version, build)
+            run.building_bytes = 0
+            del self._builds[run.name]
+            build.ended.set()
+            self._runs.retention_due.set()
+
+    async def _attempt(
+        self, run: Run, source: StoredForm, deltas: list[StoredForm], build: _Build, target: Step
+    ) -> bool:
+        version, started = target.version, time.perf_counter()
+        try:
+            await self._runs.reserve_dense(run, build.size)
+            build.has_room = True
+            form = await self._in_thread(run, source, deltas, build, target)
+        except DamagedDeltaError as error:
+            run.ledger.mark_damaged(error.version)
+            log.error(  # noqa: TRY400 - where it was found says nothing, the version does
+                "a delta gives other bytes than announced; replicas fall back to an older version",
+                run=run.name,
+                version=str(error.version),
+                error=str(error),
+                remedy="the trainer's next push is refused and comes as an anchor; or push an anchor now",
+            )
+            return True
+        except StoppedError:
+            return False
+        except (OSError, SluiceError) as error:
+            log.warning(
+                "no dense form yet; deltas are served on",
+                run=run.name,
+                version=str(version),
+                error=str(error),
+                retry_s=self._retry_s,
+                remedy="make room, or raise weightsync.max_bytes to three dense copies",
+            )
+            return False
+        run.add_dense(version, form)
+        seconds = time.perf_counter() - started
+        DENSE_SECONDS.observe(seconds)
+        log.info("dense form made", run=run.name, version=str(version), deltas=len(deltas), seconds=round(seconds, 3))
+        return True
+
+    async def _in_thread(
+        self, run: Run, source: StoredForm, deltas: list[StoredForm], build: _Build, target: Step
+    ) -> StoredForm:
+        """Do the work; when this ends, however it ends, the thread has."""
+
+        def work() -> StoredForm:
+            building = run.store.build_dense(target.version)
+            try:
+                manifest = materialize(source, deltas, building, build.stop)
+                return run.store.publish_dense(manifest, building)
+            finally:
+                run.store.drop_building(target.version)
+
+        working = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            build.stop.set()
+            await asyncio.wait({working})
+            raise
+
+
+class _Build:
+    """One dense form under construction."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.has_room = False
+        self.stop = threading.Event()
+        self.ended = asyncio.Event()
+
+
+def _limited(deltas: list[StoredForm]) -> list[StoredForm]:
+    """As many deltas from the first on as may be open at once; always one."""
+    files, taken = 0, 0
+    for delta in deltas:
+        files += len(delta.files)
+        if taken and files > _MOST_FILES:
+            break
+        taken += 1
+    return deltas[:taken]
+
+
+def _give_way() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,293 @@
+"""Which versions of one run are visible, in use, or ready to go: a pure state machine.
+
+No clock, no I/O: times are seconds that the caller reads off a monotonic clock. Invariants, whatever the order of events:
+the newest version is never given up, nor one that a live replica serves or has staged, nor one that is held (by a pull);
+and every version that is visible can be reached from a dense form, unless its delta turned out to be damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from sluice.versions import BASE, Version
+from weightsync.store import chain
+from weightsync.store.chain import Forms, Kept
+
+__all__ = ["Lease", "Ledger", "RefusedError"]
+
+
+class RefusedError(Exception):
+    """The transition is not allowed.
+
+    Attributes:
+        reason: UPPER_SNAKE_CASE name for programs.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a replica said last.
+
+    Attributes:
+        serving: Version that it serves; None where it said none.
+        staged: Version that it holds staged beside that, if any.
+        error: Its last failure, empty if none.
+        reported: When it said so.
+        expires: When it stops to count as live.
+    """
+
+    serving: Version | None
+    staged: Version | None
+    error: str
+    reported: float
+    expires: float
+
+
+class Ledger:
+    """The versions of one run.
+
+    Args:
+        keep: Newest versions that stay though nobody uses them; at least 1.
+        anchor_every: Versions between two dense forms from which chains start.
+    """
+
+    def __init__(self, keep: int, anchor_every: int = 16) -> None:
+        self.keep = keep
+        self.anchor_every = anchor_every
+        self.committed: dict[Version, Forms] = {}
+        self._holders: dict[Version, set[Hashable]] = {}
+        self._lingering: dict[Version, float] = {}
+        self._leases: dict[str, Lease] = {}
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest visible version."""
+        return max(self.committed, default=None)
+
+    @property
+    def bytes_committed(self) -> int:
+        """Bytes of all visible versions."""
+        return sum(each.size_bytes for each in self.committed.values())
+
+    def restore(self, version: Version, forms: Forms) -> None:
+        """Take up a version that was found on disk."""
+        self.committed[version] = forms
+
+    def check_push(self, version: Version) -> None:
+        """Whether a shard of the version may come in; one of a committed version may, to be compared.
+
+        Raises:
+            RefusedError: OLDER_EPOCH or OVERTAKEN.
+        """
+        newest = self.newest
+        if newest is None or version in self.committed or version > newest:
+            return
+        if version.epoch < newest.epoch:
+            raise RefusedError(
+                "OLDER_EPOCH",
+                f"version {version} is of an older start of the trainer; the newest version is {newest}:"
+                " another trainer took over, stop this one",
+            )
+        raise RefusedError("OVERTAKEN", f"version {version} is older than the newest, {newest}: push a newer one")
+
+    def check_delta(self, version: Version, base: Version) -> None:
+        """Whether a delta may be committed.
+
+        Raises:
+            RefusedError: BASE_UNKNOWN or BASE_DAMAGED.
+        """
+        known = self.committed.get(base)
+        damaged = chain.damaged_on_the_way(self.committed, base)
+        if damaged is not None:
+            raise RefusedError(
+                "BASE_DAMAGED",
+                f"version {version} is based on {base}, and the delta of {damaged} gave other bytes than announced:"
+                " push an anchor",
+            )
+        if known is None or known.is_adapter or base >= version or not chain.is_reachable(self.committed, base):
+            raise RefusedError(
+                "BASE_UNKNOWN",
+                f"version {version} is based on {base}, which this service does not hold as an older version of the"
+                f" whole model (the newest version is {self.newest}): push an anchor",
+            )
+
+    def check_adapter(self, version: Version, base: Version) -> None:
+        """Whether an adapter may be committed; one for the base model needs no version here.
+
+        Raises:
+            RefusedError: BASE_UNKNOWN.
+        """
+        known = self.committed.get(base)
+        if base != BASE and (known is None or known.is_adapter or base >= version):
+            raise RefusedError(
+                "BASE_UNKNOWN",
+                f"adapter {version} is for version {base}, which this service does not hold: push it as an anchor first",
+            )
+
+    def commit(self, version: Version, forms: Forms) -> bool:
+        """Make a version visible.
+
+        Returns:
+            False if it was visible already with the same content.
+
+        Raises:
+            RefusedError: OLDER_EPOCH, OVERTAKEN, BASE_UNKNOWN, BASE_DAMAGED, or OTHER_DIGEST where it is visible with other
+                content.
+        """
+        known = self.committed.get(version)
+        if known is not None:
+            if known.digest != forms.digest:
+                raise RefusedError(
+                    "OTHER_DIGEST",
+                    f"version {version} is committed with digest {known.digest}, not {forms.digest}:"
+                    " a version never changes, commit the next number or begin a new epoch",
+                )
+            return False
+        self.check_push(version)
+        if forms.base is not None:
+            (self.check_adapter if forms.is_adapter else self.check_delta)(version, forms.base)
+        self.committed[version] = forms
+        return True
+
+    def add_dense(self, version: Version, dense_bytes: int) -> None:
+        """Note that a visible version has a dense form now."""
+        self.committed[version] = replace(self.committed[version], dense_bytes=dense_bytes)
+
+    def drop_dense(self, version: Version) -> None:
+        """Note that a visible version lost its dense form; only for those that `surplus_dense` names."""
+        self.committed[version] = replace(self.committed[version], dense_bytes=None)
+
+    def mark_damaged(self, version: Version) -> None:
+        """Note that applying a version's delta gave other bytes than announced."""
+        if version in self.committed:
+            self.committed[version] = replace(self.committed[version], damaged=True)
+
+    def retired(self) -> set[Version]:
+        """Versions beyond the point at which the newest epoch went on: what came after it did not happen."""
+        newest = self.newest
+        if newest is None:
+            return set()
+        resumed_at = min(version.number for version in self.committed if version.epoch == newest.epoch)
+        return {version for version in self.committed if version.epoch < newest.epoch and version.number > resumed_at}
+
+    def report(
+        self,
+        replica: str,
+        *,
+        serving: Version | None,
+        staged: Version | None,
+        error: str,
+        now: float,
+        lease_s: float,
+    ) -> None:
+        """Renew a replica's lease; what it reports replaces what it said before."""
+        self._leases[replica] = Lease(serving, staged, error, now, now + lease_s)
+
+    def replicas(self, now: float) -> dict[str, Lease]:
+        """The replicas that are live, by name; the others are forgotten."""
+        self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
+        return dict(self._leases)
+
+    def hold(self, version: Version, holder: Hashable) -> None:
+        """Keep a version until `release`.
+
+        Raises:
+            RefusedError: NO_SUCH_VERSION.
+        """
+        if version not in self.committed:
+            raise RefusedError("NO_SUCH_VERSION", f"there is no version {version}; the newest is {self.newest}")
+        self._holders.setdefault(version, set()).add(holder)
+
+    def release(self, version: Version, holder: Hashable) -> None:
+        """End a hold; without effect where there is none."""
+        holders = self._holders.get(version, set())
+        holders.discard(holder)
+        if not holders:
+            self._holders.pop(version, None)
+
+    def linger(self, version: Version, until: float) -> None:
+        """Keep a version from retention for a while: whoever pulled one part of it comes back for the next."""
+        self._lingering[version] = max(until, self._lingering.get(version, until))
+
+    def needed_by(self, version: Version, now: float) -> str:
+        """Who needs the version, for people to read; empty if nobody does."""
+        if version == self.newest:
+            return "it is the newest version"
+        if version in self._holders:
+            return f"{len(self._holders[version])} transfers of it are under way"
+        users = [name for name, lease in self.replicas(now).items() if version in {lease.serving, lease.staged}]
+        if users:
+            return f"in use by {', '.join(sorted(users))}"
+        if version == chain.newest_dense(self.committed):
+            return "it is the newest with a dense form"
+        lost = [
+            each
+            for each, forms in self.committed.items()
+            if forms.base == version and forms.stands_on_base and chain.is_reachable(self.committed, each)
+        ]
+        if lost:
+            return f"it is the base of {', '.join(str(each) for each in sorted(lost))}"
+        return "deltas lead over it from a live replica's version" if version in self._needed(now).versions else ""
+
+    def surplus(self, now: float) -> list[Version]:
+        """What retention gives up now, in an order in which it can go: all that is not needed.
+
+        Needed are what `needed_by` says and the newest `keep` that are not retired, with all that they are reached through.
+        """
+        return chain.removal_order(self.committed, self.committed.keys() - self._kept(now).versions)
+
+    def surplus_dense(self, now: float) -> list[Version]:
+        """Versions, oldest first, whose dense form retention gives up: they stay reachable through deltas."""
+        kept = self._kept(now)
+        return sorted(
+            version
+            for version in kept.versions - kept.dense
+            if self.committed[version].dense_bytes is not None and self.committed[version].delta_bytes is not None
+        )
+
+    def evictable(self, now: float) -> list[Version]:
+        """What can be given up when the disk runs full: all that nobody needs, the least useful first."""
+        surplus = self.surplus(now)
+        free = self.committed.keys() - self._needed(now).versions
+        return surplus + [each for each in chain.removal_order(self.committed, free) if each not in surplus]
+
+    def delete(self, version: Version, now: float) -> bool:
+        """Take a version out of sight.
+
+        Returns:
+            False if there was none.
+
+        Raises:
+            RefusedError: IN_USE.
+        """
+        if version not in self.committed:
+            return False
+        reason = self.needed_by(version, now)
+        if reason:
+            raise RefusedError("IN_USE", f"version {version} stays: {reason}")
+        del self.committed[version]
+        self._lingering.pop(version, None)
+        return True
+
+    def _served(self, now: float) -> set[Version]:
+        leases = self.replicas(now).values()
+        return {version for lease in leases for version in (lease.serving, lease.staged) if version is not None}
+
+    def _needed(self, now: float) -> Kept:
+        """What must stay whatever the disk says."""
+        newest = [] if self.newest is None else [self.newest]
+        return chain.keep(self.committed, newest, self._holders.keys(), self._served(now), self.anchor_every)
+
+    def _kept(self, now: float) -> Kept:
+        """What stays while there is room."""
+        self._lingering = {version: until for version, until in self._lingering.items() if until > now}
+        retired = self.retired()
+        wanted = sorted((version for version in self.committed if version not in retired), reverse=True)[: self.keep]
+        held = self._holders.keys() | self._lingering.keys()
+        newest = [] if self.newest is None else [self.newest]
+        return chain.keep(self.committed, [*newest, *wanted], held, self._served(now), self.anchor_every)
