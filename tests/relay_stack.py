@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, RUN
+from weightsync_stack import RESOURCE, RUN, following
 
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.rpc import connect
@@ -151,14 +151,8 @@ class Engine:
         async with connect(target, SecurityConfig()) as channel:
             settings: dict[str, object] = {"limits": LIMITS, **options}
             receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self.apply, **settings)  # type: ignore[arg-type]
-            task = asyncio.create_task(receiver.run_forever())
-            try:
+            async with following(receiver):
                 yield receiver
-            finally:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task
-                await receiver.close()
 
 
 async def push(node: Node, version: Version, tensors: dict[str, torch.Tensor]) -> None:

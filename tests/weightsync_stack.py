@@ -22,6 +22,7 @@ from weightsync.format.chunks import make_chunk
 from weightsync.format.manifest import DenseTensor, version_digest
 from weightsync.publish.shard_source import ShardSource
 from weightsync.publisher import WeightPublisher
+from weightsync.receiver import WeightReceiver
 from weightsync.store.delivery import WeightDeliveryServicer
 from weightsync.store.runs import Runs
 from weightsync.store.service import WeightSyncServicer
@@ -134,6 +135,18 @@ async def running_stack(
         await asyncio.wait({retention})
         await ingest.close()
         await runs.close()
+
+
+@asynccontextmanager
+async def following(receiver: WeightReceiver) -> AsyncIterator[None]:
+    """Let a receiver follow until the block ends."""
+    task = asyncio.create_task(receiver.run_forever())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await receiver.close()
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:

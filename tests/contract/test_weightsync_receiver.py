@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RUN, Stack, equal_bits, eventually, running_stack, weights
+from weightsync_stack import RUN, Stack, equal_bits, eventually, following, running_stack, weights
 
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
@@ -56,14 +55,8 @@ class Engine:
 async def receiving(target: str, stage_dir: Path, engine: Engine) -> AsyncIterator[WeightReceiver]:
     async with connect(target, SecurityConfig()) as channel:
         receiver = WeightReceiver(channel, RUN, "replica-0", stage_dir, engine.apply, limits=LIMITS)
-        task = asyncio.create_task(receiver.run_forever())
-        try:
+        async with following(receiver):
             yield receiver
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            await receiver.close()
 
 
 @pytest_asyncio.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +14,7 @@ import pytest_asyncio
 import torch
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
-from weightsync_stack import RUN, Stack, equal_bits, eventually, running_stack
+from weightsync_stack import RUN, Stack, equal_bits, eventually, following, running_stack
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
@@ -81,14 +80,8 @@ async def receiving(
             observe=engine.updates.append,
             local_files=local_files,
         )
-        task = asyncio.create_task(receiver.run_forever())
-        try:
+        async with following(receiver):
             yield receiver
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            await receiver.close()
 
 
 @pytest_asyncio.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sparse_files import occupied
-from weightsync_stack import RUN, Stack, eventually, running_stack
+from weightsync_stack import RUN, Stack, eventually, following, running_stack
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
@@ -94,14 +92,8 @@ async def receiving(
             local_files=local_files,
             selections=[] if selection is None else [selection],
         )
-        task = asyncio.create_task(receiver.run_forever())
-        try:
+        async with following(receiver):
             yield engine, receiver
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            await receiver.close()
 
 
 @pytest.fixture

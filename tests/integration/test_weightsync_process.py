@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, RUN, equal_bits, eventually
+from weightsync_stack import RESOURCE, RUN, equal_bits, eventually, following
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
@@ -147,14 +146,8 @@ class Engine:
 async def receiving(service: Service, stage_dir: Path, engine: Engine) -> AsyncIterator[WeightReceiver]:
     async with connect(service.target, SecurityConfig()) as channel:
         receiver = WeightReceiver(channel, RUN, "replica", stage_dir, engine.apply, local_files=False)
-        task = asyncio.create_task(receiver.run_forever())
-        try:
+        async with following(receiver):
             yield receiver
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            await receiver.close()
 
 
 @pytest.fixture
