@@ -60,11 +60,12 @@ class VllmEngine:
             weights' memory once more; otherwise the pause lasts as long as copying and packing.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
         patch: On an accelerator, bring in only the values that differ from the version before; see
-            `weightsync.vllm_patch` on how far that is tested.
+            `weightsync.engine.vllm_patch` on how far that is tested.
         start_deadline_s: How long loading may take.
         phase_deadline_s: How long each step of an update may take before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
-        start_method: "auto" forks on CPU at the first start and spawns later, when the process may serve sockets.
+        start_method: "auto" forks on CPU at the first start and spawns later, when the process may serve sockets; "fork"
+            forks at every start. Both spawn where gRPC is in use in this process: a fork of it may hang.
     """
 
     info: ModelInfo

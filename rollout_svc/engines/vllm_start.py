@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.forking import collect_rpc_garbage, fork_is_sound
 from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.vllm_args import (
     engine_arguments,
@@ -109,8 +110,9 @@ async def launch(
     Args:
         model: Directory or hub id.
         given: The user's engine arguments.
-        fork: Fork the engine's process instead of spawning it, where the platform allows: 8 s instead of 15, but only
-            sound while this process serves nothing (a forked child would hold its sockets open).
+        fork: Fork the engine's process instead of spawning it, where the platform allows and nothing of gRPC lives here
+            (see `forking`): 8 s instead of 15, but only sound while this process serves nothing (a forked child would
+            hold its sockets open).
         deadline_s: How long it may take.
         lora: Adapters that it has to hold; None for none.
 
@@ -119,6 +121,8 @@ async def launch(
     """
     # The kernel ends the children with the thread that made them: one of our own, which lives as long as they do.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-owner")
+    if fork:
+        collect_rpc_garbage()
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(deadline_s):
@@ -147,7 +151,7 @@ def _launch(
     arguments = engine_arguments(model, given, on_cpu=on_cpu, arguments_class=AsyncEngineArgs, lora=lora)
     config = AsyncEngineArgs(**arguments).create_engine_config()
     # vLLM's CPU platform sets "spawn" in the line above; on a GPU a fork would inherit a broken CUDA context.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and on_cpu else "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and on_cpu and fork_is_sound() else "spawn"
     recorder = LoadRecorder()
     before = frozenset(SHARED_MEMORY.glob("vllm_dist_*"))
     with children_die_with_us(), threads_as_in_environment():
