@@ -149,8 +149,6 @@ async def test_files_with_only_what_each_worker_reads_are_loaded(engine, models,
 
 async def test_a_receiver_for_each_worker_brings_it_anchors_and_deltas(engine, models, tmp_path):
     plans = await engine.read_plans()
-    if len(plans) == 1:  # and no engine is forked after it: gRPC's threads do not come along
-        pytest.skip("one worker reads everything")
     weights = load_file(models[1] / "model.safetensors")
     async with running_stack(tmp_path / "service", dense_delay_s=0) as stack, AsyncExitStack() as receivers:
         publisher = WeightPublisher(stack.channel, RUN, chunk_bytes=1 << 16)
