@@ -51,6 +51,15 @@ class SwitchingChannel(grpc.aio.Channel):
             except grpc.aio.AioRpcError as error:
                 self._failed(channel, error.code())
                 raise
+            except asyncio.CancelledError:
+                if _wanted_by_caller():
+                    raise
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    grpc.aio.Metadata(),
+                    grpc.aio.Metadata(),
+                    details="the source of versions was left while it was asked: ask again",
+                ) from None
 
         return begin
 
@@ -118,7 +127,6 @@ class _Stream:
         self, call: Anything, failed: Callable[[grpc.StatusCode], None], ended: Callable[[_Stream], None]
     ) -> None:
         self._call, self._failed, self._ended = call, failed, ended
-        self._left = False
 
     async def read(self) -> Anything:
         """The next response, or `grpc.aio.EOF`."""
@@ -129,10 +137,10 @@ class _Stream:
             self._failed(error.code())
             raise
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._left and task is not None and not task.cancelling():  # the call was cancelled, not its reader
-                return grpc.aio.EOF
-            raise
+            if _wanted_by_caller():
+                raise
+            self._ended(self)
+            return grpc.aio.EOF
 
     async def __aiter__(self) -> AsyncIterator[Anything]:
         while (response := await self.read()) is not grpc.aio.EOF:
@@ -145,5 +153,13 @@ class _Stream:
 
     def leave(self) -> None:
         """End the call as if the server had."""
-        self._left = True
         self.cancel()
+
+
+def _wanted_by_caller() -> bool:
+    """Whether a cancellation is that of the task that waits.
+
+    gRPC raises the same error where a call's channel is closed, and a task that let it through would end without a word.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
