@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -228,3 +230,63 @@ async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_p
     assert (written, none, path.read_bytes()) == (5, None, b"whole")
     copy.release()
     other.release()
+
+
+def test_a_claim_that_fails_leaves_the_file_to_the_next(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    path = area.file(Version(1, 1), DIGEST)
+    in_the_way = path.with_name(path.name.removesuffix(".safetensors") + ".part")
+    in_the_way.mkdir(parents=True)
+    area.path.chmod(0o700)
+    with pytest.raises(OSError, match="directory"):
+        area.claim(path)
+    in_the_way.rmdir()
+    made(area).release()
+    assert names(area) == []
+
+
+def test_a_file_that_somebody_looks_at_can_be_used_a_moment_later(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    copy = made(area)
+    fcntl.flock(copy.descriptor, fcntl.LOCK_EX)
+    letting_go = threading.Timer(0.1, fcntl.flock, (copy.descriptor, fcntl.LOCK_UN))
+    letting_go.start()
+    second = area.attach(copy.path)
+    letting_go.join()
+    assert second is not None
+    second.release()
+    copy.release()
+    assert names(area) == []
+
+
+@pytest.mark.parametrize("digest", ["../../elsewhere", "0/1", "", "a.b"])
+def test_a_digest_that_could_lead_elsewhere_names_no_file(tmp_path: Path, digest: str) -> None:
+    with pytest.raises(StagingError, match="no digest"):
+        SharedArea(tmp_path, "run").file(Version(1, 1), digest)
+
+
+@pytest.mark.parametrize("or_newer", [True, False])
+async def test_who_makes_a_version_that_others_are_past_takes_theirs_if_it_will_do(
+    tmp_path: Path, or_newer: bool
+) -> None:
+    area, path = SharedArea(tmp_path, "run"), SharedArea(tmp_path, "run").file(Version(1, 2), DIGEST)
+    old, newer = made(area, 1), made(area, 3)
+    next_one = area.claim(area.file(Version(1, 4), DIGEST))
+    assert next_one is not None
+
+    async def build(descriptor: int) -> int:
+        return os.write(descriptor, b"whole")
+
+    with ThreadPoolExecutor(2) as threads:
+        copies = HostCopies(area, threads, PullLimits(room_wait_s=0.0))
+        if or_newer:
+            with pytest.raises(BehindError) as caught:
+                await copies.obtain(path, old.path, 5, build, or_newer=True)
+            assert caught.value.version == Version(1, 3)
+            assert not path.exists()
+        else:
+            copy, _ = await copies.obtain(path, old.path, 5, build, or_newer=False)
+            copy.release()
+    next_one.abandon()
+    for each in (old, newer):
+        each.release()

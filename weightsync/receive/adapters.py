@@ -19,6 +19,7 @@ import structlog
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.receive.build import VersionBuilder
+from weightsync.receive.staging import StagingError
 from weightsync.receive.update import UpdateTimings
 from weightsync.staged import ApplyReport, StagedAdapter, TensorSpec
 
@@ -94,6 +95,10 @@ class AdapterStage:
         known = self._staged.get(version)
         if known is not None and known.digest == manifest.digest:
             return known, UpdateTimings(version)
+        if not manifest.digest.isalnum():  # it becomes the name of a directory
+            raise StagingError(
+                f"{manifest.digest[:80]!r} is no digest of a version: pull from a service that gives one"
+            )
         started = time.perf_counter()
         parent = self._path = self._path or self._make_directory()
         directory = parent / f"v{version}-{manifest.digest}"

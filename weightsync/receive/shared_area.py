@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +32,12 @@ _BUILD = ".build"
 _PART = ".part"
 _FILE = ".safetensors"
 _OTHERS_MAY_WRITE = 0o022
+_DIGEST = re.compile(r"[0-9a-z]+(-[0-9a-z]+)?")
+"""A version's digest, and what tells apart the parts of the model that are wanted."""
 _ATTEMPTS = 100
 """Races with processes that remove what was just opened; each is lost only to one that got further."""
+_PAUSE_S = 0.01
+"""Pause before the next try to lock a file: whoever holds it exclusively does so for microseconds, or waits for a processor."""
 
 log = structlog.get_logger(__name__)
 
@@ -109,7 +115,13 @@ class SharedArea:
         remove_stale(parent)
 
     def file(self, version: Version, digest: str) -> Path:
-        """Where a staged version lies."""
+        """Where a staged version lies.
+
+        Raises:
+            StagingError: if the digest could lead out of the directory.
+        """
+        if not _DIGEST.fullmatch(digest):
+            raise StagingError(f"{digest[:80]!r} is no digest of a version: pull from a service that gives one")
         return self.path / f"v{version}-{digest}{_FILE}"
 
     def attach(self, path: Path) -> SharedCopy | None:
@@ -126,7 +138,8 @@ class SharedArea:
                 return None
             if lock_now(descriptor, fcntl.LOCK_SH) and is_at(descriptor, path):
                 return SharedCopy(path, descriptor)
-            close(descriptor)  # somebody is removing it
+            close(descriptor)  # somebody is removing it, or looks whether it is used
+            time.sleep(_PAUSE_S)
         raise StagingError(f"{path} cannot be locked: remove it, and end the process that holds it exclusively")
 
     def claim(self, path: Path) -> Claim | None:
@@ -134,6 +147,7 @@ class SharedArea:
 
         Raises:
             StagingError: if the directory is somebody else's.
+            OSError: if no file can be made.
         """
         lock = self._build_lock(path)
         if lock is None:
@@ -143,8 +157,12 @@ class SharedArea:
             close(lock)
             return None
         part = _beside(path, _PART)
-        part.unlink(missing_ok=True)  # of a process that died over it
-        descriptor = open_private(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            part.unlink(missing_ok=True)  # of a process that died over it
+            descriptor = open_private(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError:
+            close(lock)  # else nobody could make the file while this process lives
+            raise
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return Claim(path, descriptor, lock)
 
