@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal
 
 import structlog
 
+from rollout_svc.engines.adapter_commands import AdapterCommands
 from rollout_svc.engines.adapters import Adapters
 from rollout_svc.engines.base import (
     EngineBusyError,
@@ -22,7 +22,7 @@ from rollout_svc.engines.base import (
     PauseMode,
 )
 from rollout_svc.engines.base_model import BaseModel, read_base_model
-from rollout_svc.engines.lora import AdapterInfo, LoraLimits
+from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.slot_adapters import SlotAdapterHost
 from rollout_svc.engines.slot_batch import BatchLimits, SlotBatch
 from rollout_svc.engines.slot_cache import SlotCache
@@ -32,7 +32,7 @@ from rollout_svc.engines.slot_requests import LiveRequest
 from rollout_svc.engines.slot_weights import InPlaceWeights
 from rollout_svc.engines.stop_strings import Decoder
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyReport, StagedVersion
 
 __all__ = ["TransformersEngine"]
 
@@ -47,7 +47,7 @@ MOST_LOGITS_BYTES = 2 << 30
 log = structlog.get_logger()
 
 
-class TransformersEngine:
+class TransformersEngine(AdapterCommands):
     """Batched sampling with a static KV cache, in process as a library or behind the service.
 
     Args:
@@ -352,42 +352,8 @@ class TransformersEngine:
                 if await asyncio.wrap_future(loop.call(lambda name=name: loop.differs(name, staged)))  # type: ignore[misc]
             ]
 
-    # --- adapters -------------------------------------------------------------------------------------------------
-
-    @property
-    def lora_limits(self) -> LoraLimits | None:
-        """How many adapters it holds and of which rank; None where it serves none."""
-        return self._adapters.limits
-
-    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        """Let new requests run on an adapter; the weights are not touched.
-
-        Raises:
-            EngineError: if it does not fit; what served before serves on.
-        """
-        begun = time.perf_counter()
-        async with self._commands:
-            await self._adapters.serve(staged)
-        return ApplyReport(staged.version, 0.0, time.perf_counter() - begun)
-
-    async def load_named(self, name: str, staged: StagedAdapter) -> None:
-        """Give an adapter a name for requests.
-
-        Raises:
-            AdaptersFullError: if names hold as many as they may.
-            EngineError: if it does not fit.
-        """
-        async with self._commands:
-            await self._adapters.name(name, staged)
-
-    async def unload_named(self, name: str) -> bool:
-        """Take a name away and end its requests. False if there was no such name."""
-        async with self._commands:
-            return await self._adapters.unname(name)
-
-    def adapters(self) -> Sequence[AdapterInfo]:
-        """What it holds."""
-        return self._adapters.describe()
+    def _changing(self) -> asyncio.Lock:
+        return self._commands
 
     # --- status ---------------------------------------------------------------------------------------------------
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import structlog
 
 from rollout_svc.engines import vllm_results as results
+from rollout_svc.engines.adapter_commands import AdapterCommands
 from rollout_svc.engines.adapters import Adapters
 from rollout_svc.engines.base import (
     EngineError,
@@ -26,7 +26,8 @@ from rollout_svc.engines.base import (
     PauseMode,
 )
 from rollout_svc.engines.base_model import read_base_model
-from rollout_svc.engines.lora import AdapterInfo, LoraLimits
+from rollout_svc.engines.lora import LoraLimits
+from rollout_svc.engines.undisturbed import undisturbed
 from rollout_svc.engines.vllm_adapters import VllmAdapterHost, lora_request
 from rollout_svc.engines.vllm_describe import describe, model_directory
 from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
@@ -35,7 +36,7 @@ from rollout_svc.engines.vllm_types import Llm
 from rollout_svc.engines.vllm_verify import read_plans, verify
 from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, step
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, Selection, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyReport, Selection, StagedVersion
 
 __all__ = ["VllmEngine"]
 
@@ -48,7 +49,7 @@ LEAST_COALESCE_S = 0.001
 log = structlog.get_logger()
 
 
-class VllmEngine:
+class VllmEngine(AdapterCommands):
     """Inference with vLLM, in process as a library or behind the service.
 
     Args:
@@ -410,46 +411,6 @@ class VllmEngine:
         if self._processes is not None:
             self._fail_requests(self._processes, f"{why}; call restart()")
 
-    # --- adapters -------------------------------------------------------------------------------------------------
-
-    @property
-    def lora_limits(self) -> LoraLimits | None:
-        """How many adapters it holds and of which rank; None where it serves none."""
-        return self._adapters.limits
-
-    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        """Let new requests run on an adapter; nothing is paused and the weights are not touched.
-
-        Raises:
-            EngineError: if it does not fit; what served before serves on.
-        """
-        return await undisturbed(self._apply_adapter(staged))
-
-    async def _apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        begun = time.perf_counter()
-        async with self._changing():
-            await self._adapters.serve(staged)
-        return ApplyReport(staged.version, 0.0, time.perf_counter() - begun)
-
-    async def load_named(self, name: str, staged: StagedAdapter) -> None:
-        """Give an adapter a name for requests.
-
-        Raises:
-            AdaptersFullError: if names hold as many as they may.
-            EngineError: if it does not fit.
-        """
-        async with self._changing():
-            await self._adapters.name(name, staged)
-
-    async def unload_named(self, name: str) -> bool:
-        """Take a name away and end its requests. False if there was no such name."""
-        async with self._changing():
-            return await self._adapters.unname(name)
-
-    def adapters(self) -> Sequence[AdapterInfo]:
-        """What it holds."""
-        return self._adapters.describe()
-
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
         """One change at a time; a failure that leaves the engine unknown ends it."""
@@ -479,22 +440,6 @@ class VllmEngine:
             paused=self._paused is not None,
             healthy=healthy,
         )
-
-
-async def undisturbed(work: Coroutine[Any, Any, ApplyReport]) -> ApplyReport:
-    """Let an update end even if its caller is cancelled: half of one must not stay."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(_log_failure)
-        raise
-
-
-def _log_failure(task: asyncio.Task[ApplyReport]) -> None:
-    """Take the outcome of an update that nobody waits for any more."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("an update failed after its caller left", error=str(error))
 
 
 def lost(request: GenerationRequest, error: Exception) -> EngineError:
