@@ -13,6 +13,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, ChunkSizeError
 from weightsync.format.layout import LayoutError
+from weightsync.format.manifest import ManifestError, check_manifest
 from weightsync.metrics import RELAYED_BYTES
 from weightsync.receive.pull import PullLimits
 from weightsync.store.commit import commit_version
@@ -59,6 +60,10 @@ async def fetch_version(
             than the manifest says.
         SluiceError: as the contract says of CommitVersion, and for a full disk.
     """
+    try:
+        check_manifest(manifest)  # before the names of its shards become those of files
+    except ManifestError as error:
+        raise FetchError(f"the manifest of {Version.from_proto(manifest.version)}: {error}") from error
     fetch = _Fetch(runs, run, stub, manifest, limits)
     for shard in manifest.shards:
         await fetch.bring(shard)

@@ -73,7 +73,11 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
         if base_version in run.versions:
             run.ledger.hold(base_version, holder)
         stored = await runs.in_thread(_verify_and_write, run.store, announced, shards, base, started)
-        run.publish(stored)
+        try:
+            run.publish(stored)
+        except RefusedError:  # its base was found damaged meanwhile; a restart must not bring it into sight
+            await runs.in_thread(run.store.remove, version)
+            raise
         await runs.drop_uploads(run, version)
     except RefusedError as error:
         if error.reason in {"BASE_UNKNOWN", "BASE_DAMAGED"}:  # of no use to the anchor that comes instead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from sluice.rpc import SluiceError
+from weightsync.format.layout import LayoutError
 from weightsync.metrics import DENSE_SECONDS
 from weightsync.store.chain import Step, next_dense
 from weightsync.store.materialize import DamagedDeltaError, StoppedError, materialize
@@ -124,7 +126,7 @@ class DenseForms:
             return True
         except StoppedError:
             return False
-        except (OSError, SluiceError) as error:
+        except (OSError, SluiceError, LayoutError) as error:
             log.warning(
                 "no dense form yet; deltas are served on",
                 run=run.name,
@@ -184,4 +186,5 @@ def _limited(deltas: list[StoredForm]) -> list[StoredForm]:
 
 
 def _give_way() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    with contextlib.suppress(OSError):  # sandboxes forbid it; a thread that fails to start would end all work here
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

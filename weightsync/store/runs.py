@@ -119,7 +119,8 @@ class Runs:
         """The run named ``runs/{run}``, read from disk when it is first asked for.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (too many runs), FAILED_PRECONDITION (directory in use).
+            SluiceError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (too many runs), FAILED_PRECONDITION (directory in use),
+                INTERNAL (the disk).
         """
         try:
             name = parse_run(resource)
@@ -150,6 +151,9 @@ class Runs:
             run.restore(await self.in_thread(run.store.recover))
         except StoreLockedError as error:
             raise SluiceError.failed_precondition("DIRECTORY_IN_USE", str(error)) from error
+        except OSError as error:
+            run.store.close()  # its lock would keep out the next attempt
+            raise disk_error(error) from error
         self.dense_forms.wake(run)
         log.info("run opened", run=name, directory=str(run.store.root), versions=len(run.versions))
         return run

@@ -209,9 +209,12 @@ class RunStore:
         if not directory.exists():
             return
         self._trash.mkdir(exist_ok=True)
-        doomed = self._trash / directory.name
-        shutil.rmtree(doomed, ignore_errors=True)
-        directory.rename(doomed)
+        # A number of its own: two forms of a version may go at the same time.
+        doomed = self._trash / f"{directory.name}.{next(self._numbers)}"
+        try:
+            directory.rename(doomed)
+        except FileNotFoundError:
+            return
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _take_lock(self) -> None:

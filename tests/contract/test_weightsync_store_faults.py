@@ -1,0 +1,95 @@
+"""What goes wrong behind a store's back, and what is left of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from delta_versions import push_delta
+from relay_stack import LIMITS
+from weightsync_stack import RESOURCE, error_of, eventually, running_stack, weights
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.format.names import version_directory
+from weightsync.relaying.fetch import FetchError, fetch_version
+from weightsync.store.store import RunStore
+
+V1, V2 = Version(1, 1), Version(1, 2)
+
+
+def test_two_forms_of_a_version_can_go_at_once(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, "")
+    with ThreadPoolExecutor(2) as threads:
+        for number in range(100):
+            version = Version(1, number)
+            forms = [parent / version_directory(version) for parent in (tmp_path, tmp_path / ".deltas")]
+            for form in forms:
+                form.mkdir(parents=True)
+                for name in range(20):
+                    (form / str(name)).touch()
+            for going in [threads.submit(store.remove, version), threads.submit(store.remove_dense, version)]:
+                going.result()
+            assert not any(form.exists() for form in forms)
+
+
+async def test_a_run_that_could_not_be_opened_can_be_opened_later(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await stack.publisher.push(V2, weights(1), deadline_s=30)
+    (stack.directory / version_directory(V1) / "manifest.json").write_text("damaged")
+    in_the_way = stack.directory / ".trash"
+    in_the_way.touch()
+    async with running_stack(tmp_path) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stack.visible()
+        assert error_of(failed.value).reason == "DISK_ERROR"
+        in_the_way.unlink()
+        assert await stack.visible() == [V2]
+
+
+async def test_a_version_whose_base_is_found_damaged_under_its_commit_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_stack(tmp_path, dense_delay_s=3600) as stack:
+        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await push_delta(stack, V2, V1, weights(1), weights())
+        run = await stack.runs.open(RESOURCE)
+        commit = run.store.commit
+
+        def commit_late(*args: object) -> object:
+            run.ledger.mark_damaged(V2)
+            return commit(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(run.store, "commit", commit_late)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await push_delta(stack, Version(1, 3), V2, weights(2), weights(1))
+        assert error_of(refused.value).reason == "BASE_DAMAGED"
+        assert not list(stack.directory.rglob("v1.3*"))
+
+
+async def test_a_dense_form_whose_source_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, dense_delay_s=0.2, heartbeat_s=0.1) as stack:
+        await stack.publisher.push(V1, weights(), deadline_s=30)
+        file = stack.directory / "v1.1" / "model.safetensors"
+        whole = file.read_bytes()
+        file.write_bytes(whole[:8] + b"?" + whole[9:])
+        await push_delta(stack, V2, V1, weights(1), weights())
+        run = await stack.runs.open(RESOURCE)
+        await eventually(lambda: run.building_bytes > 0)
+        await eventually(lambda: run.building_bytes == 0)
+        file.write_bytes(whole)
+        await eventually((stack.directory / "v1.2").exists)
+
+
+async def test_names_from_upstream_do_not_leave_the_directory(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        run = await stack.runs.open(RESOURCE)
+        manifest = pb.Manifest(run=RESOURCE, version=V1.to_proto(), kind=pb.VERSION_KIND_ANCHOR)
+        manifest.shards.add(name="../../outside", size_bytes=10)
+        with pytest.raises((FetchError, SluiceError), match="shard name"):
+            await fetch_version(stack.runs, run, stack.delivery, manifest, LIMITS)
+        assert not list(tmp_path.rglob("outside*"))
