@@ -256,7 +256,7 @@ class WeightReceiver:
     async def _serve(self, request: UpdateRequest) -> None:
         """Carry one command out; a caller who left gets what it asked for all the same."""
         try:
-            report = await self._take(request.version)
+            report = await self._take(request.version, or_newer=request.version is None)
         except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
             self._note_failure(request.version, error)
             request.fail(_as_sluice_error(error))
@@ -266,7 +266,7 @@ class WeightReceiver:
     async def _try(self, version: Version) -> bool:
         """Take a version that the policy wants; False if that failed, which the next round repeats after a pause."""
         try:
-            await self._take(version)
+            await self._take(version, or_newer=self._policy.current(time.monotonic()).mode is PolicyMode.FOLLOW)
         except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
             self._note_failure(version, error)
             return False
@@ -282,9 +282,23 @@ class WeightReceiver:
         log.warning("version not taken", version=str(version), serving=str(self._applier.serving), error=str(error))
         self._reporter.tell(pb.REPLICA_PHASE_FAILED, version or self._applier.serving, self._error)
 
-    async def _take(self, version: Version | None) -> ApplyReport:
-        """Pull, verify, stage, apply, report."""
+    async def _take(self, version: Version | None, *, or_newer: bool) -> ApplyReport:
+        """Take a version; where other receivers of the host are ahead, first what they have, or that alone if it will do."""
         started = time.perf_counter()
+        while True:
+            try:
+                return await self._take_at_once(version, started, or_newer=or_newer)
+            except BehindError as behind:
+                report = await self._take(behind.version, or_newer=or_newer)
+                if or_newer and version is not None and report.version >= version:
+                    return report
+
+    async def _take_at_once(self, version: Version | None, started: float, *, or_newer: bool) -> ApplyReport:
+        """Pull, verify, stage, apply, report.
+
+        Raises:
+            BehindError: if another version comes first.
+        """
         manifest = await self._manifest(version)
         wanted = Version.from_proto(manifest.version)
         if wanted == self._applier.serving:
@@ -298,19 +312,11 @@ class WeightReceiver:
         timings = UpdateTimings(wanted)
         if self._staged is None or (self._staged.version, self._staged.digest) != (wanted, manifest.digest):
             self._forget_staged()
-            self._staged, timings = await self._stage(manifest)
+            self._staged, timings = await self._copies.stage(manifest, current, or_newer=or_newer)
         self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, timings=timings)
         report = await self._applier.apply(self._staged)
         self._staged = None
         return self._taken(report, timings, started)
-
-    async def _stage(self, manifest: pb.Manifest) -> tuple[StagedVersion, UpdateTimings]:
-        """Stage a version; where other receivers of the host are ahead, first take what they have."""
-        while True:
-            try:
-                return await self._copies.stage(manifest, self._applier.current)
-            except BehindError as behind:
-                await self._take(behind.version)
 
     async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
         """Have an adapter loaded beside the weights that it belongs to, which are taken first where others are in."""
@@ -323,7 +329,7 @@ class WeightReceiver:
                 raise StagingError(
                     f"adapter {version} belongs to the model on disk, the weights are {self._applier.weights}: call ReloadWeights"
                 )
-            await self._take(base)
+            await self._take(base, or_newer=False)
 
         async def load(staged: StagedAdapter, timings: UpdateTimings) -> ApplyReport:
             self._reporter.tell(pb.REPLICA_PHASE_STAGED, version, timings=timings)

@@ -36,7 +36,7 @@ class BehindError(Exception):
     """There is no room yet, because this receiver uses an older version than others of its host.
 
     Args:
-        version: One that lies there, or is on the way: take it first, then go on.
+        version: One that lies there, or is on the way: take it first, then go on; one newer than the wanted takes its place.
     """
 
     def __init__(self, version: Version) -> None:
@@ -61,7 +61,13 @@ class HostCopies:
         """Files that were waited for in vain; a receiver that is held at a version costs its host one wait."""
 
     async def obtain(
-        self, path: Path, held: Path | None, needed: int, build: Callable[[int], Awaitable[T]]
+        self,
+        path: Path,
+        held: Path | None,
+        needed: int,
+        build: Callable[[int], Awaitable[T]],
+        *,
+        or_newer: bool = False,
     ) -> tuple[SharedCopy, T | None]:
         """Use the file that is there, or comes from another process; else make it.
 
@@ -73,6 +79,8 @@ class HostCopies:
             held: The file of the version that serves, None if there is none.
             needed: Bytes that it will have.
             build: Fills an open file.
+            or_newer: Whether a newer version will do. Without, two receivers of which each makes a version that the other
+                one is past wait for each other until `room_wait_s` is over.
 
         Returns:
             The file, and what `build` returned; None if another process made it.
@@ -89,8 +97,8 @@ class HostCopies:
                 return copy, None
             claim = await run_to_end(self._threads, partial(self._area.claim, path))
             if claim is not None:
-                return await self._make(claim, held, needed, build)
-            await self._others(path, held)
+                return await self._make(claim, held, needed, build, or_newer=or_newer)
+            await self._others(path, held, or_newer=or_newer)
             if time.monotonic() > deadline:
                 raise StagingError(
                     f"another process did not finish {path} within {self._limits.copy_wait_s:g} s: end it, its work is"
@@ -99,10 +107,10 @@ class HostCopies:
             await asyncio.sleep(_LOOK_S)
 
     async def _make(
-        self, claim: Claim, held: Path | None, needed: int, build: Callable[[int], Awaitable[T]]
+        self, claim: Claim, held: Path | None, needed: int, build: Callable[[int], Awaitable[T]], *, or_newer: bool
     ) -> tuple[SharedCopy, T]:
         try:
-            await self._wait_for_room(claim.path, held)
+            await self._wait_for_room(claim.path, held, or_newer=or_newer)
             self._area.check_room(needed)
             made = await build(claim.descriptor)
             return claim.publish(), made
@@ -113,10 +121,10 @@ class HostCopies:
         finally:
             claim.abandon()
 
-    async def _wait_for_room(self, path: Path, held: Path | None) -> None:
+    async def _wait_for_room(self, path: Path, held: Path | None, *, or_newer: bool) -> None:
         """Until base and staged copy are all that lies there. A receiver that is held back cannot stop the others for ever."""
         deadline = time.monotonic() + self._limits.room_wait_s
-        while len(others := await self._others(path, held)) > _MOST_OTHERS:
+        while len(others := await self._others(path, held, or_newer=or_newer)) > _MOST_OTHERS:
             if time.monotonic() > deadline:
                 names = [each.name for each in others]
                 log.warning("a receiver of this host stays behind: more than a base and a staged copy", others=names)
@@ -124,11 +132,11 @@ class HostCopies:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _others(self, path: Path, held: Path | None) -> set[Path]:
+    async def _others(self, path: Path, held: Path | None, *, or_newer: bool) -> set[Path]:
         """What lies there besides a file, but for what was waited for in vain.
 
         Raises:
-            BehindError: if that is too much, and newer than what is held.
+            BehindError: if that is too much, and newer than what is held, or whole and newer than the file if that will do.
         """
         others = set(await run_to_end(self._threads, partial(self._area.others, path))) - self._stuck
         if len(others) > _MOST_OTHERS:
@@ -137,4 +145,7 @@ class HostCopies:
             if between:
                 # What is whole comes first: who makes the others may wait for this receiver.
                 raise BehindError(max((each.exists(), version_of(each)) for each in between)[1])
+            newer = [version_of(each) for each in others if version_of(each) > version_of(path) and each.exists()]
+            if or_newer and newer and max(newer) > serving:
+                raise BehindError(max(newer))
         return others
