@@ -201,7 +201,7 @@ class Adapters:
         adapter = self._slots.add(staged)
         try:
             await self._host.add(adapter)
-        except EngineError:
+        except BaseException:  # a caller who left, too: whether the engine holds it is not known then
             self._slots.remove(adapter)
             raise
         return adapter

@@ -345,3 +345,18 @@ async def test_tensor_parallel_workers_serve_adapters_together(models):
         assert_sampled_by(await one(engine), BASE, by_base(models))
     finally:
         await engine.stop()
+
+
+async def test_a_load_whose_caller_left_can_be_repeated(engine, models):
+    adapter = staged_adapter(models.adapters[0], Version(1, 71))
+    loading = asyncio.create_task(engine.load_named("left", adapter))
+    async with asyncio.timeout(DEADLINE_S):
+        while not engine.adapters():  # noqa: ASYNC110 - the moment before it is in
+            await asyncio.sleep(0)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert not engine.adapters()
+    await engine.load_named("left", adapter)
+    assert [info.version for info in engine.adapters()] == [adapter.version]
+    assert_sampled_by(await one(engine, adapter="left"), adapter.version, by_adapter(models, 0))
