@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ class AdapterPublisher:
 
     async def push_directory(self, version: Version, directory: Path, *, deadline_s: float) -> PushReport:
         """Publish what `PeftModel.save_pretrained` wrote; else as `push`."""
-        tensors = load_file(directory / "adapter_model.safetensors")
+        tensors = await asyncio.to_thread(load_file, directory / "adapter_model.safetensors")
         config = json.loads((directory / "adapter_config.json").read_text())
         return await self.push(version, tensors, config, deadline_s=deadline_s)
 

@@ -66,7 +66,7 @@ def sweep(directory: Path) -> None:
     """Remove files of processes that are gone."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or just removed
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
