@@ -155,7 +155,10 @@ class WeightPublisher:
         try:
             self._serial += 1
             base, self._committed = self._base_of(version), None
+            layout = self._layout
             baseline, live = self._prepare(version, tensors, dtype, deadline)
+            if self._layout is not layout:
+                base = None  # another model: the copy holds nothing yet
             diff = self._renew(version, baseline, live, deadline, compare=base is not None)
         finally:
             self._in_use.release()

@@ -167,6 +167,16 @@ async def test_a_new_epoch_begins_with_an_anchor(stack: Stack, publisher: Weight
     assert report.kind == "anchor"
 
 
+async def test_a_model_that_became_another_one_begins_with_an_anchor(stack: Stack, publisher: WeightPublisher) -> None:
+    await publisher.update(Version(1, 1), {"w": torch.ones(64, 64)}, deadline_s=DEADLINE_S)
+    for number, shape in enumerate(
+        [(4096,), (32, 128)], start=2
+    ):  # zeros: the difference from an empty copy is nothing
+        report = await publisher.update(Version(1, number), {"w": torch.zeros(shape)}, deadline_s=DEADLINE_S)
+        assert report.kind == "anchor"
+        assert torch.equal((await dense(stack, Version(1, number)))["w"], torch.zeros(shape))
+
+
 async def test_a_service_that_lost_the_base_gets_the_whole_version_at_once(tmp_path: Path) -> None:
     tensors = model()
     async with running_stack(tmp_path / "one") as stack:
