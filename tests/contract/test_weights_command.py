@@ -74,12 +74,41 @@ async def test_compares_two_versions(stack: Stack, capsys, monkeypatch) -> None:
     assert "1 of 2 tensors" in rows[-1]
 
 
+async def test_comparing_with_a_damaged_version_says_so(stack: Stack, capsys) -> None:
+    anchor = stack.directory / "v1.1" / "model.safetensors"
+    content = bytearray(anchor.read_bytes())
+    content[-1] ^= 1
+    anchor.write_bytes(content)
+    assert await sluice_weights(stack, "diff", "1.1", "1.2") == 1
+    assert "DAMAGED: version 1.1" in capsys.readouterr().out
+
+
+async def test_a_tensor_of_another_shape_is_no_nan(stack: Stack, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    reshaped = {**weights(2), "model.norm.weight": torch.ones(2, 32)}
+    await stack.publisher.update(Version(1, 3), reshaped, deadline_s=30)
+    assert await sluice_weights(stack, "diff", "1.2", "1.3") == 0
+    shown = capsys.readouterr().out
+    assert "other type, shape or name" in shown
+    assert "nan" not in shown
+
+
+@pytest.mark.parametrize("verb", ["ls", "diff"])
+def test_each_verb_has_help(verb: str, capsys) -> None:
+    with pytest.raises(SystemExit) as left:
+        COMMAND.run([verb, "--help"])
+    assert left.value.code == 0
+    assert "diff VERSION VERSION" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "say what to do"),
         (["forget"], "say what to do"),
-        (["diff", "1.1"], "takes 2 to 2 versions"),
+        (["diff", "1.1"], "takes 2 versions, not 1"),
+        (["diff", "--run", "r", "1.1", "1.2"], "come before the settings"),
+        (["ls", "1.1"], "takes 0 versions, not 1"),
         (["show", "newest"], "expected epoch.number"),
     ],
 )

@@ -38,15 +38,19 @@ def run(argv: list[str]) -> int:
     """Run one verb; 1 if a version turned out to be damaged."""
     words = list(takewhile(lambda word: not word.startswith(("-", "@")), argv))
     settings = argv[len(words) :]
+    if {"--help", "-h"} & set(settings):
+        print(USAGE, end="")  # noqa: T201 - help goes where it was asked for
+        load_command(WeightsConfig, ["--help"], "weights")
     if not words or words[0] not in _VERBS:
-        if argv[:1] in (["--help"], ["-h"]):
-            print(USAGE, end="")  # noqa: T201 - help goes where it was asked for
-            load_command(WeightsConfig, argv, "weights")
-        raise ConfigError(f"say what to do: sluice weights {'|'.join(_VERBS)}; see sluice weights --help")
+        raise ConfigError(f"say what to do first: sluice weights {'|'.join(_VERBS)}; see sluice weights --help")
     verb, least, most = _VERBS[words[0]]
     versions = [_version(word) for word in words[1:]]
     if not least <= len(versions) <= most:
-        raise ConfigError(f"sluice weights {words[0]} takes {least} to {most} versions, not {len(versions)}")
+        usual = most if least == most else f"{least} or {most}"
+        raise ConfigError(
+            f"sluice weights {words[0]} takes {usual} versions, not {len(versions)}; they come before the settings:"
+            f" sluice weights {' '.join([words[0], *['1.42'] * most])} --run my-run"
+        )
     config = load_command(WeightsConfig, settings, "weights")
     configure_logging("weights", "error")  # what goes wrong is printed
     return asyncio.run(_run(verb, versions, config))
@@ -66,6 +70,8 @@ async def _run(verb: Verb, versions: Sequence[Version], config: WeightsConfig) -
         raise ConfigError(f"{config.address}: {error}") from error
     except grpc.aio.AioRpcError as error:
         raise ConfigError(f"{config.address}: {SluiceError.from_rpc(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"{error}; room for whole versions is needed in {tempfile.gettempdir()} (TMPDIR)") from error
 
 
 async def _list(config: WeightsConfig, _: Sequence[Version]) -> int:
@@ -99,11 +105,12 @@ async def _show(config: WeightsConfig, versions: Sequence[Version]) -> int:
 
 async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
     from weightsync.receive.pull import PullError  # noqa: PLC0415
+    from weightsync.receive.staging import StagingError  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
         try:
             version, digest, size = await _fetch(config, versions[0] if versions else None, Path(scratch, "version"))
-        except PullError as error:
+        except (PullError, StagingError) as error:
             print(f"DAMAGED: {error}")  # noqa: T201
             return 1
     print(f"version {version} is whole: {size:,} bytes, every digest as announced, version digest {digest}")  # noqa: T201
@@ -114,11 +121,17 @@ async def _diff(config: WeightsConfig, versions: Sequence[Version]) -> int:
     from rich.console import Console  # noqa: PLC0415
 
     from weightsync.inspect.weights_diff import compare, difference_table  # noqa: PLC0415
+    from weightsync.receive.pull import PullError  # noqa: PLC0415
+    from weightsync.receive.staging import StagingError  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
         paths = [Path(scratch, str(version)) for version in versions]
         for version, path in zip(versions, paths, strict=True):
-            await _fetch(config, version, path)
+            try:
+                await _fetch(config, version, path)
+            except (PullError, StagingError) as error:
+                print(f"DAMAGED: version {version}: {error}")  # noqa: T201
+                return 1
         differences = await asyncio.to_thread(compare, *paths)
     Console().print(difference_table(differences, config.top))
     return 0

@@ -21,8 +21,9 @@ class Difference:
         name: Its name in a checkpoint.
         elements: Number of values.
         changed: Values whose bits differ; all of them where data type or shape do.
-        largest: Largest absolute difference.
-        relative: Norm of the difference over the norm of the first tensor.
+        largest: Largest absolute difference; NaN where there is nothing to compare with.
+        relative: Norm of the difference over the norm of the first tensor; NaN likewise.
+        replaced: Whether the other version has none of this name, type and shape.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Difference:
     changed: int
     largest: float
     relative: float
+    replaced: bool = False
 
 
 def compare(first: Path, second: Path) -> list[Difference]:
@@ -60,7 +62,7 @@ def _compare(name: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
 
 
 def _replaced(name: str, tensor: torch.Tensor) -> Difference:
-    return Difference(name, tensor.numel(), tensor.numel(), float("nan"), float("nan"))
+    return Difference(name, tensor.numel(), tensor.numel(), float("nan"), float("nan"), replaced=True)
 
 
 def difference_table(differences: Sequence[Difference], top: int) -> Table:
@@ -76,5 +78,6 @@ def difference_table(differences: Sequence[Difference], top: int) -> Table:
     table.add_column("relative norm", justify="right")
     for each in sorted(differences, key=lambda row: -row.changed / max(1, row.elements))[:top]:
         share = each.changed / max(1, each.elements)
-        table.add_row(each.name, f"{each.elements:,}", f"{share:.3%}", f"{each.largest:.2e}", f"{each.relative:.2e}")
+        steps = ("other type, shape or name", "") if each.replaced else (f"{each.largest:.2e}", f"{each.relative:.2e}")
+        table.add_row(each.name, f"{each.elements:,}", f"{share:.3%}", *steps)
     return table
