@@ -157,7 +157,7 @@ def test_no_accepted_name_leaves_its_directory(name: str) -> None:
         assert "\0" not in name
 
 
-@pytest.mark.parametrize("name", ["two words", "tab\tname", "", "new\nline", "nul\0"])
+@pytest.mark.parametrize("name", ["two words", "tab\tname", "", "new\nline", "nul\0", "__metadata__"])
 def test_tensor_names_cannot_disturb_the_digest(name: str) -> None:
     with pytest.raises(BadNameError):
         check_tensor(name)

@@ -19,6 +19,7 @@ __all__ = [
 _RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _TENSOR = re.compile(r"[!-~]{1,512}")
+_METADATA = "__metadata__"
 _VERSION_DIRECTORY = re.compile(r"v(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 _PREFIX = "runs/"
 
@@ -65,8 +66,11 @@ def check_tensor(name: str) -> str:
     """Give the tensor's name back.
 
     Raises:
-        BadNameError: if it has blanks, which separate fields in a version's digest, or unprintable characters.
+        BadNameError: if it has blanks, which separate fields in a version's digest, or unprintable characters, or means
+            something else in a safetensors file.
     """
+    if name == _METADATA:
+        raise BadNameError(f"{name} is no tensor name: safetensors keeps it for itself")
     if not _TENSOR.fullmatch(name):
         raise BadNameError(
             f"{name[:80]!r} is not a tensor name; allowed are 1 to 512 printable ASCII characters without blanks"
