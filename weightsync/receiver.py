@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -26,13 +25,13 @@ from weightsync.metrics import UPDATES
 from weightsync.receive.adapters import AdapterStage, AdapterUse
 from weightsync.receive.apply import Applier, ApplyError
 from weightsync.receive.build import VersionBuilder
-from weightsync.receive.copies import BehindError
 from weightsync.receive.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.receive.pull import PullError, PullLimits
 from weightsync.receive.report import Reporter
 from weightsync.receive.staged_copies import StagedCopies
 from weightsync.receive.staging import StagingError
-from weightsync.receive.update import ReceiverStatus, UpdateRequest, UpdateTimings, observe_update
+from weightsync.receive.take import VersionTaker, as_sluice_error
+from weightsync.receive.update import ReceiverStatus, UpdateRequest, UpdateTimings
 from weightsync.receive.watch import VersionWatch
 from weightsync.relaying.sources import SourceLimits, Sources
 from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
@@ -115,7 +114,6 @@ class WeightReceiver:
         if connect_to is not None:
             channel = self._sources.channel
         self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
         limits = limits or PullLimits()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
         builder = VersionBuilder(
@@ -126,20 +124,26 @@ class WeightReceiver:
             local_files=local_files,
             selection=union(selections) if selections else None,
         )
-        self._adapter_use = adapters
         whole = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
         self._adapters = None if adapters is None else AdapterStage(stage_dir, run, whole, adapters.held)
         self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
         self._applier = Applier(apply, recover, serving, apply_deadline_s, failures, release=self._copies.release)
-        self._observe = observe
         self._policy = WeightPolicy()
         self._wake = asyncio.Event()
         self._watch = VersionWatch(self._delivery, self._run, replica, self._wake.set)
         self._sources.switched = self._watch.hurry
         self._reporter = Reporter(self._delivery, self._run, replica, self._applier)
         self._requests: list[UpdateRequest] = []
-        self._staged: StagedVersion | None = None
-        self._last: UpdateTimings | None = None
+        self._taker = VersionTaker(
+            self._run,
+            weightsync_pb2_grpc.WeightSyncServiceStub(channel),
+            self._watch,
+            self._copies,
+            self._applier,
+            reporter=self._reporter,
+            adapters=None if adapters is None or self._adapters is None else (self._adapters, adapters),
+            observe=observe,
+        )
         self._error = ""
         self._failures = 0
 
@@ -214,18 +218,27 @@ class WeightReceiver:
         self._wake.set()
         return version
 
+    async def with_adapter(self, version: Version, use: Callable[[StagedAdapter], Awaitable[ApplyReport]]) -> None:
+        """Stage an adapter and have it used, beside what the policy serves.
+
+        Raises:
+            SluiceError: NOT_FOUND, or FAILED_PRECONDITION if the version is no adapter of the weights that are in.
+            Exception: what `use` raises.
+        """
+        await self._taker.with_adapter(version, use)
+
     def status(self) -> ReceiverStatus:
         """Where the replica stands."""
         policy = self._policy.current(time.monotonic())
         return ReceiverStatus(
             serving=self._applier.serving,
-            staged_version=None if self._staged is None else self._staged.version,
+            staged_version=None if self._taker.staged is None else self._taker.staged.version,
             newest=self._watch.newest_version,
             connected=self._watch.connected,
             policy=policy,
             last_error=self._error,
             last_report=self._applier.last_report,
-            last_update=self._last,
+            last_update=self._taker.last_update,
         )
 
     async def _sync_forever(self) -> None:
@@ -256,21 +269,22 @@ class WeightReceiver:
     async def _serve(self, request: UpdateRequest) -> None:
         """Carry one command out; a caller who left gets what it asked for all the same."""
         try:
-            report = await self._take(request.version, or_newer=request.version is None)
+            report = await self._taker.take(request.version, or_newer=request.version is None)
         except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
             self._note_failure(request.version, error)
-            request.fail(_as_sluice_error(error))
+            request.fail(as_sluice_error(error))
         else:
+            self._error = ""
             request.succeed(report)
 
     async def _try(self, version: Version) -> bool:
         """Take a version that the policy wants; False if that failed, which the next round repeats after a pause."""
         try:
-            await self._take(version, or_newer=self._policy.current(time.monotonic()).mode is PolicyMode.FOLLOW)
+            await self._taker.take(version, or_newer=self._policy.current(time.monotonic()).mode is PolicyMode.FOLLOW)
         except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
             self._note_failure(version, error)
             return False
-        self._failures = 0
+        self._error, self._failures = "", 0
         return True
 
     def _note_failure(self, version: Version | None, error: Exception) -> None:
@@ -281,120 +295,3 @@ class WeightReceiver:
             self._sources.leave("what it gives could not be taken")
         log.warning("version not taken", version=str(version), serving=str(self._applier.serving), error=str(error))
         self._reporter.tell(pb.REPLICA_PHASE_FAILED, version or self._applier.serving, self._error)
-
-    async def _take(self, version: Version | None, *, or_newer: bool) -> ApplyReport:
-        """Take a version; where other receivers of the host are ahead, first what they have, or that alone if it will do."""
-        started = time.perf_counter()
-        while True:
-            try:
-                return await self._take_at_once(version, started, or_newer=or_newer)
-            except BehindError as behind:
-                report = await self._take(behind.version, or_newer=or_newer)
-                if or_newer and version is not None and report.version >= version:
-                    return report
-
-    async def _take_at_once(self, version: Version | None, started: float, *, or_newer: bool) -> ApplyReport:
-        """Pull, verify, stage, apply, report.
-
-        Raises:
-            BehindError: if another version comes first.
-        """
-        manifest = await self._manifest(version)
-        wanted = Version.from_proto(manifest.version)
-        if wanted == self._applier.serving:
-            return ApplyReport(wanted, 0.0, 0.0)
-        if manifest.kind == pb.VERSION_KIND_ADAPTER:
-            return await self._take_adapter(manifest, started)
-        current = self._applier.current
-        if current is not None and (current.version, current.digest) == (wanted, manifest.digest):
-            self._forget_staged()  # back from an adapter to the weights beneath
-            return self._taken(await self._applier.apply(current), UpdateTimings(wanted), started)
-        timings = UpdateTimings(wanted)
-        if self._staged is None or (self._staged.version, self._staged.digest) != (wanted, manifest.digest):
-            self._forget_staged()
-            self._staged, timings = await self._copies.stage(manifest, current, or_newer=or_newer)
-        self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, timings=timings)
-        report = await self._applier.apply(self._staged)
-        self._staged = None
-        return self._taken(report, timings, started)
-
-    async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
-        """Have an adapter loaded beside the weights that it belongs to, which are taken first where others are in."""
-        version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
-        use = self._adapter_use
-        if use is None or self._adapters is None:
-            raise StagingError(f"version {version} is an adapter: set rollout.lora.enabled = true and start again")
-        if base != self._applier.weights:
-            if base == BASE:
-                raise StagingError(
-                    f"adapter {version} belongs to the model on disk, the weights are {self._applier.weights}: call ReloadWeights"
-                )
-            await self._take(base, or_newer=False)
-
-        async def load(staged: StagedAdapter, timings: UpdateTimings) -> ApplyReport:
-            self._reporter.tell(pb.REPLICA_PHASE_STAGED, version, timings=timings)
-            return await self._applier.apply_adapter(staged, use.apply)
-
-        return self._taken(*await self._adapters.bring(manifest, load), started)
-
-    async def with_adapter(self, version: Version, use: Callable[[StagedAdapter], Awaitable[ApplyReport]]) -> None:
-        """Stage an adapter and have it used, beside what the policy serves.
-
-        Raises:
-            SluiceError: NOT_FOUND, or FAILED_PRECONDITION if the version is no adapter of the weights that are in.
-            Exception: what `use` raises.
-        """
-        try:
-            manifest = await self._manifest(version)
-            base = Version.from_proto(manifest.base)
-            if manifest.kind != pb.VERSION_KIND_ADAPTER or self._adapters is None:
-                raise SluiceError.failed_precondition(
-                    "NOT_AN_ADAPTER", f"version {version} holds whole weights: take it with UpdateWeights"
-                )
-            if base != self._applier.weights:
-                raise SluiceError.failed_precondition(
-                    "WRONG_BASE",
-                    f"adapter {version} belongs to version {base}, the weights are {self._applier.weights}:"
-                    " update to its base first",
-                )
-            await self._adapters.bring(manifest, lambda staged, _timings: use(staged))
-        except (PullError, StagingError, OSError, grpc.aio.AioRpcError) as error:
-            raise _as_sluice_error(error) from error
-
-    def _taken(self, report: ApplyReport, timings: UpdateTimings, started: float) -> ApplyReport:
-        """Tell everybody that a version serves."""
-        wanted = report.version
-        self._error = ""
-        total_s = time.perf_counter() - started
-        timings = replace(timings, pause_s=report.pause_s, apply_s=report.apply_s, total_s=total_s)
-        self._last = timings
-        self._reporter.tell(pb.REPLICA_PHASE_SERVING, wanted, timings=timings)
-        UPDATES.labels("applied").inc()
-        observe_update(timings)
-        log.info("version in service", **timings.for_log())
-        if self._observe is not None:
-            self._observe(timings)
-        return report
-
-    def _forget_staged(self) -> None:
-        """Make room: a version that could not be applied and was overtaken is of no use."""
-        if self._staged is not None:
-            self._copies.release(self._staged)
-            self._staged = None
-
-    async def _manifest(self, version: Version | None) -> pb.Manifest:
-        """From the last announcement if it is that version, else asked for."""
-        announced = self._watch.newest
-        if announced is not None and version == self._watch.newest_version:
-            return announced
-        request = pb.GetManifestRequest(run=self._run, version=None if version is None else version.to_proto())
-        response = await self._manifests.GetManifest(request, timeout=30)
-        return response.manifest
-
-
-def _as_sluice_error(error: Exception) -> SluiceError:
-    if isinstance(error, SluiceError):
-        return error
-    if isinstance(error, grpc.aio.AioRpcError):
-        return SluiceError.from_rpc(error)
-    return SluiceError.unavailable("UPDATE_FAILED", f"{error}; the version before serves on")
