@@ -274,3 +274,14 @@ async def test_a_version_is_a_directory_that_transformers_loads(tmp_path: Path) 
             assert equal_bits(loaded.state_dict(), trained)
             assert len(AutoTokenizer.from_pretrained(directory)) == VOCABULARY
             assert loaded(torch.tensor([[5, 6]])).logits.shape == (1, 2, VOCABULARY)
+
+
+async def test_a_mistyped_run_takes_no_place(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, max_runs=1) as stack:
+        for number in range(3):
+            listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run=f"runs/typo-{number}"), timeout=30)
+            assert not listed.versions
+        await push(stack, 1)
+        assert await stack.visible() == [Version(1, 1)]
+        with pytest.raises(SluiceError, match="TOO_MANY_RUNS"):
+            await WeightPublisher(stack.channel, "another").push(Version(1, 1), weights(1), deadline_s=30)

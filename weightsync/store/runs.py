@@ -122,10 +122,7 @@ class Runs:
             SluiceError: INVALID_ARGUMENT, RESOURCE_EXHAUSTED (too many runs), FAILED_PRECONDITION (directory in use),
                 INTERNAL (the disk).
         """
-        try:
-            name = parse_run(resource)
-        except BadNameError as error:
-            raise SluiceError.invalid_argument("run", str(error)) from error
+        name = _name_of(resource)
         if name in self._runs:
             return self._runs[name]
         async with self._opening:
@@ -135,6 +132,23 @@ class Runs:
                     self.upstream.opened(self._runs[name])
         return self._runs[name]
 
+    async def look_up(self, resource: str) -> Run:
+        """As `open` for a run that there is; an empty one, which is not kept, for one that there is not.
+
+        So a mistyped name takes no place from the runs to come. A relay opens it: what it lacks may be upstream.
+
+        Raises:
+            SluiceError: as `open`.
+        """
+        name = _name_of(resource)
+        if self.upstream is not None or name in self._runs or self._directory_of(name).exists():
+            return await self.open(resource)
+        return self._new(name)
+
+    def _new(self, name: str) -> Run:
+        ledger = Ledger(self.config.keep, self.config.anchor_every)
+        return Run(name, ledger, RunStore(self._directory_of(name), self._model_of(name)))
+
     async def _open(self, name: str) -> Run:
         if len(self._runs) >= self.config.max_runs:
             raise SluiceError.resource_exhausted(
@@ -142,11 +156,7 @@ class Runs:
                 f"this service keeps {self.config.max_runs} runs at most (weightsync.max_runs); start another one",
                 _RETRY_AFTER_S,
             )
-        run = Run(
-            name,
-            Ledger(self.config.keep, self.config.anchor_every),
-            RunStore(self._directory_of(name), self._model_of(name)),
-        )
+        run = self._new(name)
         try:
             run.restore(await self.in_thread(run.store.recover))
         except StoreLockedError as error:
@@ -278,6 +288,13 @@ class Runs:
             for upload in run.uploads.values():
                 upload.shard.close()
             run.store.close()
+
+
+def _name_of(resource: str) -> str:
+    try:
+        return parse_run(resource)
+    except BadNameError as error:
+        raise SluiceError.invalid_argument("run", str(error)) from error
 
 
 def _no_room(need: int, lacking: int) -> SluiceError:
