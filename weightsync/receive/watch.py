@@ -28,6 +28,8 @@ _LONGEST_PAUSE_S = 5.0
 
 log = structlog.get_logger(__name__)
 
+_REMEDY = "start it, or see peers.weightsync (of a relay: weightsync.upstream) and the tokens and certificates"
+
 
 class VersionWatch:
     """Watches one run.
@@ -70,6 +72,7 @@ class VersionWatch:
     async def run_forever(self) -> None:
         """Watch until cancelled; pauses between attempts grow to five seconds and vary, so that a fleet does not come at once."""
         pause_s = _FIRST_PAUSE_S
+        told = False
         while True:
             try:
                 await self._watch_once()
@@ -83,7 +86,11 @@ class VersionWatch:
                 self._hurry.clear()
             elif self.connected:
                 pause_s = _FIRST_PAUSE_S
+                told = False
                 log.info("weight service lost, the version in service stays", reason=reason)
+            elif pause_s >= _LONGEST_PAUSE_S and not told:
+                told = True
+                log.warning("no weight service answers, it is asked on", run=self._run, reason=reason, remedy=_REMEDY)
             self.connected = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s * random.uniform(0.5, 1.5)):  # noqa: S311 - jitter, not a secret
