@@ -290,3 +290,24 @@ async def test_who_makes_a_version_that_others_are_past_takes_theirs_if_it_will_
     next_one.abandon()
     for each in (old, newer):
         each.release()
+
+
+async def test_a_caller_that_is_cancelled_leaves_no_lock_behind(tmp_path: Path) -> None:
+    area = SharedArea(tmp_path, "run")
+    first, busy = made(area), threading.Event()
+
+    async def build(descriptor: int) -> None:
+        raise AssertionError("the file is there")
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(busy.wait)
+        copies = HostCopies(area, threads, PullLimits())
+        obtaining = asyncio.create_task(copies.obtain(first.path, None, 5, build))
+        await asyncio.sleep(0.05)
+        obtaining.cancel()
+        await asyncio.sleep(0.05)
+        busy.set()
+        with pytest.raises(asyncio.CancelledError):
+            await obtaining
+    first.release()
+    assert names(area) == []

@@ -92,10 +92,10 @@ class HostCopies:
         """
         deadline = time.monotonic() + self._limits.copy_wait_s
         while True:
-            copy = await run_to_end(self._threads, partial(self._area.attach, path))
+            copy = await self._owned(partial(self._area.attach, path), SharedCopy.release)
             if copy is not None:
                 return copy, None
-            claim = await run_to_end(self._threads, partial(self._area.claim, path))
+            claim = await self._owned(partial(self._area.claim, path), Claim.abandon)
             if claim is not None:
                 return await self._make(claim, held, needed, build, or_newer=or_newer)
             await self._others(path, held, or_newer=or_newer)
@@ -105,6 +105,23 @@ class HostCopies:
                     " then done here"
                 )
             await asyncio.sleep(_LOOK_S)
+
+    async def _owned(self, work: Callable[[], T | None], give_back: Callable[[T], None]) -> T | None:
+        """Take something in a thread; a caller that is cancelled meanwhile does not take it with its lock to the grave."""
+        taken: list[T] = []
+
+        def take() -> T | None:
+            found = work()
+            if found is not None:
+                taken.append(found)
+            return found
+
+        try:
+            return await run_to_end(self._threads, take)
+        except asyncio.CancelledError:
+            for lost in taken:
+                give_back(lost)
+            raise
 
     async def _make(
         self, claim: Claim, held: Path | None, needed: int, build: Callable[[int], Awaitable[T]], *, or_newer: bool
