@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import altering_worker
 import pytest
 import pytest_asyncio
 import torch
@@ -18,13 +18,13 @@ from small_models import CONTEXT, recompute, save_model, staged
 from sparse_files import occupied, thin
 from weightsync_stack import RUN, Stack, eventually, running_stack
 
+from rollout_svc.engines import vllm_args
 from rollout_svc.engines.base import EngineError, GenerationRequest, Sample, Sampling
 from rollout_svc.engines.vllm import VllmEngine
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import BASE, Version
 from weightsync.engine.selection import Selection, total, union
-from weightsync.engine.vllm_transfer import WorkerExtension
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import PullLimits, WeightReceiver
 from weightsync.staged import ApplyReport, StagedVersion
@@ -35,20 +35,6 @@ PROMPT = [5, 9, 17, 33, 64]
 GREEDY = Sampling(max_tokens=24, ignore_eos=True, temperature=0.0)
 SHARDED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens")
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-
-
-def set_one(worker: Any, module: str) -> tuple[str, Any]:
-    """Alter one value of a live weight, behind the back of everyone; packed ones are packed anew."""
-    owner = worker.model_runner.model.get_submodule(module)
-    if owner.weight.numel():
-        owner.weight.data.view(-1)[3] += 1.0
-        return ("ok", None)
-    inputs = owner.input_size_per_partition
-    weight = owner.cpu_linear(torch.eye(inputs, dtype=owner.weight.dtype), owner.weight, None).t().contiguous()
-    weight[-1, 3] += 1.0
-    owner.weight = torch.nn.Parameter(weight, requires_grad=False)
-    owner.quant_method.process_weights_after_loading(owner)
-    return ("ok", None)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +48,7 @@ async def engine(request: pytest.FixtureRequest, models: list[Path]) -> AsyncIte
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": request.param}
     started = VllmEngine(str(models[0]), engine_args=arguments, double_buffer=request.param == 2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkerExtension, "set_one", set_one, raising=False)  # the forked workers inherit it
+        patch.setattr(vllm_args, "WORKER_EXTENSION", altering_worker.NAME)
         await started.start()
     yield started
     await started.stop()
