@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from weightsync.store.runs import Runs
 from weightsync.store.service import WeightSyncServicer
 
 __all__ = ["SERVICE", "Serving", "build_runs", "serve", "serving"]
+
+_UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT}
 
 
 def build_runs(common: CommonConfig, config: WeightSyncConfig) -> Runs:
@@ -126,9 +130,24 @@ async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
 async def _open_own_run(runs: Runs, run: str) -> None:
     """Sweep and read the directory before the first call, and find out now if it cannot be used."""
     try:
-        await runs.open(run_resource(run))
+        kept = await runs.open(run_resource(run))
     except SluiceError as error:
         raise ConfigError(error.message) from error
+    try:
+        await asyncio.to_thread(_try_directory, kept.store.root)
+    except OSError as error:
+        if error.errno in _UNUSABLE:  # a full disk may have room again
+            raise ConfigError(
+                f"{kept.store.root} cannot hold versions ({error}): set weightsync.directory, or output_dir, to a"
+                " directory that this user may write to"
+            ) from error
+
+
+def _try_directory(root: Path) -> None:
+    """Make something where the directory is or will be, and remove it."""
+    there = next(each for each in (root, *root.absolute().parents) if each.exists())
+    with tempfile.TemporaryDirectory(prefix=".try-", dir=there):
+        pass
 
 
 SERVICE = Service("weightsync", WeightSyncConfig, serve)
