@@ -117,7 +117,7 @@ class DenseForms:
         except DamagedDeltaError as error:
             run.ledger.mark_damaged(error.version)
             log.error(  # noqa: TRY400 - where it was found says nothing, the version does
-                "a delta gives other bytes than announced; replicas fall back to an older version",
+                "a delta gives other bytes than announced, or NaN; replicas fall back to an older version",
                 run=run.name,
                 version=str(error.version),
                 error=str(error),

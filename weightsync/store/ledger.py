@@ -106,7 +106,7 @@ class Ledger:
         if damaged is not None:
             raise RefusedError(
                 "BASE_DAMAGED",
-                f"version {version} is based on {base}, and the delta of {damaged} gave other bytes than announced:"
+                f"version {version} is based on {base}, and the delta of {damaged} gave other bytes than announced, or NaN:"
                 " push an anchor",
             )
         if known is None or known.is_adapter or base >= version or not chain.is_reachable(self.committed, base):

@@ -29,7 +29,7 @@ def path_to(run: Run, wanted: Version | None, held: Version | None) -> list[Step
         damaged = damaged_on_the_way(run.ledger.committed, target) or "an older version"
         raise SluiceError.data_loss(
             "DELTA_DAMAGED",
-            f"version {target} cannot be reached, because the delta of {damaged} gave other bytes than announced:"
+            f"version {target} cannot be reached, because the delta of {damaged} gave other bytes than announced, or NaN:"
             " serve on, the trainer's next version is an anchor; to have it now, push an anchor",
         )
     return path
