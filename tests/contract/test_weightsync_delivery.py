@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -20,6 +23,7 @@ from sluice.versions import Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
 from weightsync.publish.shard_source import ShardSource
 from weightsync.publisher import WeightPublisher
+from weightsync.store.stored import read_form
 
 
 @pytest_asyncio.fixture
@@ -163,6 +167,21 @@ async def test_replicas_are_listed_while_their_lease_lasts(tmp_path: Path) -> No
                 listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
 
 
+async def test_replicas_beyond_the_limit_are_refused_until_a_lease_ends(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, lease_s=1.0, max_watchers=2) as stack:
+        await push(stack, 1)
+        for name in ("a", "b", "a"):
+            await report(stack, name, Version(1, 1))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await report(stack, "c", Version(1, 1))
+        assert error_of(caught.value).reason == "TOO_MANY_REPLICAS"
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await report(stack, "c", Version(1, 1))
+                    break
+
+
 async def test_a_listing_says_how_far_replicas_are_behind_and_what_updates_cost_them(stack: Stack) -> None:
     await push(stack, 1, 2, 3)
     timings = pb.UpdateTimings(pulled_bytes=7)
@@ -244,6 +263,24 @@ async def test_a_restart_finds_what_was_committed_and_sweeps_the_rest_away(tmp_p
         found = await stack.sync.GetManifest(pb.GetManifestRequest(run=RESOURCE), timeout=30)
         assert found.manifest.digest == digest
         await push(stack, 3)
+
+
+async def test_a_disk_that_cannot_be_read_for_now_costs_no_version(tmp_path: Path, monkeypatch) -> None:
+    async with running_stack(tmp_path) as stack:
+        await push(stack, 1)
+    readings = iter([OSError(errno.EMFILE, "too many open files")])
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        for failure in readings:
+            raise failure
+        return read_form(*args, **kwargs)
+
+    monkeypatch.setattr("weightsync.store.store.read_form", read)
+    async with running_stack(tmp_path) as stack:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.visible()
+        assert error_of(caught.value).reason == "DISK_ERROR"
+        assert await stack.visible() == [Version(1, 1)]
 
 
 async def test_two_services_never_share_a_directory(tmp_path: Path) -> None:

@@ -251,10 +251,14 @@ async def test_only_an_administrator_calls_itself_a_relay(tmp_path: Path) -> Non
         async with connect(root.target, security, role="agent") as channel:
             stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
             await stub.ReportVersion(request, timeout=30)
+            taking_its_name = pb.ReportVersionRequest(
+                run=RESOURCE, replica="relay:a:1", version=request.version, phase=request.phase
+            )
             request.relay_address = "evil.example:1"
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.ReportVersion(request, timeout=30)
-            assert error_of(caught.value).code is grpc.StatusCode.PERMISSION_DENIED
+            for wrong in (request, taking_its_name):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub.ReportVersion(wrong, timeout=30)
+                assert error_of(caught.value).code is grpc.StatusCode.PERMISSION_DENIED
         async with connect(root.target, security, role="admin") as channel:
             await weightsync_pb2_grpc.WeightDeliveryServiceStub(channel).ReportVersion(request, timeout=30)
         run = await root.serving.runs.open(RESOURCE)

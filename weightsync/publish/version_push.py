@@ -199,27 +199,31 @@ class VersionPush:
         started = time.perf_counter()
         part = pb.Manifest()
         if self._baseline.rows:
-            make = self._baseline.delta if self._kind == "delta" else self._baseline.anchor
-            source, shard = await asyncio.to_thread(make, self._update.diff)
-            transfer = ShardTransfer(
-                self._to,
-                source,
-                shard,
-                chunk_bytes=self._chunk_bytes,
-                kept=self._baseline.local if self._kind == "anchor" else None,
-                directory=self._directory,
-            )
             try:
-                await transfer.send(resume=resume)
+                part.shards.append(await self._send_shard(resume=resume))
             except Exception as error:  # noqa: BLE001  whatever it is: the other ranks wait for this one's word
                 return Frame(failure=_typed(error))
-            finally:
-                self._bytes_sent += transfer.bytes_sent
-            part.shards.append(shard)
             part.size_bytes = self._bytes_sent
-            self.sees_files = self.sees_files and not transfer.refused_file
         part.push_timings.push.CopyFrom(_duration(time.perf_counter() - started))
         return Frame(part.SerializeToString())
+
+    async def _send_shard(self, *, resume: bool) -> pb.Shard:
+        make = self._baseline.delta if self._kind == "delta" else self._baseline.anchor
+        source, shard = await asyncio.to_thread(make, self._update.diff)
+        transfer = ShardTransfer(
+            self._to,
+            source,
+            shard,
+            chunk_bytes=self._chunk_bytes,
+            kept=self._baseline.local if self._kind == "anchor" else None,
+            directory=self._directory,
+        )
+        try:
+            await transfer.send(resume=resume)
+        finally:
+            self._bytes_sent += transfer.bytes_sent
+        self.sees_files = self.sees_files and not transfer.refused_file
+        return shard
 
     async def _commit(self, parts: Sequence[pb.Manifest]) -> Frame:
         agreement, update = self._agreement, self._update

@@ -17,6 +17,7 @@ from weightsync.receive.pull import PullLimits
 from weightsync.relaying.upstream import Follower
 from weightsync.store.runs import Run, Runs
 from weightsync.store.service import WeightSyncServicer
+from weightsync.store.source_list import RELAY_PREFIX
 
 __all__ = ["Relay", "RelayCycleError", "RelaySyncServicer", "advertised_address", "relay_name"]
 
@@ -46,7 +47,7 @@ def advertised_address(configured: str | None, target: str) -> str:
 
 def relay_name(address: str) -> str:
     """The name under which a relay reports itself."""
-    return f"relay:{address[-_LONGEST_ADDRESS:]}"
+    return f"{RELAY_PREFIX}{address[-_LONGEST_ADDRESS:]}"
 
 
 class Relay:

@@ -17,6 +17,7 @@ from sluice.versions import Version
 from weightsync.relaying.host import host_id
 from weightsync.store.runs import Run, Runs
 from weightsync.store.sending import send_file, write_within
+from weightsync.store.source_list import RELAY_PREFIX
 from weightsync.store.stored import StoredForm
 from weightsync.store.update_path import describe_step, path_to, pulled_form
 
@@ -136,7 +137,8 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             raise SluiceError.invalid_argument("replica", f"give a name of 1 to {_MOST_REPLICA_CHARACTERS} characters")
         if request.phase == pb.REPLICA_PHASE_UNSPECIFIED:
             raise SluiceError.invalid_argument("phase", "say what became of the version")
-        if request.relay_address and self._require_admin is not None:
+        names_relay = bool(request.relay_address) or request.replica.startswith(RELAY_PREFIX)
+        if names_relay and self._require_admin is not None:
             self._require_admin(context)
         run = await self._runs.open(request.run)
         about = Version.from_proto(request.version)
@@ -145,6 +147,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         if self._runs.upstream is not None:
             self._runs.upstream.reported(run, request)
             lease_s = min(lease_s, self._runs.upstream.lease_s(run))
+        self._check_room(run, request.replica)
         run.relays.note(request)
         run.ledger.report(
             request.replica,
@@ -161,6 +164,15 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         response = pb.ReportVersionResponse()
         response.lease.FromNanoseconds(int(lease_s * 1e9))
         return response
+
+    def _check_room(self, run: Run, replica: str) -> None:
+        live = run.ledger.replicas(self._runs.clock())
+        if replica not in live and len(live) >= self._runs.config.max_watchers:
+            raise SluiceError.resource_exhausted(
+                "TOO_MANY_REPLICAS",
+                f"{len(live)} replicas report, the most that this service takes (weightsync.max_watchers)",
+                self._runs.config.heartbeat_s,
+            )
 
 
 async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> AsyncIterator[pb.WatchVersionsResponse]:

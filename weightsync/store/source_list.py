@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.store.ledger import Lease
 
-__all__ = ["RelayFacts", "SourceList"]
+__all__ = ["RELAY_PREFIX", "RelayFacts", "SourceList"]
+
+RELAY_PREFIX = "relay:"
+"""Names of relays begin with it, and no others: whoever reports under such a name has to be allowed to."""
 
 
 @dataclass(frozen=True, slots=True)

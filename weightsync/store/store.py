@@ -71,6 +71,7 @@ class RunStore:
 
         Raises:
             StoreLockedError: if another process keeps the same directory.
+            OSError: if the disk cannot be read now; nothing is dropped for that.
         """
         if not self.root.is_dir():
             return []
@@ -95,7 +96,7 @@ class RunStore:
                 continue
             try:
                 form = read_form(version, directory, delta=parent == self._deltas)
-            except (ManifestError, OSError) as error:
+            except (ManifestError, FileNotFoundError) as error:
                 log.warning("dropping a damaged version", directory=str(directory), error=str(error))
                 self._remove_tree(directory)
             else:
