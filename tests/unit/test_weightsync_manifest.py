@@ -15,6 +15,7 @@ from weightsync.format.manifest import (
     DenseTensor,
     ManifestError,
     check_manifest,
+    check_sendable,
     from_json,
     to_json,
     version_digest,
@@ -166,3 +167,13 @@ def test_tensor_names_cannot_disturb_the_digest(name: str) -> None:
 @pytest.mark.parametrize("name", ["v1", "v01.2", "v1.2.3", ".incoming", "v1.-2", "model"])
 def test_other_directories_are_no_versions(name: str) -> None:
     assert parse_version_directory(name) is None
+
+
+def test_a_manifest_that_no_message_can_hold_is_refused_before_anything_is_sent() -> None:
+    shard = pb.Shard(name="model", size_bytes=1)
+    for number in range(60_000):
+        shard.tensors.add(name=f"model.layers.{number}.experts.weight", dtype="BF16", global_shape=[64, 64])
+    with pytest.raises(ManifestError, match="publish fused tensors"):
+        check_sendable([shard])
+    del shard.tensors[10_000:]
+    check_sendable([shard])

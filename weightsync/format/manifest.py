@@ -16,6 +16,7 @@ from typing import NamedTuple
 import xxhash
 from google.protobuf import json_format
 
+from sluice.rpc import MAX_MESSAGE_BYTES
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.dtypes import DTYPES
 from weightsync.format.names import BadNameError, check_shard, check_tensor
@@ -28,6 +29,7 @@ __all__ = [
     "box",
     "check_adapter_config",
     "check_manifest",
+    "check_sendable",
     "entry_name",
     "from_json",
     "is_whole",
@@ -39,6 +41,9 @@ __all__ = [
 
 MANIFEST_FILE = "manifest.json"
 """The last file to be written into a version's directory: a directory without it is no version."""
+
+_DIGEST_BYTES = 2 + 32
+"""What a digest adds to a slice whose description has none yet."""
 
 _MOST_SLICES = 4096
 """Slices that one tensor may be cut into: beyond the ranks of any trainer, and a bound on the work of checking them."""
@@ -213,6 +218,22 @@ def _check_cover(name: str, slices: Sequence[pb.TensorSlice]) -> None:
     volume, covered = math.prod(slices[0].global_shape), sum(each.volume for each in boxes)
     if covered != volume:
         raise ManifestError(f"slices of {name} cover {covered} of its {volume} elements")
+
+
+def check_sendable(shards: Iterable[pb.Shard]) -> None:
+    """Check that the manifest of these shards fits into a message, before anything is sent.
+
+    Raises:
+        ManifestError: if it does not.
+    """
+    sizes = [(shard.ByteSize(), len(shard.tensors)) for shard in shards]
+    needed = sum(size + _DIGEST_BYTES * count for size, count in sizes)
+    if needed > MAX_MESSAGE_BYTES:
+        slices = sum(count for _, count in sizes)
+        raise ManifestError(
+            f"the manifest of {slices} slices takes {needed} bytes, a message at most {MAX_MESSAGE_BYTES}:"
+            " publish fused tensors, such as all experts of a layer in one, or cut them into fewer slices"
+        )
 
 
 def without_tensors(manifest: pb.Manifest) -> pb.Manifest:

@@ -11,7 +11,7 @@ import structlog
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.manifest import DenseTensor, version_digest
+from weightsync.format.manifest import DenseTensor, check_sendable, version_digest
 from weightsync.publish.push_report import PushReport
 from weightsync.publish.shard_source import ShardSource
 from weightsync.publish.transfer import REPEATABLE, REPEATABLE_REASONS, Destination, ShardTransfer
@@ -42,7 +42,9 @@ async def push_dense(
 
     Raises:
         SluiceError: as the contract says of PushWeights and CommitVersion.
+        ManifestError: if there are more tensors than a manifest can name.
     """
+    check_sendable([source.describe()])
     announced = pb.Manifest(run=to.run, version=to.version.to_proto(), labels=dict(labels))
     announced.MergeFrom(form or pb.Manifest(kind=pb.VERSION_KIND_ANCHOR))
     transfer = ShardTransfer(to, source, source.describe(), chunk_bytes=chunk_bytes)

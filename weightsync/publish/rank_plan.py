@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.manifest import ManifestError, box
+from weightsync.format.manifest import ManifestError, box, check_sendable
 from weightsync.publish.group_commit import Frame, Ranks, first_failure
 from weightsync.publish.slice_plan import share_out, total_bytes
 from weightsync.publish.slices import LocalSlice, to_proto
@@ -38,8 +38,9 @@ def agree_on_shares(ranks: Ranks, layout: Sequence[LocalSlice], deadline: float)
         raise failure
     held = [pb.Shard.FromString(frame.payload) for frame in frames]
     try:
+        check_sendable(held)
         mine = share_out(held)[ranks.rank]
     except ManifestError as error:
-        raise ValueError(f"the ranks' slices do not make up the model: {error}") from error
+        raise ValueError(f"the ranks' slices do not make up a version: {error}") from error
     pairs = zip(described.tensors, layout, strict=True)
     return [row for tensor, row in pairs if (tensor.name, box(tensor)) in mine], total_bytes(held)
