@@ -78,10 +78,7 @@ async def started_replica(config: EvalConfig) -> AsyncIterator[StartedReplica]:
         watchdog = await Watchdog.start()
         try:
             with log_path.open("wb") as log:
-                process = await asyncio.create_subprocess_exec(
-                    *argv, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-            watchdog.note("+", process.pid)
+                process = await watchdog.start_child(argv, stdout=log, stderr=log)
             replica = StartedReplica(process, f"{LOOPBACK}:{port}", log_path)
             try:
                 yield replica

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
-from sluice.cli import watchdog
+from sluice.cli import gate, watchdog
 from sluice.cli.child_logs import ChildLog, LogLine
 
 __all__ = ["Child", "ChildSpec", "Watchdog", "describe_exit"]
@@ -71,6 +73,42 @@ class Watchdog:
         )
         return cls(process)
 
+    async def start_child(
+        self,
+        argv: Sequence[str],
+        *,
+        stdout: int | IO[bytes],
+        stderr: int | IO[bytes],
+        environment: Mapping[str, str] | None = None,
+    ) -> asyncio.subprocess.Process:
+        """Start a program in a session of its own that does not begin before it is noted.
+
+        A Ctrl-C reaches the supervisor alone, which ends its children in order.
+
+        Raises:
+            FileNotFoundError: if there is no such program.
+        """
+        if shutil.which(argv[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
+        gate_end, our_end = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", gate.__file__, str(gate_end), *argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+                pass_fds=[gate_end],
+            )
+            self.note("+", process.pid)
+            with contextlib.suppress(BrokenPipeError):  # killed already: its exit code tells
+                os.write(our_end, b"+")
+        finally:
+            os.close(gate_end)
+            os.close(our_end)
+        return process
+
     def note(self, sign: str, group: int) -> None:
         """Tell it of a process group that began (``+``) or ended (``-``)."""
         if self._process.stdin is not None and not self._process.stdin.is_closing():
@@ -112,20 +150,17 @@ class Child:
     async def start(
         cls, spec: ChildSpec, log: ChildLog, watchdog_: Watchdog, on_line: Callable[[LogLine], None]
     ) -> Self:
-        """Start it in a session of its own, so that a Ctrl-C reaches the supervisor alone, which ends it in order.
+        """Start it.
 
         Raises:
             OSError: if the program cannot be started.
         """
-        process = await asyncio.create_subprocess_exec(
-            *spec.argv,
-            stdin=asyncio.subprocess.DEVNULL,
+        process = await watchdog_.start_child(
+            spec.argv,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **spec.environment},
-            start_new_session=True,
+            environment={**os.environ, **spec.environment},
         )
-        watchdog_.note("+", process.pid)
         return cls(spec, process, log, watchdog_, on_line)
 
     async def ended(self) -> int:
