@@ -77,13 +77,13 @@ _SERVICE = (
     Cell("mid_materialize", "service", Point("weightsync.store.materialize:_advance_tensor", nth=3)),
     Cell("materialize", "service", Point("os:rename", match=_DENSE_NAME)),
     Cell("materialized", "service", Point("os:rename", "after", match=_DENSE_NAME)),
-    Cell("remove", "service", Point("os:rename", match=r"/\.trash/v\d+\.\d+$")),
-    Cell("removed", "service", Point("os:rename", "after", match=r"/\.trash/v\d+\.\d+$")),
+    Cell("remove", "service", Point("os:rename", match=r"/\.trash/v\d+\.\d+\.\d+$")),
+    Cell("removed", "service", Point("os:rename", "after", match=r"/\.trash/v\d+\.\d+\.\d+$")),
 )
 _ENGINE = (
     Cell("push", "engine", _PUSH, at="service"),
     Cell("commit", "engine", _COMMIT, at="service"),
-    Cell("watch", "engine", Point("weightsync.receiver:WeightReceiver._take")),
+    Cell("watch", "engine", Point("weightsync.receive.take:VersionTaker.take")),
     Cell("pull", "engine", _PULL),
     Cell("stage", "engine", _STAGE),
     Cell("staged", "engine", _STAGED),
@@ -94,7 +94,7 @@ _ENGINE = (
 _RELAY = (
     Cell("push", "relay", _PUSH, at="service", relay=True),
     Cell("commit", "relay", _COMMIT, at="service", relay=True),
-    Cell("watch", "relay", Point("weightsync.upstream:Follower._try"), relay=True),
+    Cell("watch", "relay", Point("weightsync.relaying.upstream:Follower._try"), relay=True),
     Cell("fetch", "relay", _PUSH, relay=True),
     Cell("keep", "relay", _COMMIT, relay=True),
     Cell("kept", "relay", _COMMITTED, relay=True),
