@@ -209,18 +209,18 @@ class SlotLoop:
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         try:
-            with torch.inference_mode():
-                while not self._stopping:
-                    self._take_commands()
-                    if self.paused is None and not self.broken and (self.batch.rows or self._waiting):
-                        self._step()
-                    else:
-                        self._wake.wait()
-                        self._wake.clear()
+            while not self._stopping:
+                self._take_commands()
+                if self.paused is None and not self.broken and (self.batch.rows or self._waiting):
+                    self._step()
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
         except Exception as error:
             log.exception("sampling failed")
             self._break(f"sampling failed: {type(error).__name__}: {error}; call restart()")

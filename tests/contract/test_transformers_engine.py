@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -38,6 +39,7 @@ from rollout_svc.engines.base import (
     PauseMode,
     Sampling,
 )
+from rollout_svc.engines.slot_batch import SlotBatch
 from rollout_svc.engines.transformers import TransformersEngine
 from sluice.versions import BASE, Version
 
@@ -356,6 +358,25 @@ class TestFailures:
         await engine.stop()
         with pytest.raises(EngineError, match="start"):
             await engine.agenerate(ask())
+
+    @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+    async def test_requests_that_are_given_up_as_it_stops_end_in_its_thread(self, models, monkeypatch):
+        step = SlotBatch.step
+
+        def slow_step(*arguments: Any) -> Any:
+            time.sleep(0.05)  # so that the end of requests and of the engine come while one is under way
+            return step(*arguments)
+
+        monkeypatch.setattr(SlotBatch, "step", slow_step)
+        async with running(models.base) as engine:
+            tasks = [asyncio.create_task(engine.agenerate(ask(LONG, str(index)))) for index in range(8)]
+            await until_tokens(engine, 16)
+            for task in tasks[:4]:  # rows behind theirs move up
+                task.cancel()
+            await asyncio.sleep(0)
+            await engine.stop()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, EngineError | asyncio.CancelledError) for each in answers)
 
     async def test_a_command_whose_caller_is_gone_is_skipped(self, models):
         async with running(models.base) as engine:
