@@ -36,7 +36,7 @@ from rollout_svc.engines.base import (
 )
 from sluice.versions import BASE, Version
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5, 9, 17, 33, 64, 21, 7]
 FREE = Sampling(max_tokens=24, ignore_eos=True)

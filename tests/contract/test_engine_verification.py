@@ -15,7 +15,7 @@ from rollout_svc.engines.base import EngineError, FinishReason, GenerationReques
 from sluice.versions import Version
 from weightsync.staged import StagedVersion
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 FIRST, SECOND = Version(1, 1), Version(1, 2)
 

@@ -26,6 +26,8 @@ from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60
 
 

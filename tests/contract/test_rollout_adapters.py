@@ -37,6 +37,8 @@ from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version
 from weightsync.publish.adapter_publisher import AdapterPublisher
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 17, 33]
 TIMEOUT_S = 60.0
 LIMITS = LoraLimits(max_loras=3, max_rank=8)

@@ -20,6 +20,8 @@ from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 17, 33]
 GREEDY = GenerationRequest("request", PROMPT, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
 LONG = replace(GREEDY, sampling=replace(GREEDY.sampling, max_tokens=400))

@@ -27,6 +27,8 @@ from sluice.rpc import SluiceError
 from sluice.v1 import trainer_pb2
 from sluice.versions import Version
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -43,6 +43,8 @@ from rollout_svc.engines.slot_batch import SlotBatch
 from rollout_svc.engines.transformers import TransformersEngine
 from sluice.versions import BASE, Version
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 17, 33, 64, 21, 7]
 FREE = Sampling(max_tokens=24, ignore_eos=True)
 LONG = replace(FREE, max_tokens=400)

@@ -16,6 +16,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.publish.shard_source import ShardSource
 
+pytestmark = pytest.mark.slow
+
 
 def version(number: int) -> Version:
     return Version(1, number)

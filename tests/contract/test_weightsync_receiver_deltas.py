@@ -25,6 +25,8 @@ from weightsync.format.chunks import make_chunk
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ApplyReport, PolicyMode, PullLimits, StagedVersion, UpdateTimings, WeightReceiver
 
+pytestmark = pytest.mark.slow
+
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
 
 

@@ -23,6 +23,8 @@ from weightsync.publish.adapter_publisher import AdapterPublisher
 from weightsync.publisher import WeightPublisher
 from weightsync.relaying.host import host_id
 
+pytestmark = pytest.mark.slow
+
 FAST = {"lease_s": 1.5, "heartbeat_s": 0.2}
 
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 from relay_stack import Engine, Node, push, running, sources
 from weightsync_stack import RESOURCE, equal_bits, eventually, weights
@@ -15,6 +16,8 @@ from sluice.rpc import connect
 from sluice.versions import Version
 from weightsync.receiver import PolicyMode
 from weightsync.relaying.sources import SourceLimits
+
+pytestmark = pytest.mark.slow
 
 FAST = {"lease_s": 1.5, "heartbeat_s": 0.2}
 EAGER = {

@@ -20,6 +20,8 @@ from sluice.versions import Version
 from weightsync.publish.kept_file import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher
 
+pytestmark = pytest.mark.slow
+
 RUN = RESOURCE.removeprefix("runs/")
 DEADLINE_S = 30
 
