@@ -20,7 +20,7 @@ from rollout_svc.engines.base import PauseMode
 from sluice.v1 import common_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [10, 20, 30, 40, 9]
 CONVERSATION = tokens_pb2.Conversation(messages=[tokens_pb2.ChatMessage(role="user", content=text_of([20, 30, 40]))])

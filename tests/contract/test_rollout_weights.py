@@ -27,6 +27,8 @@ from sluice.rpc import RpcServer, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import BASE, Version
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 17, 33]
 GREEDY = GenerationRequest("request", PROMPT, Sampling(max_tokens=12, temperature=0.0, ignore_eos=True))
 TIMEOUT_S = 60.0

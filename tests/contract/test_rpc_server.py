@@ -18,6 +18,8 @@ from sluice.config import SecurityConfig
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
 from sluice.v1 import common_pb2, common_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 

@@ -31,6 +31,8 @@ from sluice.rpc import SluiceError, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

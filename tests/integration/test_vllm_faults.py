@@ -21,7 +21,7 @@ from rollout_svc.engines.base import EngineError, GenerationRequest, Sampling
 from rollout_svc.engines.vllm import VllmEngine
 from sluice.versions import BASE, Version
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [5, 9, 17, 33]
 ARGUMENTS = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 16 << 20}

@@ -19,6 +19,8 @@ from rollout_svc.engines.vllm import VllmEngine
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [5, 9, 17, 33, 64]
 LONG = Sampling(max_tokens=400, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=24)
