@@ -174,8 +174,9 @@ class Weights:
             await engine.load_named(name, staged)
             return ApplyReport(staged.version, 0.0, 0.0)
 
+        deadlines = self._config.deadlines
         try:
-            await self._following.with_adapter(version, use)
+            await self._following.with_adapter(version, use, deadlines.pull_s + deadlines.apply_s)
         except AdaptersFullError as error:
             raise SluiceError.failed_precondition("ADAPTERS_FULL", str(error)) from error
         except EngineError as error:

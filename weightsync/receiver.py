@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -116,16 +117,9 @@ class WeightReceiver:
         self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         limits = limits or PullLimits()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
-        builder = VersionBuilder(
-            channel,
-            self._run,
-            self._threads,
-            limits,
-            local_files=local_files,
-            selection=union(selections) if selections else None,
-        )
-        whole = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
-        self._adapters = None if adapters is None else AdapterStage(stage_dir, run, whole, adapters.held)
+        building = partial(VersionBuilder, channel, self._run, self._threads, limits, local_files=local_files)
+        self._adapters = None if adapters is None else AdapterStage(stage_dir, run, building(), adapters)
+        builder = building(selection=union(selections)) if selections else building()
         self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
         self._applier = Applier(apply, recover, serving, apply_deadline_s, failures, release=self._copies.release)
         self._policy = WeightPolicy()
@@ -141,7 +135,7 @@ class WeightReceiver:
             self._copies,
             self._applier,
             reporter=self._reporter,
-            adapters=None if adapters is None or self._adapters is None else (self._adapters, adapters),
+            adapters=self._adapters,
             observe=observe,
         )
         self._error = ""
@@ -218,14 +212,25 @@ class WeightReceiver:
         self._wake.set()
         return version
 
-    async def with_adapter(self, version: Version, use: Callable[[StagedAdapter], Awaitable[ApplyReport]]) -> None:
+    async def with_adapter(
+        self, version: Version, use: Callable[[StagedAdapter], Awaitable[ApplyReport]], deadline_s: float
+    ) -> None:
         """Stage an adapter and have it used, beside what the policy serves.
 
         Raises:
-            SluiceError: NOT_FOUND, or FAILED_PRECONDITION if the version is no adapter of the weights that are in.
+            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or FAILED_PRECONDITION if the version is no adapter of the weights
+                that are in.
             Exception: what `use` raises.
         """
-        await self._taker.with_adapter(version, use)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._taker.with_adapter(version, use)
+        except TimeoutError as error:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "ADAPTER_DEADLINE",
+                f"adapter {version} was not loaded within {deadline_s:g} s: allow more time, or look at the weight service",
+            ) from error
 
     def status(self) -> ReceiverStatus:
         """Where the replica stands."""

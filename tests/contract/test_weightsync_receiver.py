@@ -23,6 +23,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import make_chunk
 from weightsync.receiver import ApplyReport, PolicyHeldError, PolicyMode, PullLimits, StagedVersion, WeightReceiver
+from weightsync.staged import StagedAdapter
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
 
@@ -299,3 +300,14 @@ async def test_bytes_changed_under_a_right_checksum_are_never_applied(stack: Sta
         await eventually(lambda: engine.version == Version(1, 1))
     assert unreliable.offsets == [0, 0]
     assert equal_bits(engine.tensors, weights(1))
+
+
+async def test_an_adapter_that_does_not_come_in_time_is_given_up(stack: Stack, stage_dir: Path) -> None:
+    async def use(staged: StagedAdapter) -> ApplyReport:
+        raise AssertionError(f"{staged.version} came")
+
+    await push(stack, 1)
+    async with receiving(stack.target, stage_dir, Engine()) as receiver:
+        with pytest.raises(SluiceError, match="not loaded within 0 s") as caught:
+            await receiver.with_adapter(Version(1, 1), use, deadline_s=0)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED

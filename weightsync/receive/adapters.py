@@ -51,13 +51,12 @@ class AdapterStage:
         stage_dir: Directory in shared memory.
         run: The run's name.
         builder: Makes files.
-        held: As in `AdapterUse`.
+        use: What the engine does with them.
     """
 
-    def __init__(
-        self, stage_dir: Path, run: str, builder: VersionBuilder, held: Callable[[], Collection[Version] | None]
-    ) -> None:
-        self._parent, self._run, self._builder, self._held = stage_dir, run, builder, held
+    def __init__(self, stage_dir: Path, run: str, builder: VersionBuilder, use: AdapterUse) -> None:
+        self.use = use
+        self._parent, self._run, self._builder = stage_dir, run, builder
         self._staged: dict[Version, StagedAdapter] = {}
         self._path: Path | None = None
         self._lock_file = -1
@@ -130,7 +129,7 @@ class AdapterStage:
         return staged, timings
 
     def _sweep(self) -> None:
-        held = self._held()
+        held = self.use.held()
         if held is None:
             return
         for version in self._staged.keys() - set(held):

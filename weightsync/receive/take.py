@@ -14,7 +14,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.metrics import UPDATES
-from weightsync.receive.adapters import AdapterStage, AdapterUse
+from weightsync.receive.adapters import AdapterStage
 from weightsync.receive.apply import Applier
 from weightsync.receive.copies import BehindError
 from weightsync.receive.pull import PullError
@@ -40,7 +40,7 @@ class VersionTaker:
         copies: Stages weights.
         applier: Brings them into the engine.
         reporter: Hears of each phase.
-        adapters: Stages adapters, and what the engine does with them; None where it serves none.
+        adapters: Stages adapters; None where the engine serves none.
         observe: Called with the timings of each update that was applied.
 
     Attributes:
@@ -57,18 +57,14 @@ class VersionTaker:
         applier: Applier,
         *,
         reporter: Reporter,
-        adapters: tuple[AdapterStage, AdapterUse] | None,
+        adapters: AdapterStage | None,
         observe: Callable[[UpdateTimings], None] | None,
     ) -> None:
         self.staged: StagedVersion | None = None
         self.last_update: UpdateTimings | None = None
         self._run, self._manifests, self._watch = run, manifests, watch
         self._copies, self._applier, self._reporter = copies, applier, reporter
-        self._adapters: AdapterStage | None = None
-        self._adapter_use: AdapterUse | None = None
-        if adapters is not None:
-            self._adapters, self._adapter_use = adapters
-        self._observe = observe
+        self._adapters, self._observe = adapters, observe
 
     async def take(self, version: Version | None, *, or_newer: bool) -> ApplyReport:
         """Take a version; where other receivers of the host are ahead, first what they have, or that alone if it will do."""
@@ -110,8 +106,8 @@ class VersionTaker:
     async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
         """Have an adapter loaded beside the weights that it belongs to, which are taken first where others are in."""
         version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
-        use = self._adapter_use
-        if use is None or self._adapters is None:
+        adapters = self._adapters
+        if adapters is None:
             raise StagingError(f"version {version} is an adapter: set rollout.lora.enabled = true and start again")
         if base != self._applier.weights:
             if base == BASE:
@@ -122,9 +118,9 @@ class VersionTaker:
 
         async def load(staged: StagedAdapter, timings: UpdateTimings) -> ApplyReport:
             self._reporter.tell(pb.REPLICA_PHASE_STAGED, version, timings=timings)
-            return await self._applier.apply_adapter(staged, use.apply)
+            return await self._applier.apply_adapter(staged, adapters.use.apply)
 
-        return self._taken(*await self._adapters.bring(manifest, load), started)
+        return self._taken(*await adapters.bring(manifest, load), started)
 
     async def with_adapter(self, version: Version, use: Callable[[StagedAdapter], Awaitable[ApplyReport]]) -> None:
         """Stage an adapter and have it used, beside what the policy serves.

@@ -22,6 +22,9 @@ from weightsync.store.verify import DigestMismatchError, IncompleteError, NonFin
 
 __all__ = ["commit_version"]
 
+_OF_NO_USE = {"BASE_UNKNOWN", "BASE_DAMAGED", "NON_FINITE", "DIGEST"}
+"""Refusals after which nothing that was pushed of the version can be committed."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -64,40 +67,14 @@ def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
 
 async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest) -> StoredVersion:
     started = time.perf_counter()
-    shards = {name: upload.shard for name, upload in run.uploads_of(version).items()}
-    base_version = Version.from_proto(announced.base)
-    holder = object()
     try:
-        run.ledger.check_push(version)
-        base = _check_base(run, version, announced)
-        if base_version in run.versions:
-            run.ledger.hold(base_version, holder)
-        stored = await runs.in_thread(_verify_and_write, run.store, announced, shards, base, started)
-        try:
-            run.publish(stored)
-        except RefusedError:  # its base was found damaged meanwhile; a restart must not bring it into sight
-            await runs.in_thread(run.store.remove, version)
-            raise
+        stored = await _verify_and_publish(runs, run, version, announced, started)
         await runs.drop_uploads(run, version)
-    except RefusedError as error:
-        if error.reason in {"BASE_UNKNOWN", "BASE_DAMAGED"}:  # of no use to the anchor that comes instead
+    except (RefusedError, ManifestError, IncompleteError, NonFiniteError, DigestMismatchError, OSError) as error:
+        failure = _failure(error)
+        if failure.reason in _OF_NO_USE or isinstance(error, OSError):
             await runs.drop_uploads(run, version)
-        raise refused(error) from error
-    except ManifestError as error:
-        raise SluiceError.invalid_argument("manifest", str(error)) from error
-    except IncompleteError as error:
-        raise SluiceError.failed_precondition("SHARDS_MISSING", str(error)) from error
-    except NonFiniteError as error:
-        await runs.drop_uploads(run, version)
-        raise SluiceError.failed_precondition("NON_FINITE", str(error)) from error
-    except DigestMismatchError as error:
-        await runs.drop_uploads(run, version)
-        raise SluiceError.data_loss("DIGEST", str(error)) from error
-    except OSError as error:
-        await runs.drop_uploads(run, version)
-        raise disk_error(error) from error
-    finally:
-        run.ledger.release(base_version, holder)
+        raise failure from error
     seconds = time.perf_counter() - started
     COMMIT_SECONDS.observe(seconds)
     COMMITTED_BYTES.labels(run.name).inc(stored.manifest.size_bytes)
@@ -111,6 +88,43 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
         seconds=round(seconds, 4),
     )
     return stored
+
+
+async def _verify_and_publish(
+    runs: Runs, run: Run, version: Version, announced: pb.Manifest, started: float
+) -> StoredVersion:
+    """Bring what was pushed into sight, as a whole."""
+    shards = {name: upload.shard for name, upload in run.uploads_of(version).items()}
+    base_version, holder = Version.from_proto(announced.base), object()
+    run.ledger.check_push(version)
+    base = _check_base(run, version, announced)
+    if base_version in run.versions:
+        run.ledger.hold(base_version, holder)
+    try:
+        stored = await runs.in_thread(_verify_and_write, run.store, announced, shards, base, started)
+        run.publish(stored)
+    except RefusedError:  # its base was found damaged meanwhile; a restart must not bring it into sight
+        await runs.in_thread(run.store.remove, version)
+        raise
+    finally:
+        run.ledger.release(base_version, holder)
+    return stored
+
+
+def _failure(error: Exception) -> SluiceError:
+    """Why a version was not committed, as the contract words it."""
+    match error:
+        case RefusedError():
+            return refused(error)
+        case ManifestError():
+            return SluiceError.invalid_argument("manifest", str(error))
+        case IncompleteError():
+            return SluiceError.failed_precondition("SHARDS_MISSING", str(error))
+        case NonFiniteError():
+            return SluiceError.failed_precondition("NON_FINITE", str(error))
+        case OSError():
+            return disk_error(error)
+    return SluiceError.data_loss("DIGEST", str(error))
 
 
 def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manifest | None:

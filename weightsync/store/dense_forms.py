@@ -28,6 +28,9 @@ __all__ = ["DenseForms"]
 _MOST_FILES = 256
 """Delta files that are mapped at once; a longer chain is taken in several passes. Far below the usual limit of 1024."""
 
+_STOP_S = 30.0
+"""A build looks whether it shall stop after each block that it writes; a disk that takes longer for one does not answer."""
+
 _NICENESS = 10
 """The thread gives way to those that serve."""
 
@@ -60,13 +63,18 @@ class DenseForms:
         """Give up what is under construction, so that its room is free; it is tried again later.
 
         Returns:
-            Whether there was something.
+            Whether there was something, and it ended in time.
         """
         builds = [build for build in self._builds.values() if build.has_room]
         for build in builds:
             build.stop.set()
-        for build in builds:
-            await build.ended.wait()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                for build in builds:
+                    await build.ended.wait()
+        except TimeoutError:
+            log.warning("a dense form under construction did not end in time", deadline_s=_STOP_S)
+            return False
         return bool(builds)
 
     async def close(self) -> None:

@@ -1,0 +1,162 @@
+"""The server of the OpenAI dialect: clients that leave, descriptions, weights, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from certificates import Authority
+from openai_dialect import (
+    PAST_THE_END,
+    PROMPT,
+    TOKENS,
+    accepts,
+    chat,
+    client_of,
+    complete,
+    refusal,
+)
+from rollout_stack import Replica, build_engine, until
+from small_models import CONTEXT
+
+from rollout_svc.openai_api import HttpServer
+from sluice.config import ConfigError, SecurityConfig
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class TestLeaving:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize("prompt", [PROMPT, [[5], [6], [7]]], ids=["one prompt", "three prompts"])
+    async def test_a_client_that_leaves_before_the_first_token_ends_its_sampling(self, replica, client, stream, prompt):
+        async with replica.frozen():
+            call = asyncio.create_task(complete(client, prompt=prompt, stream=stream))
+            await until(lambda: replica.servicer.samples == (1 if prompt is PROMPT else 3))
+            call.cancel()
+            await replica.until_idle()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    async def test_a_reader_that_leaves_within_a_stream_ends_its_sampling(self, replica, client):
+        stream = await complete(client, prompt=[PROMPT, [6]], n=2, max_tokens=480, stream=True, extra_body=PAST_THE_END)
+        async for _ in stream:
+            break
+        async with replica.frozen():
+            assert replica.servicer.samples == 4
+            await stream.close()
+            await replica.until_idle()
+
+    async def test_the_next_request_is_served(self, replica, client):
+        assert (await chat(client, max_tokens=2)).usage.completion_tokens <= 2
+
+
+class TestDescription:
+    async def test_lists_the_model(self, client, model):
+        listed = await client.models.list()
+        assert [(each.id, each.object, each.max_model_len) for each in listed.data] == [(str(model), "model", CONTEXT)]
+        assert (await client.models.retrieve("small")).id == str(model)
+        with pytest.raises(openai.NotFoundError):
+            await client.models.retrieve("other")
+
+    async def test_health_tells_the_version(self, replica):
+        async with httpx.AsyncClient() as http:
+            response = await http.get(f"{replica.url}/health")
+        assert (response.status_code, response.json()) == (200, {"status": "ok", "version": "0.0"})
+
+    async def test_a_dead_engine_is_told(self, model):
+        engine = build_engine(model)
+        await engine.start()
+        async with Replica(model, engine) as served, client_of(served) as client, httpx.AsyncClient() as http:
+            await engine.stop()
+            assert (await http.get(f"{served.url}/health")).status_code == 503
+            with pytest.raises(openai.InternalServerError) as caught:
+                await chat(client)
+            assert (caught.value.status_code, caught.value.code) == (503, "ENGINE_RECOVERING")
+            assert "retry-after" in caught.value.response.headers
+
+    async def test_metrics_count_requests_by_path_and_status(self, replica, client):
+        with pytest.raises(openai.BadRequestError):
+            await chat(client, temperature=-1)
+        async with httpx.AsyncClient() as http:
+            await http.get(f"{replica.url}/secret/path")
+            metrics = (await http.get(f"{replica.url}/metrics")).text
+        assert 'sluice_rpc_total{code="400",method="/v1/chat/completions",service="openai"}' in metrics
+        assert "secret" not in metrics
+
+    async def test_every_response_names_its_request(self, replica):
+        async with httpx.AsyncClient() as http:
+            first = await http.get(f"{replica.url}/health")
+            second = await http.get(f"{replica.url}/nowhere", headers={"x-request-id": "mine"})
+            body = {"prompt": PROMPT, "max_tokens": 1, "stream": True}
+            third = await http.post(f"{replica.url}/v1/completions", json=body, headers={"x-request-id": "x" * 500})
+        assert len(first.headers["x-request-id"]) == 32
+        assert second.headers["x-request-id"] == "mine"
+        assert third.headers["x-request-id"] == "x" * 128
+
+
+class TestWeights:
+    async def test_reload_returns_to_the_base(self, replica):
+        async with httpx.AsyncClient() as http:
+            response = await http.post(f"{replica.url}/reload_weights")
+        assert (response.status_code, response.json()) == (200, {"version": "0.0"})
+
+    @pytest.mark.parametrize("version", ["", "1", "1.x", "-1.2", 5])
+    async def test_a_version_has_two_numbers(self, replica, version):
+        error = await refusal(replica, "/update_weights", {"version": version})
+        assert error["param"] == "version"
+
+    @pytest.mark.parametrize("content", [b"", b"{}", b'{"version": "1.5"}'])
+    async def test_a_replica_that_follows_nobody_says_so(self, replica, content):
+        async with httpx.AsyncClient() as http:
+            response = await http.post(
+                f"{replica.url}/update_weights", content=content, headers={"content-type": "application/json"}
+            )
+        assert response.status_code == 400
+        assert "follow_weights" in response.json()["error"]["message"]
+
+
+class TestServer:
+    async def test_requests_under_way_end_within_the_drain(self, model, engine):
+        async with Replica(model, engine) as served, client_of(served) as client:
+            async with served.frozen():
+                waiting = asyncio.create_task(chat(client, extra_body=PAST_THE_END))
+                await until(lambda: served.servicer.samples == 1)
+                stopping = asyncio.create_task(served.http.stop(30))
+                await until(lambda: not accepts(served.http_port))
+            assert (await waiting).usage.completion_tokens == TOKENS
+            await stopping
+
+    async def test_requests_that_outlive_the_drain_are_cancelled(self, model, engine):
+        async with Replica(model, engine) as served, client_of(served) as client, served.frozen():
+            waiting = asyncio.create_task(chat(client))
+            await until(lambda: served.servicer.samples == 1)
+            await served.http.stop(0)
+            assert served.servicer.samples == 0
+            with pytest.raises(openai.APIError):
+                await waiting
+
+    async def test_a_taken_port_is_an_error_with_a_remedy(self, replica):
+        async def app(*_: Any) -> None: ...
+
+        with pytest.raises(ConfigError, match="http_port"):
+            await HttpServer(app, "127.0.0.1", replica.http_port, SecurityConfig()).start()
+
+    async def test_an_open_address_needs_protection(self):
+        async def app(*_: Any) -> None: ...
+
+        with pytest.raises(ConfigError, match="insecure"):
+            HttpServer(app, "0.0.0.0", 0, SecurityConfig())
+
+    async def test_serves_tls(self, model, engine, tmp_path):
+        authority = Authority(tmp_path / "authority")
+        certificate, key = authority.issue("server")
+        security = SecurityConfig(tls_cert=certificate, tls_key=key, tls_ca=authority.path)
+        async with Replica(model, engine, security) as served:
+            context = ssl.create_default_context(cafile=str(authority.path))
+            async with httpx.AsyncClient(verify=context) as http:
+                response = await http.get(f"https://127.0.0.1:{served.http_port}/health")
+            assert response.status_code == 200
