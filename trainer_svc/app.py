@@ -11,8 +11,8 @@ from sluice.config import CommonConfig, Service, check_model
 from sluice.rpc import RpcServer, connect
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
-from trainer_svc.servicer import TrainerServicer
-from trainer_svc.trainer import Trainer
+from trainer_svc.service.servicer import TrainerServicer
+from trainer_svc.service.trainer import Trainer
 from weightsync.publisher import WeightPublisher
 
 __all__ = ["SERVICE"]

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from sluice.render import ChatRenderer
-from trainer_svc.batch import Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
-from trainer_svc.demonstrations import render_row
-from trainer_svc.engine import TrainEngine
+from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.offline.demonstrations import render_row
 from weightsync.codec import Encoding, encode
 from weightsync.codec.entropy import entropy_bound_bytes
 

@@ -18,8 +18,8 @@ from sluice.rpc import RpcServer, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc, weightsync_pb2_grpc
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
-from trainer_svc.servicer import TrainerServicer
-from trainer_svc.trainer import Trainer
+from trainer_svc.service.servicer import TrainerServicer
+from trainer_svc.service.trainer import Trainer
 from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher

@@ -20,10 +20,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from trainer_svc.batch import Sequence, pack
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine import TrainEngine
-from trainer_svc.model import load_policy
+from trainer_svc.engine.batch import Sequence, pack
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.network import load_policy
 
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=25)
 

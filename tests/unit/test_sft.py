@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.demonstrations import DataError, Demonstrations
-from trainer_svc.sft_command import COMMAND, load_sft
+from trainer_svc.offline.demonstrations import DataError, Demonstrations
+from trainer_svc.offline.sft_command import COMMAND, load_sft
 
 
 def chat(question: str, answer: str) -> dict[str, object]:

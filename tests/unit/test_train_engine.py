@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.render import tokenizer_digest
 from trainer_svc.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
-from trainer_svc.engine import TrainEngine
-from trainer_svc.optim import learning_rate
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.optim import learning_rate
 
 
 @pytest.fixture(scope="module")

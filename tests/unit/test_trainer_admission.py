@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sluice.versions import Version
-from trainer_svc.admission import Admission, RefusedError, Ticket
+from trainer_svc.service.admission import Admission, RefusedError, Ticket
 
 DIGEST = "d"
 

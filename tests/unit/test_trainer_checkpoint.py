@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.versions import BASE, Version
-from trainer_svc.batch import Sequence, VersionSpan
-from trainer_svc.checkpoint import CheckpointDamagedError
+from trainer_svc.checkpoint.checkpoints import CheckpointDamagedError
 from trainer_svc.config import TrainerConfig
-from trainer_svc.consumption import Batch, OnStale
-from trainer_svc.convert import Sample
-from trainer_svc.learner import Learner
+from trainer_svc.engine.batch import Sequence, VersionSpan
+from trainer_svc.service.consumption import Batch, OnStale
+from trainer_svc.service.convert import Sample
+from trainer_svc.service.learner import Learner
 
 
 @pytest.fixture(scope="module")

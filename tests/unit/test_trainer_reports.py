@@ -10,7 +10,7 @@ import pytest
 from sluice.rpc import SluiceError
 from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
-from trainer_svc.reports import KEPT, StepLog
+from trainer_svc.service.reports import KEPT, StepLog
 
 
 def report(number: int) -> StepReport:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.batch import Sequence
+from trainer_svc.engine.batch import Sequence
 
 TINY = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=512)
 

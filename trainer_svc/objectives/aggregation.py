@@ -6,10 +6,10 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from trainer_svc.batch import Sequence
+from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.shapes import PerToken
 from trainer_svc.objectives.presets import Aggregation
 from trainer_svc.objectives.terms import GlobalCounts, group_key
-from trainer_svc.shapes import PerToken
 
 __all__ = ["sequence_weights"]
 

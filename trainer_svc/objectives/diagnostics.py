@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from trainer_svc.engine.shapes import Scalar
 from trainer_svc.objectives.terms import TokenTerms, log_difference
-from trainer_svc.shapes import Scalar
 
 __all__ = ["finish", "policy_gap"]
 

@@ -5,9 +5,9 @@ Source: J. Schulman, "Approximating KL divergence" (2020).
 
 from __future__ import annotations
 
+from trainer_svc.engine.shapes import PerToken
 from trainer_svc.objectives.presets import KlKind
 from trainer_svc.objectives.terms import log_difference
-from trainer_svc.shapes import PerToken
 
 __all__ = ["MAX_KL", "kl_estimate"]
 

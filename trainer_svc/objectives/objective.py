@@ -9,12 +9,12 @@ from typing import Self
 import torch
 
 from trainer_svc.config import ObjectiveConfig
+from trainer_svc.engine.shapes import Scalar
 from trainer_svc.objectives.diagnostics import policy_gap
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.presets import PRESETS, Aggregation, KlKind
 from trainer_svc.objectives.surrogates import SURROGATES, Surrogate
 from trainer_svc.objectives.terms import TokenTerms
-from trainer_svc.shapes import Scalar
 
 __all__ = ["Objective"]
 

@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 import torch
 
+from trainer_svc.engine.shapes import PerToken, Scalar
 from trainer_svc.objectives.terms import TokenTerms, log_difference
-from trainer_svc.shapes import PerToken, Scalar
 
 __all__ = ["SURROGATES", "Surrogate", "clipped_ratio", "negative_log_likelihood", "truncated_importance"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Self
 
-from trainer_svc.batch import Sequence
-from trainer_svc.shapes import Indices, PerToken
+from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.shapes import Indices, PerToken
 
 __all__ = ["MAX_LOG_DIFFERENCE", "GlobalCounts", "TokenTerms", "log_difference"]
 

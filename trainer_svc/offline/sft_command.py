@@ -6,7 +6,7 @@ import sys
 
 from sluice.cli.command import Command
 from sluice.config import ConfigError, check_model, load_command
-from trainer_svc.sft_config import SftConfig
+from trainer_svc.offline.sft_config import SftConfig
 
 __all__ = ["COMMAND", "load_sft"]
 
@@ -28,8 +28,8 @@ def run(argv: list[str]) -> int:
     config = load_sft(argv)
     from transformers.utils import logging  # noqa: PLC0415  `--help` must not import torch
 
-    from trainer_svc.demonstrations import DataError  # noqa: PLC0415
-    from trainer_svc.sft import SftProgress, fine_tune  # noqa: PLC0415
+    from trainer_svc.offline.demonstrations import DataError  # noqa: PLC0415
+    from trainer_svc.offline.sft import SftProgress, fine_tune  # noqa: PLC0415
 
     logging.disable_progress_bar()
 

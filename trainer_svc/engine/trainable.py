@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 
-from trainer_svc.batch import Sequence
+from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.shapes import PerSequenceToken
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.shapes import PerSequenceToken
 
 __all__ = ["keep_trainable"]
 

@@ -29,8 +29,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
-from trainer_svc.consumption import Batch
-from trainer_svc.learner import Applied
+from trainer_svc.service.consumption import Batch
+from trainer_svc.service.learner import Applied
 from weightsync.publisher import PushReport
 
 __all__ = ["Waits", "step_report"]

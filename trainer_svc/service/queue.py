@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from sluice.versions import Version
-from trainer_svc.admission import Admission, Ticket
-from trainer_svc.consumption import Batch
+from trainer_svc.service.admission import Admission, Ticket
+from trainer_svc.service.consumption import Batch
 
 __all__ = ["BatchQueue"]
 

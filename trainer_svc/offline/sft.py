@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from sluice.render import ChatRenderer
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.demonstrations import Demonstrations
-from trainer_svc.engine import TrainEngine
-from trainer_svc.sft_config import SftConfig
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.offline.demonstrations import Demonstrations
+from trainer_svc.offline.sft_config import SftConfig
 
 __all__ = ["SftProgress", "SftSummary", "fine_tune"]
 

@@ -20,14 +20,14 @@ from sluice.rpc import SluiceError
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint import CheckpointDamagedError, Checkpoints
+from trainer_svc.checkpoint.checkpoints import CheckpointDamagedError, Checkpoints
 from trainer_svc.config import TrainerConfig
-from trainer_svc.consumption import Batch, Consumption, consume
-from trainer_svc.engine import TrainEngine
-from trainer_svc.epochs import LineageFile, from_proto, to_proto
-from trainer_svc.random_state import random_state, restore_random_state
-from trainer_svc.staleness import Lineage
-from trainer_svc.step_metrics import StepMetrics
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.random_state import random_state, restore_random_state
+from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.service.consumption import Batch, Consumption, consume
+from trainer_svc.service.epochs import LineageFile, from_proto, to_proto
+from trainer_svc.service.staleness import Lineage
 from weightsync.publisher import Update, WeightPublisher
 
 __all__ = ["Applied", "Learner", "Restored"]

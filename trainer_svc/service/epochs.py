@@ -10,8 +10,8 @@ from google.protobuf.message import DecodeError
 from sluice.rpc import SluiceError
 from sluice.v1.checkpoint_pb2 import EpochLineage, EpochOrigin
 from sluice.versions import Version
-from trainer_svc.durable import write_durably
-from trainer_svc.staleness import Lineage
+from trainer_svc.checkpoint.durable import write_durably
+from trainer_svc.service.staleness import Lineage
 
 __all__ = ["LineageFile", "from_proto", "to_proto"]
 

@@ -13,11 +13,11 @@ from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.v1.trainer_pb2 import BatchHeader, SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import Version
-from trainer_svc.admission import RefusedError, Ticket
-from trainer_svc.consumption import Batch, OnStale, check_estimator
-from trainer_svc.convert import MAX_NAME, Expectations, Sample, convert
-from trainer_svc.queue import BatchQueue
-from trainer_svc.trainer import Trainer
+from trainer_svc.service.admission import RefusedError, Ticket
+from trainer_svc.service.consumption import Batch, OnStale, check_estimator
+from trainer_svc.service.convert import MAX_NAME, Expectations, Sample, convert
+from trainer_svc.service.queue import BatchQueue
+from trainer_svc.service.trainer import Trainer
 
 __all__ = ["Intake"]
 

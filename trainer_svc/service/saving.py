@@ -9,10 +9,10 @@ import structlog
 from sluice.rpc import SluiceError
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import Version
-from trainer_svc.batch_files import BatchFiles
-from trainer_svc.compute_thread import ComputeThread
 from trainer_svc.config import TrainerConfig
-from trainer_svc.learner import Learner
+from trainer_svc.service.batch_files import BatchFiles
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.learner import Learner
 
 __all__ = ["Saving"]
 

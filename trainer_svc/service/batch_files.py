@@ -14,7 +14,7 @@ from google.protobuf import proto
 
 from sluice.v1.trainer_pb2 import SubmitBatchRequest
 from sluice.versions import Version
-from trainer_svc.durable import write_durably
+from trainer_svc.checkpoint.durable import write_durably
 
 __all__ = ["BatchFiles", "read_batch"]
 

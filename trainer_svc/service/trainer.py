@@ -13,15 +13,15 @@ from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import trainer_pb2
 from sluice.versions import Version
-from trainer_svc.batch_files import BatchFiles
-from trainer_svc.compute_thread import ComputeThread
 from trainer_svc.config import TrainerConfig
-from trainer_svc.learner import Learner, Restored
-from trainer_svc.loop import TrainingLoop
-from trainer_svc.publication import Publication
-from trainer_svc.queue import BatchQueue
-from trainer_svc.reports import StepLog
-from trainer_svc.saving import Saving
+from trainer_svc.service.batch_files import BatchFiles
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.learner import Learner, Restored
+from trainer_svc.service.loop import TrainingLoop
+from trainer_svc.service.publication import Publication
+from trainer_svc.service.queue import BatchQueue
+from trainer_svc.service.reports import StepLog
+from trainer_svc.service.saving import Saving
 from weightsync.publisher import WeightPublisher
 
 __all__ = ["Trainer"]

@@ -10,8 +10,8 @@ import grpc
 from sluice.rpc import SluiceError
 from sluice.v1 import trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE
-from trainer_svc.intake import Intake
-from trainer_svc.trainer import Trainer
+from trainer_svc.service.intake import Intake
+from trainer_svc.service.trainer import Trainer
 
 __all__ = ["TrainerServicer"]
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from sluice.advantages import Advantages, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
-from trainer_svc.batch import Sequence
-from trainer_svc.convert import Sample
-from trainer_svc.staleness import Lineage, token_staleness
+from trainer_svc.engine.batch import Sequence
+from trainer_svc.service.convert import Sample
+from trainer_svc.service.staleness import Lineage, token_staleness
 
 __all__ = ["Batch", "Consumption", "OnStale", "check_estimator", "consume"]
 

@@ -12,10 +12,10 @@ from time import perf_counter
 
 import torch
 
-from trainer_svc.batch import MicroBatch, Sequence
+from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.engine.shapes import Scalar
 from trainer_svc.objectives.diagnostics import finish
 from trainer_svc.objectives.terms import GlobalCounts
-from trainer_svc.shapes import Scalar
 
 __all__ = ["StepMetrics", "StepRecord"]
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainer_svc.attention import PACKED_ATTENTION, AttentionPlan
-from trainer_svc.batch import MicroBatch
-from trainer_svc.shapes import PerToken
+from trainer_svc.engine.attention import PACKED_ATTENTION, AttentionPlan
+from trainer_svc.engine.batch import MicroBatch
+from trainer_svc.engine.shapes import PerToken
 
 __all__ = ["Entropy", "Policy", "load_policy", "resolve_device"]
 

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from sluice.versions import Version
-from trainer_svc.attention import AttentionPlan
-from trainer_svc.shapes import IdsOfSequence, Indices, MaskOfSequence, PackedIds, PerSequenceToken, PerToken
+from trainer_svc.engine.attention import AttentionPlan
+from trainer_svc.engine.shapes import IdsOfSequence, Indices, MaskOfSequence, PackedIds, PerSequenceToken, PerToken
 
 __all__ = ["MicroBatch", "Sequence", "VersionSpan", "pack"]
 

@@ -12,15 +12,15 @@ from sluice.rpc import SluiceError
 from sluice.v1 import trainer_pb2
 from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
-from trainer_svc.compute_thread import ComputeThread
 from trainer_svc.config import TrainerConfig
-from trainer_svc.consumption import Batch
-from trainer_svc.learner import Applied, Learner
-from trainer_svc.publication import Publication
-from trainer_svc.queue import BatchQueue
-from trainer_svc.reports import StepLog
-from trainer_svc.saving import Saving
-from trainer_svc.step_report import Waits, step_report
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.consumption import Batch
+from trainer_svc.service.learner import Applied, Learner
+from trainer_svc.service.publication import Publication
+from trainer_svc.service.queue import BatchQueue
+from trainer_svc.service.reports import StepLog
+from trainer_svc.service.saving import Saving
+from trainer_svc.service.step_report import Waits, step_report
 
 __all__ = ["TrainingLoop"]
 

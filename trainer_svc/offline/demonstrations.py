@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from sluice.render import ChatRenderer, Rendered, TemplateError
-from trainer_svc.batch import Sequence
+from trainer_svc.engine.batch import Sequence
 
 __all__ = ["DataError", "Demonstrations", "read_rows", "render_row"]
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from trainer_svc.batch import MicroBatch, Sequence, pack
 from trainer_svc.config import ComputeConfig, ObjectiveConfig, TrainerConfig
-from trainer_svc.export import export_hf, live_tensors, named_tensors
-from trainer_svc.model import load_policy, resolve_device
+from trainer_svc.engine.batch import MicroBatch, Sequence, pack
+from trainer_svc.engine.export import export_hf, live_tensors, named_tensors
+from trainer_svc.engine.network import load_policy, resolve_device
+from trainer_svc.engine.optim import build_adamw, learning_rate, load_optimizer_tensors, optimizer_tensors
+from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
+from trainer_svc.engine.trainable import keep_trainable
 from trainer_svc.objectives.aggregation import sequence_weights
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.terms import GlobalCounts, TokenTerms
-from trainer_svc.optim import build_adamw, learning_rate, load_optimizer_tensors, optimizer_tensors
-from trainer_svc.step_metrics import StepMetrics, StepRecord
-from trainer_svc.trainable import keep_trainable
 
 __all__ = ["TrainEngine"]
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trainer_svc.shapes import Block, Indices
+from trainer_svc.engine.shapes import Block, Indices
 
 __all__ = ["PACKED_ATTENTION", "AttentionPlan", "packed_attention"]
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 
 from sluice.v1.checkpoint_pb2 import CheckpointFile, CheckpointManifest
 from sluice.versions import Version
-from trainer_svc.durable import sync_directory, write_durably
+from trainer_svc.checkpoint.durable import sync_directory, write_durably
 
 __all__ = ["CheckpointDamagedError", "Checkpoints"]
 

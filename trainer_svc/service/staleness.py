@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.versions import BASE, Version
-from trainer_svc.batch import VersionSpan
+from trainer_svc.engine.batch import VersionSpan
 
 __all__ = ["Lineage", "token_staleness"]
 

@@ -1,0 +1,1 @@
+"""The training engine: a library; no service is needed around it."""

@@ -1,0 +1,1 @@
+"""Training on files of data instead of samples of the policy: demonstrations and preferences."""

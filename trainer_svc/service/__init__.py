@@ -1,0 +1,1 @@
+"""What the trainer service is made of: intake of batches, the loop, what it reports."""
