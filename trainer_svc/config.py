@@ -15,6 +15,7 @@ __all__ = [
     "DeadlinesConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PublishConfig",
     "TrainerConfig",
 ]
@@ -99,6 +100,30 @@ class OptimizerConfig(Section):
         return self
 
 
+class ParallelConfig(Section):
+    """How many processes share the model and the batch; their product is the number of processes."""
+
+    dp_replicate: int = Field(
+        1,
+        ge=1,
+        description="Copies of the model, each sharded over `dp_shard` processes; gradients are added over them.",
+    )
+    dp_shard: int = Field(
+        -1,
+        ge=-1,
+        description="Processes that weights, gradients and optimizer state are cut into (FSDP2); -1: all that are left.",
+    )
+    tp: int = Field(1, ge=1, description="Processes that share each matrix product (tensor parallel).")
+    cp: int = Field(1, ge=1, description="Processes that share each packed row of tokens (context parallel, Ulysses).")
+    pp: int = Field(1, ge=1, description="Stages that share the layers (pipeline parallel).")
+
+    @model_validator(mode="after")
+    def _shards(self) -> Self:
+        if self.dp_shard == 0:
+            raise ValueError("dp_shard is 0: give the number of processes, or -1 for all that the other axes leave")
+        return self
+
+
 class ComputeConfig(OptimizerConfig):
     """Where and how a step is computed."""
 
@@ -124,6 +149,7 @@ class ComputeConfig(OptimizerConfig):
     threads: int = Field(
         0, ge=0, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
     )
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Several processes for one model.")
 
 
 class CheckpointConfig(Section):

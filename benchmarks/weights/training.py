@@ -22,7 +22,9 @@ from sluice.render import ChatRenderer
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.demonstrations import render_row
+from trainer_svc.update.policy import PolicyUpdate
 from weightsync.codec import Encoding, encode
 from weightsync.codec.entropy import entropy_bound_bytes
 
@@ -88,13 +90,14 @@ def measure_deltas(model: Path, lr: float, *, steps: int, measured: int, threads
         lr=lr, threads=threads, objective=ObjectiveConfig(preset="grpo"), dtype="bfloat16"
     )  # masters stay fp32
     engine = TrainEngine(config, model)
+    update = PolicyUpdate(engine, Objective.of(config.objective))
     batches = _batches(model)
     classes: dict[str, DeltaSizes] = defaultdict(DeltaSizes)
     before: dict[str, torch.Tensor] = {}
     for step in range(steps):
         if step >= steps - measured:
             before = before or engine.named_tensors(torch.bfloat16)
-        engine.train_batch(_on_policy(engine, next(batches)))
+        update.apply(_on_policy(engine, next(batches)))
         if step >= steps - measured:
             after = engine.named_tensors(torch.bfloat16)
             _add(classes, before, after)
@@ -124,7 +127,7 @@ def _row(renderer: ChatRenderer, task: str, answer: str, advantage: float, group
 
 
 def _on_policy(engine: TrainEngine, rows: list[Sequence]) -> list[Sequence]:
-    logprobs = engine.forward_logprobs(rows)
+    logprobs = engine.forward(rows)
     return [
         Sequence(row.input_ids, row.loss_mask, values, row.advantages, group_id=row.group_id)
         for row, values in zip(rows, logprobs, strict=True)

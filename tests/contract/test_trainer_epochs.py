@@ -129,7 +129,7 @@ async def test_a_step_in_progress_is_abandoned_when_a_new_epoch_begins(model: Pa
             entered.set()
             release.wait(30)
 
-        with running.trainer.learner.engine.policy.model.base_model.register_forward_pre_hook(hold):
+        with running.trainer.learner.engine.network.model.base_model.register_forward_pre_hook(hold):
             await running.submit(1)
             assert await asyncio.to_thread(entered.wait, 30)
             opening = asyncio.create_task(running.client.begin_epoch(RUN, 2))

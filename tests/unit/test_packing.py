@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny_policy import ragged_batch, row, tiny_model
+from tiny_policy import policy_step, ragged_batch, row, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.batch import Sequence, pack
+from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.network import load_policy
+from trainer_svc.engine.network import load_network
+from trainer_svc.engine.packing import pack
 
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=25)
 
@@ -131,7 +132,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_packed_log_probabilities_equal_those_of_each_sequence_alone(models, architecture, fold):
     rows = ragged_batch(seed=1)
     engine = TrainEngine(TrainerConfig(token_budget=150, fold_prompts=fold, device="cpu"), models[architecture])
-    packed = engine.forward_logprobs(rows)
+    packed = engine.forward(rows)
     plain = AutoModelForCausalLM.from_pretrained(models[architecture], attn_implementation="eager").eval()
     for sequence, values in zip(rows, packed, strict=True):
         with torch.no_grad():
@@ -146,10 +147,10 @@ def test_logits_in_parts_give_the_same_gradient(models):
     rows = ragged_batch(seed=2)
 
     def gradient(cells: int) -> torch.Tensor:
-        policy = load_policy(str(models["qwen3"]), torch.device("cpu"), logit_cells=cells)
+        policy = load_network(str(models["qwen3"]), torch.device("cpu"), logit_cells=cells)
         policy.model.double()
         for batch in pack(rows, 10_000):
-            policy.logprobs(batch, entropy="train")[0].sum().backward()
+            policy.outputs(batch, entropy="train").main.sum().backward()
         return torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
 
     assert torch.allclose(gradient(1 << 25), gradient(128 * 7), rtol=1e-10, atol=1e-10)
@@ -158,7 +159,7 @@ def test_logits_in_parts_give_the_same_gradient(models):
 @pytest.mark.parametrize(("architecture", "reason"), [("mamba", "packed"), ("gemma2", "softcap")])
 def test_an_architecture_that_packing_would_change_is_refused_at_load(models, architecture, reason):
     with pytest.raises(ValueError, match=reason):
-        load_policy(str(models[architecture]), torch.device("cpu"))
+        load_network(str(models[architecture]), torch.device("cpu"))
 
 
 def test_fused_experts_are_published_under_the_names_of_the_file(models):
@@ -171,9 +172,9 @@ def test_fused_experts_are_published_under_the_names_of_the_file(models):
 
 def test_recomputed_activations_give_the_same_gradient(models):
     def gradient(recompute: bool) -> torch.Tensor:
-        policy = load_policy(str(models["qwen3"]), torch.device("cpu"), gradient_checkpointing=recompute)
+        policy = load_network(str(models["qwen3"]), torch.device("cpu"), gradient_checkpointing=recompute)
         for batch in pack(ragged_batch(seed=2), 10_000):
-            policy.logprobs(batch)[0].mean().backward()
+            policy.outputs(batch).main.mean().backward()
         return torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
 
     assert torch.allclose(gradient(True), gradient(False), rtol=1e-5, atol=1e-7)
@@ -184,8 +185,8 @@ def test_bfloat16_stays_close_to_float32_and_keeps_float32_weights(models):
     exact, rounded = (
         TrainEngine(TrainerConfig(device="cpu", dtype=d), models["qwen3"]) for d in ("float32", "bfloat16")
     )
-    pairs = zip(exact.forward_logprobs(rows), rounded.forward_logprobs(rows), rows, strict=True)
+    pairs = zip(exact.forward(rows), rounded.forward(rows), rows, strict=True)
     gaps = torch.cat([(a - b)[sequence.loss_mask].abs() for a, b, sequence in pairs])
     assert 0 < gaps.max() < 0.05
-    assert not rounded.train_batch(rows).skipped
-    assert {parameter.dtype for parameter in rounded.policy.model.parameters()} == {torch.float32}
+    assert not policy_step(rounded, rows).skipped
+    assert {parameter.dtype for parameter in rounded.network.model.parameters()} == {torch.float32}

@@ -8,6 +8,10 @@ import torch
 
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.objectives.objective import Objective
+from trainer_svc.update.policy import PolicyUpdate
 
 TINY = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=512)
 
@@ -74,3 +78,8 @@ def ragged_batch(seed: int = 0, groups: int = 5, vocabulary: int = 128) -> list[
                 )
             )
     return rows
+
+
+def policy_step(engine: TrainEngine, rows: list[Sequence], objective: Objective | None = None) -> StepMetrics:
+    """One step with the objective that the engine's settings name, or another."""
+    return PolicyUpdate(engine, objective or Objective.of(engine.config.objective)).apply(rows)

@@ -1,4 +1,4 @@
-"""The policy network: loading a Hugging Face directory, and log-probabilities of packed loss tokens."""
+"""The network: loading a Hugging Face directory, and its outputs at packed loss tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from trainer_svc.engine.attention import PACKED_ATTENTION, AttentionPlan
 from trainer_svc.engine.batch import MicroBatch
+from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import PerToken
 
-__all__ = ["Entropy", "Policy", "load_policy", "resolve_device"]
+__all__ = ["Entropy", "Head", "Network", "load_network", "resolve_device"]
 
 Entropy = Literal["none", "measure", "train"]
+
+Head = Literal["language", "value", "both"]
+"""What a network has on top: logits of tokens, one value per token, or both on one trunk."""
 
 PROBE_LENGTHS = (7, 4)
 """Tokens of the two sequences with which packing is checked at load; they share their first two."""
@@ -39,46 +43,51 @@ def resolve_device(name: str) -> torch.device:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """A causal language model that computes log-probabilities of packed micro-batches.
+class Network:
+    """A causal transformer that computes its outputs at the loss tokens of packed micro-batches.
 
     Attributes:
-        model: The transformers model with float32 weights.
+        model: The transformers model with float32 weights; a value head is one of its modules.
         device: Where it lies.
         compute_dtype: Precision of the forward pass.
         logit_cells: Most logits (tokens x vocabulary) alive at once.
         own_head: Whether logits are the output embedding of the last hidden state and nothing else; otherwise the
             model's own forward makes them, all at once.
+        value_head: The linear layer that turns a hidden state into a value.
+        language: Whether the network predicts tokens.
     """
 
     model: PreTrainedModel
     device: torch.device
     compute_dtype: torch.dtype
     logit_cells: int
-    own_head: bool
+    own_head: bool = True
+    value_head: torch.nn.Linear | None = None
+    language: bool = True
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids that the model knows."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    def logprobs(self, batch: MicroBatch, *, entropy: Entropy = "none") -> tuple[PerToken, PerToken | None]:
-        """Log-probability of each loss token under the current weights, after temperature.
+    def outputs(self, batch: MicroBatch, *, entropy: Entropy = "none") -> Outputs:
+        """Outputs at each loss token under the current weights.
 
         Args:
-            batch: A micro-batch on the policy's device.
+            batch: A micro-batch on the network's device.
             entropy: Whether to compute the entropy of the distribution at each token, in nats, and with a gradient.
-
-        Returns:
-            float32 (or wider) log-probabilities with their gradient, and the entropies or None.
         """
         mixed = self.compute_dtype != torch.float32
         with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=mixed):
             if not self.own_head:
                 logits = self._forward(self.model, batch, logits_to_keep=batch.predictors).logits[0]
-                return _logprobs(logits, batch.targets, batch.temperatures, entropy=entropy)
+                return Outputs(*_logprobs(logits, batch.targets, batch.temperatures, entropy=entropy))
             hidden = self._forward(self.model.base_model, batch).last_hidden_state[0]
-            return self._from_hidden(hidden.index_select(0, batch.predictors), batch, entropy=entropy)
+            states = hidden.index_select(0, batch.predictors)
+            values = None if self.value_head is None else _wide(self.value_head(states).squeeze(-1))
+            if not self.language:
+                return Outputs(values=values)
+            return Outputs(*self._from_hidden(states, batch, entropy=entropy), values=values)
 
     def _forward(self, module: torch.nn.Module, batch: MicroBatch, **options: Any) -> Any:  # noqa: ANN401  transformers' output classes
         return module(
@@ -108,10 +117,14 @@ class Policy:
         return logprobs, torch.cat([value for _, value in done]) if entropy != "none" else None
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def _logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, *, entropy: Entropy
 ) -> tuple[PerToken, PerToken | None]:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = _wide(logits)
     scaled = torch.log_softmax(wide / temperatures.to(wide.dtype).unsqueeze(1), dim=-1)
     chosen = scaled.gather(1, targets.unsqueeze(1)).squeeze(1)
     if entropy == "none":
@@ -120,19 +133,24 @@ def _logprobs(
     return chosen, -(spread.exp() * spread).sum(-1)
 
 
-def load_policy(
+def load_network(
     path: str,
     device: torch.device,
     *,
+    head: Head = "language",
     dtype: str = "auto",
     logit_cells: int = 1 << 25,
     gradient_checkpointing: bool = False,
-) -> Policy:
-    """Load a causal language model with float32 weights and check that packed training is exact for it.
+) -> Network:
+    """Load a causal transformer with float32 weights and check that packed training is exact for it.
+
+    A value head that the directory does not hold is drawn from PyTorch's generator; seed it before.
 
     Args:
         path: A Hugging Face directory or hub id.
         device: Where to compute.
+        head: What it has on top. "value" loads a sequence classifier with one label, as transformers names it; "both" puts
+            a module `value_head` on a language model.
         dtype: Precision of the forward pass: auto, float32 or bfloat16.
         logit_cells: Most logits alive at once.
         gradient_checkpointing: Recompute activations in the backward pass.
@@ -140,35 +158,51 @@ def load_policy(
     Raises:
         ValueError: if the architecture cannot be trained packed.
     """
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
+    model = _load(path, head).to(device)
     model.eval()
     compute = {
         "auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,
     }
-    exact = Policy(model, device, torch.float32, logit_cells, own_head=True)
     with torch.no_grad():
-        own_head = _check_packing(exact)
+        own_head = _check_packing(Network(model, device, torch.float32, logit_cells, language=head != "value"))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in training mode only
-    return Policy(model, device, compute[dtype], logit_cells, own_head)
+    if head == "both" and not own_head:
+        raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
+    value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
+    return Network(model, device, compute[dtype], logit_cells, own_head, value_head[head], language=head != "value")
 
 
-def _check_packing(policy: Policy) -> bool:
-    """Compare packed log-probabilities with the model's own on single sequences.
+def _load(path: str, head: Head) -> PreTrainedModel:
+    if head == "value":
+        classifier = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, num_labels=1)
+        if not isinstance(getattr(classifier, "score", None), torch.nn.Linear):
+            raise ValueError(
+                f"{type(classifier).__name__} has no linear layer `score`: choose another model for values"
+            )
+        return classifier
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if head == "both":
+        model.value_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        torch.nn.init.zeros_(model.value_head.weight)
+    return model
+
+
+def _check_packing(network: Network) -> bool:
+    """Compare packed outputs with the model's own on single sequences.
 
     Returns:
         Whether the output embedding alone makes the logits.
     """
-    model, device = policy.model, policy.device
+    model, device = network.model, network.device
+    body = model if network.language else model.base_model
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(policy.vocabulary, (length,), generator=generator) for length in PROBE_LENGTHS]
+    rows = [torch.randint(network.vocabulary, (length,), generator=generator) for length in PROBE_LENGTHS]
     rows[1][:2] = rows[0][:2]
-    expected = torch.cat(
-        [torch.log_softmax(model(row.to(device).unsqueeze(0)).logits[0].float(), -1)[1:] for row in rows]
-    )
+    expected = torch.cat([_reading(body(row.to(device).unsqueeze(0)))[1:] for row in rows])
     model.set_attn_implementation(PACKED_ATTENTION)
     first, second = PROBE_LENGTHS
     plan = AttentionPlan.of([np.arange(first), np.r_[0, 1, first : first + second - 2]], first + second - 2).to(device)
@@ -177,10 +211,9 @@ def _check_packing(policy: Policy) -> bool:
     keep = torch.tensor([*range(1, first), 1, *range(first, first + second - 2)], device=device)
     arguments = {"input_ids": ids, "position_ids": positions, "packed": plan, "use_cache": False}
     try:
-        logits = model(**arguments, logits_to_keep=keep).logits[0]
+        packed = _reading(body(**arguments)).index_select(0, keep)
     except TypeError as error:  # its forward does not hand keywords down
         raise ValueError(f"{type(model).__name__} cannot be trained packed ({error}): choose another model") from error
-    packed = torch.log_softmax(logits.float(), -1)
     gap = float((packed - expected).abs().max())
     if not gap <= PROBE_TOLERANCE:
         raise ValueError(
@@ -188,7 +221,13 @@ def _check_packing(policy: Policy) -> bool:
             "mix tokens outside of softmax attention, which packed training does not support; choose another model"
         )
     head = model.get_output_embeddings()
-    if head is None:
-        return False
+    if not network.language or head is None:
+        return not network.language
     hidden = model.base_model(**arguments).last_hidden_state[0].index_select(0, keep)
     return bool((torch.log_softmax(head(hidden).float(), -1) - packed).abs().max() <= PROBE_TOLERANCE)
+
+
+def _reading(output: Any) -> torch.Tensor:  # noqa: ANN401  transformers' output classes
+    """What packing must not change: log-probabilities, or hidden states where there are none."""
+    logits = getattr(output, "logits", None)
+    return output.last_hidden_state[0].float() if logits is None else torch.log_softmax(logits[0].float(), -1)

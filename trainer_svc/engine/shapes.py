@@ -13,11 +13,22 @@ from typing import TypeAlias
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-__all__ = ["Block", "IdsOfSequence", "Indices", "MaskOfSequence", "PackedIds", "PerSequenceToken", "PerToken", "Scalar"]
+__all__ = [
+    "Block",
+    "IdsOfSequence",
+    "Indices",
+    "MaskOfSequence",
+    "MaskPerToken",
+    "PackedIds",
+    "PerSequenceToken",
+    "PerToken",
+    "Scalar",
+]
 
 IdsOfSequence: TypeAlias = Int64[Tensor, " length"]
 MaskOfSequence: TypeAlias = Bool[Tensor, " length"]
 PerSequenceToken: TypeAlias = Float[Tensor, " length"]
+MaskPerToken: TypeAlias = Bool[Tensor, " tokens"]
 PackedIds: TypeAlias = Int64[Tensor, "1 packed"]
 Indices: TypeAlias = Int64[Tensor, " tokens"]
 Block: TypeAlias = Int64[Tensor, "rows columns"]

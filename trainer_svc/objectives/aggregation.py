@@ -1,51 +1,86 @@
-"""How token losses become one number, as a weight per token that only global counts enter."""
+"""How token losses become one number: a factor per token, and the divisor that only whole-batch counts enter.
+
+| aggregation | factor of a token | divisor |
+|---|---|---|
+| token | 1 | loss tokens |
+| sequence | 1 / loss tokens of its sequence | sequences with a loss token |
+| prompt | 1 / loss tokens of its group | groups with a loss token |
+| constant | 1 | sequences with a loss token x `max_tokens` |
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 
 import torch
 
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.shapes import PerToken
 from trainer_svc.objectives.presets import Aggregation
-from trainer_svc.objectives.terms import GlobalCounts, group_key
 
-__all__ = ["sequence_weights"]
+__all__ = ["divisor", "sequence_factors", "with_group_tokens"]
 
 
-def sequence_weights(
-    aggregation: Aggregation, counts: GlobalCounts, sequences: Rows[Sequence], max_tokens: int | None = None
-) -> PerToken:
-    """The weight that every loss token of each sequence gets; weighted token losses then simply add up.
+def with_group_tokens(sequences: Rows[Sequence]) -> list[Sequence]:
+    """Write into each row how many loss tokens its group has, where nobody has counted them; a row without a group is its own."""
+    counts: Counter[str] = Counter()
+    for sequence in sequences:
+        counts[sequence.group_id] += int(sequence.loss_mask.sum())
+    return [
+        sequence
+        if sequence.group_loss_tokens or not sequence.group_id
+        else replace(sequence, group_loss_tokens=counts[sequence.group_id])
+        for sequence in sequences
+    ]
 
-    `token`: mean over the tokens of the global batch. `sequence`: mean over each sequence's tokens, then over
-    sequences. `prompt`: mean over the tokens of each group, then over groups. `constant`: sum over tokens divided by
-    sequences x `max_tokens`.
+
+def sequence_factors(aggregation: Aggregation, sequences: Rows[Sequence]) -> PerToken:
+    """What every loss token of each sequence is multiplied by.
 
     Args:
-        aggregation: Which of them.
-        counts: Counts of the global batch.
-        sequences: The sequences of one micro-batch, each with at least one loss token.
-        max_tokens: Divisor of `constant`.
+        aggregation: How token losses become one number.
+        sequences: The sequences of a micro-batch, each with at least one loss token.
 
     Returns:
-        float64 weights, one per sequence.
+        float64 factors, one per sequence.
     """
-    return torch.tensor(
-        [_weight(aggregation, counts, sequence, max_tokens) for sequence in sequences], dtype=torch.float64
-    )
+    match aggregation:
+        case "token" | "constant":
+            factors = [1.0] * len(sequences)
+        case "sequence":
+            factors = [1.0 / _tokens(sequence) for sequence in sequences]
+        case "prompt":
+            factors = [1.0 / (sequence.group_loss_tokens or _tokens(sequence)) for sequence in sequences]
+    return torch.tensor(factors, dtype=torch.float64)
 
 
-def _weight(aggregation: Aggregation, counts: GlobalCounts, sequence: Sequence, max_tokens: int | None) -> float:
+def divisor(aggregation: Aggregation, sequences: Rows[Sequence], max_tokens: int | None = None) -> float:
+    """These sequences' share of what the summed loss is divided by.
+
+    Args:
+        aggregation: How token losses become one number.
+        sequences: Any part of the batch; shares of disjoint parts add up.
+        max_tokens: Divisor of `constant`.
+
+    Raises:
+        ValueError: if `constant` lacks it.
+    """
+    counts = [_tokens(sequence) for sequence in sequences]
     match aggregation:
         case "token":
-            return 1.0 / counts.tokens
+            return float(sum(counts))
         case "sequence":
-            return 1.0 / (int(sequence.loss_mask.sum()) * counts.sequences)
+            return float(sum(count > 0 for count in counts))
         case "prompt":
-            return 1.0 / (counts.group_tokens[group_key(sequence)] * len(counts.group_tokens))
+            pairs = zip(counts, sequences, strict=True)
+            return sum(count / (each.group_loss_tokens or count) for count, each in pairs if count)
         case "constant":
             if max_tokens is None:
                 raise ValueError("aggregation constant divides by max_tokens: set it")
-            return 1.0 / (counts.sequences * max_tokens)
+            return float(sum(count > 0 for count in counts) * max_tokens)
+
+
+def _tokens(sequence: Sequence) -> int:
+    return int(sequence.loss_mask.sum())

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from trainer_svc.config import ObjectiveConfig
+from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.engine.network import Entropy
+from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import Scalar
+from trainer_svc.objectives.aggregation import divisor, sequence_factors
 from trainer_svc.objectives.diagnostics import policy_gap
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.presets import PRESETS, Aggregation, KlKind
@@ -64,8 +69,43 @@ class Objective:
         """Whether tokens of advantage 0 have neither loss nor gradient, so that their forward pass can be left out."""
         return self.needs_behaviour and self.kl_coef == 0 and self.entropy_coef == 0
 
-    def __call__(self, terms: TokenTerms) -> tuple[Scalar, dict[str, Scalar]]:
-        """The micro-batch's share of the global loss, and sums for the step's report.
+    @property
+    def entropy(self) -> Entropy:
+        """What of the entropy has to be computed."""
+        return "train" if self.entropy_coef > 0 else "measure"
+
+    def contributes(self, sequence: Sequence) -> bool:
+        """Whether a sequence can have a gradient."""
+        return not self.vanishes_without_advantage or bool(sequence.advantages[sequence.loss_mask].any())
+
+    def weight(self, sequences: Rows[Sequence]) -> float:
+        """These sequences' share of the divisor; a `LossWeight`."""
+        return divisor(self.aggregation, sequences, self.max_tokens)
+
+    def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
+        """The summed loss of a micro-batch, and sums for the step's report; a `LossFn`.
+
+        Raises:
+            ValueError: if a KL or an entropy term is wanted and its input is missing.
+        """
+        if outputs.logprobs is None:
+            raise ValueError("the objective needs log-probabilities: give it a network with a language head")
+        factors = sequence_factors(self.aggregation, batch.sequences).to(outputs.logprobs)
+        return self.of_terms(
+            TokenTerms(
+                current=outputs.logprobs,
+                behaviour=batch.behaviour_logprobs,
+                proximal=batch.behaviour_logprobs,
+                reference=batch.reference_logprobs,
+                advantages=batch.advantages,
+                owners=batch.owners,
+                factors=factors[batch.owners],
+                entropy=outputs.entropy,
+            )
+        )
+
+    def of_terms(self, terms: TokenTerms) -> tuple[Scalar, dict[str, Scalar]]:
+        """As `loss`, of terms alone.
 
         Raises:
             ValueError: if a KL or an entropy term is wanted and its input is missing.
@@ -88,4 +128,4 @@ class Objective:
             loss = loss - self.entropy_coef * terms.entropy
         if self.needs_behaviour:
             sums |= policy_gap(terms)
-        return (loss * terms.weights).sum(), sums
+        return (loss * terms.factors).sum(), sums

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from sluice.render import ChatRenderer
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.demonstrations import Demonstrations
 from trainer_svc.offline.sft_config import SftConfig
 
@@ -86,12 +87,13 @@ def fine_tune(config: SftConfig, report: Callable[[SftProgress], None]) -> SftSu
     data = Demonstrations.load(config.data, config.split, renderer, max_length=config.max_length, drop_long=drop_long)
     steps = config.max_steps or math.ceil(config.epochs * len(data) / config.batch_size)
     settings = config.model_copy(update={"max_steps": max(steps, config.warmup_steps + 1)})
-    engine = TrainEngine(settings, config.model, config.seed, objective=ObjectiveConfig(preset="sft"))
+    engine = TrainEngine(settings, config.model, config.seed)
+    objective = Objective.of(ObjectiveConfig(preset="sft"))
     losses: list[float] = []
     tokens = learned = reported_tokens = skipped = 0
     start = reported = perf_counter()
     for step, batch in zip(range(1, steps + 1), data.batches(config.batch_size, config.seed), strict=False):
-        metrics = engine.train_batch(batch)
+        metrics = engine.train_batch(batch, objective.loss, objective.weight, entropy="measure")
         losses.append(metrics.loss)
         skipped += metrics.skipped
         tokens += metrics.tokens

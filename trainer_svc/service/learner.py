@@ -25,9 +25,11 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.random_state import random_state, restore_random_state
 from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.objectives.objective import Objective
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.epochs import LineageFile, from_proto, to_proto
 from trainer_svc.service.staleness import Lineage
+from trainer_svc.update.policy import PolicyUpdate
 from weightsync.publisher import Update, WeightPublisher
 
 __all__ = ["Applied", "Learner", "Restored"]
@@ -107,9 +109,14 @@ class Learner:
         return self._engine
 
     @property
+    def update(self) -> PolicyUpdate:
+        """What trains the policy on a batch."""
+        return PolicyUpdate(self.engine, Objective.of(self.config.objective))
+
+    @property
     def vocabulary(self) -> int:
         """Number of token ids that the model knows."""
-        return self.engine.policy.vocabulary
+        return self.engine.network.vocabulary
 
     @property
     def optimizer_steps(self) -> int:
@@ -158,7 +165,7 @@ class Learner:
         """Train on a batch; the version advances whatever comes of it."""
         start = perf_counter()
         consumption = consume(batch, self.version, self.lineage)
-        metrics = self.engine.train_batch(consumption.sequences) if consumption.sequences else None
+        metrics = self.update.apply(consumption.sequences) if consumption.sequences else None
         self.version = batch.target
         self.last_batch_id = batch.batch_id
         return Applied(consumption, metrics, perf_counter() - start)
@@ -244,7 +251,7 @@ class Learner:
 
     def _load_base(self) -> None:
         self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
-        self._engine.policy.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
+        self._engine.network.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
 
     def _end_if_abandoned(self, *_: object) -> None:
         if self._abandoned.is_set():

@@ -1,0 +1,1 @@
+"""Several processes that train one model: who holds what, and how their shares add up."""

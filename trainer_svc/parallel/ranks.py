@@ -1,0 +1,52 @@
+"""Sums over the processes that each train a share of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ALONE", "Ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The data-parallel ranks, as one of them sees them.
+
+    Attributes:
+        group: A CPU group of one process per data-parallel rank; None: this process is alone.
+    """
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks."""
+        return 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def index(self) -> int:
+        """This process's place among them."""
+        return 0 if self.group is None else dist.get_rank(self.group)
+
+    def total(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Sums over the ranks; of names that begin with ``max_`` the maximum. All ranks give the same names.
+
+        Raises:
+            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+        """
+        if self.group is None:
+            return dict(values)
+        names = sorted(values)
+        sums = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        largest = sums.clone()
+        dist.all_reduce(sums, group=self.group)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        chosen = (largest if name.startswith("max_") else sums for name in names)
+        return {name: float(each[place]) for place, (name, each) in enumerate(zip(names, chosen, strict=True))}
+
+
+ALONE = Ranks()
+"""One process that trains the whole batch."""
