@@ -1,0 +1,215 @@
+"""`allocation_mode`: one line that says how the devices of a run are shared out. Pure.
+
+    vllm:d2t1+fsdp:d4t2    two replicas of one device, a trainer of 4 x 2 processes on eight other devices
+    d4t2+d4p2              the same without names: rollout first, then the trainer
+    d4                     one allocation for both: four replicas and four trainer processes on the same four devices
+    vllm:d2t4  fsdp:d4     one side alone; the other keeps its own settings
+
+A side is `backend:dimensions`. Dimensions are a letter and a size, in any order, 1 where left out: `d` data, `t` tensor,
+`c` context, `p` pipeline (`e`, expert, may be 1). The syntax is AReaL's, so that its configurations can be carried over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+__all__ = ["ROLES", "ROLLOUT_BACKENDS", "TRAINER_BACKENDS", "Allocation", "AllocationError", "Dimensions", "Side"]
+
+ROLLOUT_BACKENDS = ("vllm", "transformers")
+TRAINER_BACKENDS = ("fsdp",)
+
+ROLES = {"rollout": "rollout", "trainer": "trainer", "actor": "trainer"}
+"""Names of the sides in the form with one backend per role."""
+
+NAMES = {"d": "data", "t": "tensor", "c": "context", "p": "pipeline"}
+"""Letters of the dimensions, in the order in which they are printed."""
+
+MOST_PROCESSES = 1 << 20
+"""A size above this is a slip of the pen."""
+
+_SIDE = re.compile(r"(?:(?P<backend>[A-Za-z_]\w*)\s*[:.]\s*)?(?P<dimensions>(?:[A-Za-z]\d+)+)", re.ASCII)
+_EXAMPLE = "write it as `vllm:d2t1+fsdp:d4` (rollout + trainer), `d2t1+d4`, or `d4` for both on the same devices"
+
+
+class AllocationError(ValueError):
+    """A text that allots nothing; the message says what to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Sizes of the axes of parallelism of one side.
+
+    Attributes:
+        data: Replicas (rollout), or processes with different rows (trainer).
+        tensor: Devices that share each matrix product.
+        context: Devices that share each row of tokens.
+        pipeline: Stages that share the layers.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices in all; on a CPU, processes."""
+        return self.data * self.tensor * self.context * self.pipeline
+
+    def __str__(self) -> str:
+        """The canonical form: `d` always, the others where they are above 1."""
+        sizes = ((letter, getattr(self, name)) for letter, name in NAMES.items())
+        return "".join(f"{letter}{size}" for letter, size in sizes if size > 1 or letter == "d")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """What one side of a run gets.
+
+    Attributes:
+        dimensions: Its sizes.
+        backend: What runs there; empty leaves it to the settings.
+    """
+
+    dimensions: Dimensions
+    backend: str = ""
+
+    def __str__(self) -> str:
+        """The canonical form."""
+        return f"{self.backend}:{self.dimensions}" if self.backend else str(self.dimensions)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """How the devices of a run are shared out.
+
+    Attributes:
+        rollout: The replicas; None leaves them to the settings.
+        trainer: The trainer; None leaves it to the settings.
+        shared: Whether both use the same devices.
+    """
+
+    rollout: Side | None = None
+    trainer: Side | None = None
+    shared: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a line.
+
+        Raises:
+            AllocationError: if it means nothing, or what is not supported.
+        """
+        sides = [_side(part) for part in text.split("+")]
+        if len(sides) > 2:
+            raise AllocationError(f"allocation {text!r} has {len(sides)} sides, a run has two: {_EXAMPLE}")
+        if len(sides) == 1 and not sides[0].backend:
+            both = sides[0].dimensions
+            return cls(_rollout(Side(both)), _trainer(Side(both)), shared=True)
+        named = [_role(side) for side in sides]
+        if len(sides) == 1:
+            roles = [named[0]]
+        else:
+            first = named[0] or ("trainer" if named[1] == "rollout" else "rollout")
+            roles = [first, named[1] or ("trainer" if first == "rollout" else "rollout")]
+        if len(set(roles)) < len(roles):
+            raise AllocationError(f"allocation {text!r} gives the {roles[0]} two sides: {_EXAMPLE}")
+        return cls._of(dict(zip(roles, sides, strict=True)))
+
+    @classmethod
+    def parse_roles(cls, backends: Mapping[str, str]) -> Self:
+        """Read the form with one backend per role, such as ``{"rollout": "vllm:d2t1", "actor": "fsdp:d4"}``.
+
+        Raises:
+            AllocationError: if a role is unknown or named twice, or a backend is not one of its role.
+        """
+        sides: dict[str, Side] = {}
+        for name, text in backends.items():
+            role = ROLES.get(name)
+            if role is None:
+                raise AllocationError(f"there is no role {name!r}: give a backend to {', '.join(ROLES)}")
+            side = _side(text)
+            if side.backend and _role(side) != role:
+                raise AllocationError(f"{side} is no backend of role {name}: {_supported()}")
+            if sides.setdefault(role, side) != side:
+                raise AllocationError(f"the {role} has two backends ({sides[role]} and {side}): keep one")
+        return cls._of(sides)
+
+    @classmethod
+    def _of(cls, sides: Mapping[str, Side]) -> Self:
+        rollout, trainer = sides.get("rollout"), sides.get("trainer")
+        return cls(_rollout(rollout) if rollout else None, _trainer(trainer) if trainer else None)
+
+    @property
+    def devices(self) -> int:
+        """Devices that it takes."""
+        sides = [side.dimensions.devices for side in (self.rollout, self.trainer) if side is not None]
+        return max(sides, default=0) if self.shared else sum(sides)
+
+    def __str__(self) -> str:
+        """The canonical form, which `parse` reads back to the same allocation."""
+        if self.shared and self.rollout is not None:
+            return str(self.rollout.dimensions)
+        return "+".join(str(side) for side in (self.rollout, self.trainer) if side is not None)
+
+
+def _side(text: str) -> Side:
+    match = _SIDE.fullmatch(text.strip())
+    if match is None:
+        raise AllocationError(f"cannot read {text.strip()!r} as a side of an allocation: {_EXAMPLE}")
+    side = Side(_dimensions(match["dimensions"]), (match["backend"] or "").lower())
+    if side.backend and side.backend not in (*ROLLOUT_BACKENDS, *TRAINER_BACKENDS):
+        raise AllocationError(f"backend {side.backend!r} is not supported: {_supported()}")
+    return side
+
+
+def _dimensions(text: str) -> Dimensions:
+    sizes: dict[str, int] = {}
+    for letter, digits in re.findall(r"([A-Za-z])(\d+)", text):
+        if letter not in (*NAMES, "e"):
+            raise AllocationError(f"{text!r} has a dimension {letter!r}: there are {_letters()}")
+        if letter in sizes:
+            raise AllocationError(f"{text!r} gives dimension {letter} twice: keep one of them")
+        sizes[letter] = size = int(digits)
+        if not 0 < size <= MOST_PROCESSES:
+            raise AllocationError(
+                f"{text!r} has {letter}{size}: give 1 to {MOST_PROCESSES}, or leave {letter} out for 1"
+            )
+    if sizes.pop("e", 1) > 1:
+        raise AllocationError(f"{text!r} asks for expert parallelism, which is not supported: leave e out")
+    return Dimensions(**{NAMES[letter]: size for letter, size in sizes.items()})
+
+
+def _role(side: Side) -> str:
+    """The role that a backend has; empty where none is named."""
+    if side.backend in ROLLOUT_BACKENDS:
+        return "rollout"
+    return "trainer" if side.backend else ""
+
+
+def _rollout(side: Side) -> Side:
+    for letter in ("c", "p"):
+        size = getattr(side.dimensions, NAMES[letter])
+        if size > 1:
+            raise AllocationError(
+                f"rollout replicas have no {NAMES[letter]} parallelism ({letter}{size} in {side}): give them d and t alone,"
+                " and the trainer a side of its own, as in `d2t2+d2p2`"
+            )
+    if side.backend == "transformers" and side.dimensions.tensor > 1:
+        raise AllocationError(f"the transformers engine has one device per replica ({side}): use vllm, or t1")
+    return side
+
+
+def _trainer(side: Side) -> Side:
+    return Side(side.dimensions, side.backend or TRAINER_BACKENDS[0])
+
+
+def _supported() -> str:
+    return f"rollout runs on {' or '.join(ROLLOUT_BACKENDS)}, the trainer on {' or '.join(TRAINER_BACKENDS)}"
+
+
+def _letters() -> str:
+    return ", ".join(f"{letter} ({name})" for letter, name in NAMES.items())
