@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from sluice.allocation import Allocation
 from sluice.config import Section, ServerConfig
-from trainer_svc.objectives.presets import PRESETS, Aggregation, KlKind
+from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
+from trainer_svc.objectives.presets import PRESETS
 
 __all__ = [
     "CONFIG",
     "CheckpointConfig",
+    "CorrectionConfig",
     "DeadlinesConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
@@ -21,51 +24,6 @@ __all__ = [
 ]
 
 RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
-
-
-class ObjectiveConfig(Section):
-    """What is minimised. A parameter left out takes its preset's default."""
-
-    preset: str = Field("aipo", description=f"Row of the objectives' table: {', '.join(PRESETS)}.")
-    delta: float | None = Field(None, gt=0, description="aipo: largest importance weight (a ratio); preset default 4.")
-    eps_low: float | None = Field(
-        None, ge=0, description="grpo: the ratio is clipped below 1 - eps_low; preset default 0.2."
-    )
-    eps_high: float | None = Field(
-        None, ge=0, description="grpo: the ratio is clipped above 1 + eps_high; preset default 0.2."
-    )
-    kl_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the KL term to the reference policy, per nat; needs reference log-probabilities.",
-    )
-    kl_kind: KlKind = Field("k3", description="Estimator of the KL term: k1, k2 or k3.")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus, per nat.")
-    aggregation: Aggregation | None = Field(
-        None, description="How token losses become one: token, sequence, prompt or constant; none takes the preset's."
-    )
-    max_tokens: int | None = Field(
-        None, ge=1, description="Tokens per sequence that `aggregation = constant` divides by."
-    )
-
-    @model_validator(mode="after")
-    def _fits_preset(self) -> Self:
-        if self.preset not in PRESETS:
-            raise ValueError(f"there is no objective {self.preset!r}; choose one of {', '.join(PRESETS)}")
-        taken = PRESETS[self.preset].parameters
-        for name in sorted({name for preset in PRESETS.values() for name in preset.parameters}):
-            if getattr(self, name) is not None and name not in taken:
-                raise ValueError(
-                    f"objective {self.preset} has no {name}; it takes {', '.join(taken) or 'no parameters'}: remove it"
-                )
-        constant = (self.aggregation or PRESETS[self.preset].aggregation) == "constant"
-        if constant and self.max_tokens is None:
-            raise ValueError("aggregation constant divides by max_tokens: set it to the longest completion, in tokens")
-        if not constant and self.max_tokens is not None:
-            raise ValueError(
-                "max_tokens is read by aggregation constant only: remove it or set aggregation to constant"
-            )
-        return self
 
 
 class OptimizerConfig(Section):
@@ -191,6 +149,10 @@ class PublishConfig(Section):
 class TrainerConfig(ComputeConfig):
     """The table `[trainer]`."""
 
+    backend: str | None = Field(
+        None,
+        description="This side of `allocation_mode` alone, such as `fsdp:d4t2`; sets `parallel`. none: `parallel` as it is.",
+    )
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="What is minimised.")
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Precision of published weights. auto: bfloat16 on CUDA, float32 on CPU."
@@ -210,6 +172,13 @@ class TrainerConfig(ComputeConfig):
         default_factory=lambda: ServerConfig(port=7102), description="Where the trainer listens."
     )
 
+    @field_validator("backend")
+    @classmethod
+    def _is_a_trainer(cls, text: str | None) -> str | None:
+        if text is not None:
+            Allocation.parse_roles({"trainer": text})
+        return text
+
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> Self:
         if self.schedule != "constant" and self.max_steps <= self.warmup_steps:
@@ -220,7 +189,7 @@ class TrainerConfig(ComputeConfig):
 
     @model_validator(mode="after")
     def _trains_on_samples(self) -> Self:
-        if self.objective.preset not in RL_PRESETS:
+        if not self.objective.choices.preset.needs_behaviour and not self.objective.choices.preset.needs_teacher:
             raise ValueError(
                 f"objective {self.objective.preset} needs demonstrations: use `sluice sft`, or one of {', '.join(RL_PRESETS)}"
             )

@@ -110,7 +110,7 @@ async def test_reports_carry_what_objectives_md_lists(running: Stack) -> None:
     metrics = (await running.report(1)).metrics
     expected = {
         *("loss", "grad_norm", "learning_rate", "skipped", "entropy", "mismatch_kl", "max_abs_log_difference"),
-        *("reward_mean", "reward_std", "advantage_positive", "advantage_negative", "clip_fraction_high"),
+        *("reward_mean", "reward_std", "advantage_positive", "advantage_negative", "truncate_fraction"),
         *("effective_sample_size", "chi_square", "degenerate_groups", "truncated_trajectories", "padding_fraction"),
         *("staleness_mean", "staleness_max", "staleness_share_ge_1", "staleness_tokens/0", "tokens", "loss_tokens"),
         *("wait_batch_seconds", "wait_push_seconds", "idle_share", "tokens_per_second", "push_seconds", "push_bytes"),

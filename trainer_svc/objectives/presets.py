@@ -7,18 +7,52 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-__all__ = ["PRESETS", "Aggregation", "Anchor", "KlKind", "KlWhere", "Parameters", "Preset", "Proximal", "preset_names"]
+__all__ = [
+    "BATCH_ESTIMATORS",
+    "CORRECTION_BOUNDS",
+    "PRESETS",
+    "Aggregation",
+    "Anchor",
+    "CorrectionKind",
+    "KlKind",
+    "KlWhere",
+    "Parameters",
+    "Preset",
+    "Proximal",
+    "preset_names",
+]
 
 Aggregation = Literal["token", "sequence", "prompt", "constant"]
 KlKind = Literal["k1", "k2", "k3"]
 KlWhere = Literal["loss", "reward"]
 Proximal = Literal["bypass", "recompute", "loglinear"]
 Anchor = Literal["proximal", "behaviour", "none"]
-Parameters = Mapping[str, float | None]
-
 CorrectionKind = Literal[
     "none", "token_tis", "sequence_tis", "sequence_mask", "geometric_mask", "token_mask", "k3_mask"
 ]
+Parameters = Mapping[str, float | None]
+
+CORRECTION_BOUNDS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "none": {},
+        "token_tis": {"cap": 2.0},
+        "sequence_tis": {"cap": 2.0},
+        "sequence_mask": {"low": 0.5, "high": 2.0},
+        "geometric_mask": {"low": 0.99, "high": 1.01},
+        "token_mask": {"low": 0.5, "high": 5.0},
+        "k3_mask": {"threshold": 0.01},
+    }
+)
+"""The bounds of each correction f(rho) with their defaults: ratios, and nats for `k3_mask`."""
+
+BATCH_ESTIMATORS: Mapping[str, Parameters] = MappingProxyType(
+    {
+        "gae": {"gamma": 1.0, "gae_lambda": 1.0},
+        "reinforce_pp": {"gamma": 1.0},
+        "process": {"turn_discount": None},
+    }
+)
+"""Advantage estimators that the trainer runs before its epochs, with their parameters; all others need rewards alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +101,7 @@ class Preset:
 
 
 _CLIP: Parameters = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
-_CLIP_HIGHER: Parameters = _CLIP | {"eps_high": 0.28}
+_CLIP_HIGHER: Parameters = {**_CLIP, "eps_high": 0.28}
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {

@@ -114,7 +114,7 @@ class Intake:
             vocabulary=self._trainer.learner.vocabulary,
             newest=Version(ticket.target.epoch, ticket.target.number - 1),
             has_estimator=bool(header.advantage_estimator),
-            needs_reference=self._trainer.config.objective.kl_coef > 0,
+            needs_reference=self._trainer.config.objective.choices.needs_reference,
         )
         samples, violations = convert(arrived.trajectories, expected)
         violations = violations or _oversize(arrived) or _estimator_faults(header, samples)

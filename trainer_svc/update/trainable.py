@@ -43,7 +43,7 @@ def _inputs(sequence: Sequence, objective: Objective) -> dict[str, PerSequenceTo
     inputs: dict[str, PerSequenceToken] = {}
     if objective.needs_behaviour:
         inputs = {"behaviour_not_finite": sequence.behaviour_logprobs, "advantage_not_finite": sequence.advantages}
-    if objective.kl_coef > 0:
+    if objective.needs_reference:
         if sequence.reference_logprobs is None:
             raise ValueError(
                 f"kl_coef is above 0 but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, or set kl_coef to 0"
