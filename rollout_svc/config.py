@@ -6,8 +6,9 @@ import socket
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from sluice.allocation import Allocation
 from sluice.config import Section, ServerConfig
 
 __all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDeadlines"]
@@ -64,6 +65,10 @@ class RolloutConfig(Section):
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of vLLM's engine as it names them, such as tensor_parallel_size or quantization.",
+    )
+    backend: str | None = Field(
+        None,
+        description="This side of `allocation_mode` alone, such as `vllm:d2t1`: engine, replicas and devices of each; none: their own settings.",
     )
     replica: str = Field(
         default_factory=socket.gethostname,
@@ -128,6 +133,13 @@ class RolloutConfig(Section):
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7103, http_port=7113), description="Where the replica listens."
     )
+
+    @field_validator("backend")
+    @classmethod
+    def _is_a_rollout(cls, text: str | None) -> str | None:
+        if text is not None:
+            Allocation.parse_roles({"rollout": text})
+        return text
 
 
 CONFIG = RolloutConfig

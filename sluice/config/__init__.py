@@ -9,6 +9,7 @@ service's package is not installed at all (an image of one role), its table is a
 
 from __future__ import annotations
 
+from sluice.config.allocate import allocated, allocation_of
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError
 from sluice.config.load import RunConfig, load_command, load_run, run_config_class
@@ -35,6 +36,8 @@ __all__ = [
     "ServerConfig",
     "Service",
     "UnfinishedError",
+    "allocated",
+    "allocation_of",
     "check_model",
     "dump_toml",
     "load_command",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from sluice.config.allocate import allocated
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError
 from sluice.config.flags import CommandLine, parse_command_line
@@ -85,7 +86,7 @@ def load_run(argv: Sequence[str], service: str | None = None) -> RunConfig:
     model = run_config_class()
     line = parse_command_line(model, argv, service)
     environment = environment_layer(model, os.environ, foreign=_command_prefixes())
-    return _finish(model, line, environment, f"sluice {service or 'rl'}", service)
+    return _finish(model, line, environment, f"sluice {service or 'rl'}", service, complete=allocated)
 
 
 def load_command(config_class: type[_Section], argv: Sequence[str], command: str) -> _Section:
@@ -105,11 +106,19 @@ def load_command(config_class: type[_Section], argv: Sequence[str], command: str
     return _finish(config_class, line, environment, f"sluice {command}", None)
 
 
-def _finish(model: type[_Config], line: CommandLine, environment: Layer, program: str, service: str | None) -> _Config:
+def _finish(
+    model: type[_Config],
+    line: CommandLine,
+    environment: Layer,
+    program: str,
+    service: str | None,
+    *,
+    complete: Callable[[_Config], _Config] = lambda config: config,
+) -> _Config:
     if line.help:
         sys.stdout.write(help_text(model, service, program))
         raise SystemExit(0)
-    config = resolve_layers(model, [Layer("command line", line.flags), *reversed(line.files), environment])
+    config = complete(resolve_layers(model, [Layer("command line", line.flags), *reversed(line.files), environment]))
     if line.dry_run:
         sys.stdout.write(dump_toml(config))
         raise SystemExit(0)

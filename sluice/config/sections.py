@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from sluice.allocation import Allocation
 from sluice.config.merge import Value, deep_merge
 
 __all__ = ["CommonConfig", "PeersConfig", "Section", "SecurityConfig", "ServerConfig"]
@@ -91,6 +92,11 @@ class CommonConfig(Section):
         ge=0,
         description="Most policy versions that a token may lag behind the trainer; 0 is exact on-policy training.",
     )
+    allocation_mode: str | None = Field(
+        None,
+        description="How devices are shared out, such as `vllm:d2t1+fsdp:d4` (rollout + trainer; d data, t tensor, c context,"
+        " p pipeline) or `d4` (both on the same four); sets the dimensions of engines and trainer. none: their own settings.",
+    )
     security: SecurityConfig = Field(default_factory=SecurityConfig, description="Tokens and TLS.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="Addresses of the services.")
     log_level: str = Field(
@@ -98,6 +104,13 @@ class CommonConfig(Section):
         pattern=r"^(debug|info|warning|error|critical)$",
         description="Least severe log level that is written: debug, info, warning, error or critical.",
     )
+
+    @field_validator("allocation_mode")
+    @classmethod
+    def _can_be_read(cls, text: str | None) -> str | None:
+        if text is not None:
+            Allocation.parse(text)
+        return text
 
     @property
     def run_dir(self) -> Path:
