@@ -15,12 +15,15 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ESTIMATORS", "Advantages", "Episode", "estimate", "estimator_names"]
+__all__ = ["BATCH_SCALES", "ESTIMATORS", "TRAINER_ESTIMATORS", "Advantages", "Episode", "estimate", "estimator_names"]
 
 Rewards: TypeAlias = NDArray[np.float64]
 
 STD_OFFSET = 1e-6
-"""Reward units. Keeps `grpo` finite for nearly equal rewards; groups of exactly equal ones have advantage 0 anyway."""
+"""Reward units. Keeps quotients by a standard deviation finite for nearly equal rewards; groups of exactly equal ones have advantage 0 anyway."""
+
+TRAINER_ESTIMATORS = ("gae", "reinforce_pp", "process")
+"""Estimators that need a model or rewards per token: the trainer runs them before its epochs; `estimate` has none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Advantages:
     Attributes:
         by_episode: Advantage per episode; broadcast it to the episode's sampled tokens. Episodes without a reward are absent.
         groups: Groups with at least one reward.
-        degenerate_groups: Groups in which every advantage is 0 because one episode survived or all rewards are equal.
+        degenerate_groups: Groups that teach nothing because one episode survived or all rewards are equal.
         single_survivors: Groups with a single reward; part of the degenerate ones.
         missing_rewards: Episodes without a reward.
     """
@@ -93,12 +96,42 @@ def maxrl(rewards: Rewards, lengths: Rewards) -> Rewards:
     return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)
 
 
+def by_batch_std(advantages: Rewards, rewards: Rewards, lengths: Rewards) -> Rewards:
+    """Advantages / (std of the batch's rewards + 1e-6), std unbiased (Lite PPO, arXiv 2508.08221)."""
+    return advantages / (float(rewards.std(ddof=1)) + STD_OFFSET) if len(rewards) > 1 else advantages
+
+
+def whitened_over_tokens(advantages: Rewards, rewards: Rewards, lengths: Rewards) -> Rewards:
+    """(A - mean) / (std + 1e-6) over all sampled tokens of the batch, std unbiased (REINFORCE++-baseline, arXiv 2501.03262)."""
+    total = float(lengths.sum())
+    if total <= 1:
+        return np.zeros_like(advantages)
+    offsets = advantages - float(lengths @ advantages) / total
+    std = float(np.sqrt(lengths @ np.square(offsets) / (total - 1)))
+    return offsets / (std + STD_OFFSET)
+
+
 Estimator = Callable[[Rewards, Rewards], Rewards]
+BatchScale = Callable[[Rewards, Rewards, Rewards], Rewards]
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
-    {"grpo": grpo, "dr_grpo": centered, "centered": centered, "rloo": rloo, "opo": opo, "maxrl": maxrl}
+    {
+        "grpo": grpo,
+        "dr_grpo": centered,
+        "centered": centered,
+        "rloo": rloo,
+        "opo": opo,
+        "maxrl": maxrl,
+        "lite_ppo": centered,
+        "reinforce_pp_baseline": centered,
+    }
 )
 """Estimators of one group's advantages from its rewards and sampled lengths; they see two or more rewards, not all equal."""
+
+BATCH_SCALES: Mapping[str, BatchScale] = MappingProxyType(
+    {"lite_ppo": by_batch_std, "reinforce_pp_baseline": whitened_over_tokens}
+)
+"""What follows over the whole batch, from its advantages, rewards and sampled lengths."""
 
 
 def estimator_names() -> list[str]:
@@ -116,29 +149,41 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:
     Raises:
         ValueError: if the estimator is unknown, an episode occurs twice, or a reward is not finite.
     """
+    if name in TRAINER_ESTIMATORS:
+        raise ValueError(f"{name} is computed by the trainer before its epochs, not from rewards alone: send none here")
     if name not in ESTIMATORS:
         raise ValueError(f"there is no advantage estimator {name!r}; choose one of {', '.join(ESTIMATORS)}")
     groups = _by_group(episodes)
-    advantages: dict[str, float] = {}
-    degenerate = 0
-    for members in groups.values():
-        rewards = np.array([episode.reward for episode in members], dtype=np.float64)
-        if (rewards == rewards[0]).all():
-            # Equal rewards say nothing about which attempt was better; rounding of the mean must not invent it.
-            degenerate += 1
-            values = np.zeros_like(rewards)
-        else:
-            values = ESTIMATORS[name](
-                rewards, np.array([episode.sampled_tokens for episode in members], dtype=np.float64)
-            )
-        advantages |= {episode.episode_id: float(value) for episode, value in zip(members, values, strict=True)}
+    scored = [episode for members in groups.values() for episode in members]
+    within = [_within_group(name, members) for members in groups.values()]
+    advantages = np.concatenate(within) if within else np.zeros(0)
+    if name in BATCH_SCALES and scored:
+        advantages = BATCH_SCALES[name](advantages, *_columns(scored))
+    alone = {members[0].episode_id for members in groups.values() if len(members) == 1}
     return Advantages(
-        by_episode=advantages,
+        by_episode={
+            episode.episode_id: 0.0 if episode.episode_id in alone else float(value)
+            for episode, value in zip(scored, advantages, strict=True)
+        },
         groups=len(groups),
-        degenerate_groups=degenerate,
-        single_survivors=sum(len(members) == 1 for members in groups.values()),
+        degenerate_groups=sum(len({episode.reward for episode in members}) == 1 for members in groups.values()),
+        single_survivors=len(alone),
         missing_rewards=sum(episode.reward is None for episode in episodes),
     )
+
+
+def _within_group(name: str, members: Sequence[Episode]) -> Rewards:
+    rewards, lengths = _columns(members)
+    if (rewards == rewards[0]).all():
+        # Equal rewards say nothing about which attempt was better; rounding of the mean must not invent it.
+        return np.zeros_like(rewards)
+    return ESTIMATORS[name](rewards, lengths)
+
+
+def _columns(episodes: Sequence[Episode]) -> tuple[Rewards, Rewards]:
+    """Rewards and sampled lengths."""
+    rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
+    return rewards, np.array([episode.sampled_tokens for episode in episodes], dtype=np.float64)
 
 
 def _by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
