@@ -14,10 +14,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.cli.child_process import ChildSpec
+from sluice.cli.devices import VISIBLE
+from sluice.cli.placement import Place
 from sluice.config import PeersConfig, RunConfig, SecurityConfig
 from sluice.rpc import connect
 
-__all__ = ["Addresses", "child_environment", "child_specs", "free_addresses", "serves", "shared_cores"]
+__all__ = ["Addresses", "child_environment", "child_specs", "free_addresses", "serves", "service_of", "shared_cores"]
 
 LOOPBACK = "127.0.0.1"
 
@@ -93,16 +95,16 @@ def free_addresses(replicas: int) -> Addresses:
     )
 
 
-def child_environment(child: str, threads: int | None, children: int, given: Mapping[str, str]) -> dict[str, str]:
+def child_environment(child: str, threads: int | None, processes: int, given: Mapping[str, str]) -> dict[str, str]:
     """Variables of a child, where the user has not set them.
 
     Args:
         child: Its name.
-        threads: Threads per computing child; None divides the cores.
-        children: Number of children that compute.
+        threads: Threads per computing process; None divides the cores.
+        processes: Number of processes that compute.
         given: The environment that the child inherits.
     """
-    share = max(1, len(os.sched_getaffinity(0)) // children) if hasattr(os, "sched_getaffinity") else 1
+    share = max(1, len(os.sched_getaffinity(0)) // processes) if hasattr(os, "sched_getaffinity") else 1
     count = 1 if service_of(child) not in COMPUTES else threads or share
     environment = shared_cores(given)
     if threads is not None or "OMP_NUM_THREADS" not in given:
@@ -120,7 +122,13 @@ def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def child_specs(
-    run: RunConfig, addresses: Addresses, settings: Path, log_dir: Path, *, threads: int | None
+    run: RunConfig,
+    addresses: Addresses,
+    settings: Path,
+    log_dir: Path,
+    *,
+    threads: int | None,
+    places: Mapping[str, Place],
 ) -> list[ChildSpec]:
     """What to start.
 
@@ -129,12 +137,14 @@ def child_specs(
         addresses: Its ports.
         settings: The file that the children read.
         log_dir: Where their logs go, one file per child.
-        threads: Threads per computing child; None divides the cores.
+        threads: Threads per computing process; None divides the cores.
+        places: Processes and devices of the children that compute.
     """
-    computing = sum(service_of(name) in COMPUTES for name in addresses.grpc)
+    computing = sum(each.processes for each in places.values())
     specs = []
     for name, port in addresses.grpc.items():
-        argv = [sys.executable, "-m", "sluice.cli.main", service_of(name), "@", str(settings)]
+        place = places.get(name, Place(1))
+        argv = [*_program(name, place), service_of(name), "@", str(settings)]
         argv += ["--server.host", LOOPBACK, "--server.port", str(port)]
         if name in addresses.http:
             argv += ["--server.http-port", str(addresses.http[name])]
@@ -146,11 +156,22 @@ def child_specs(
                 argv=tuple(argv),
                 log_path=log_dir / f"{name}.log",
                 serves=_probe(f"{LOOPBACK}:{port}", run.security),
-                environment=child_environment(name, threads, computing, os.environ),
+                environment=child_environment(name, threads, computing, os.environ) | _devices(place),
                 ends_run=name == "orchestrator",
             )
         )
     return specs
+
+
+def _program(child: str, place: Place) -> list[str]:
+    """What runs a child's command; the trainer of several processes runs under torchrun."""
+    if service_of(child) == "trainer" and place.processes > 1:
+        return [sys.executable, "-m", "sluice.cli.torchrun", str(place.processes)]
+    return [sys.executable, "-m", "sluice.cli.main"]
+
+
+def _devices(place: Place) -> dict[str, str]:
+    return {} if place.devices is None else {VISIBLE: ",".join(place.devices)}
 
 
 def _probe(target: str, security: SecurityConfig) -> Callable[[], Awaitable[None]]:

@@ -5,23 +5,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
 
 from sluice.cli.command import Command
-from sluice.cli.launch import child_specs, free_addresses
+from sluice.cli.devices import visible_devices
+from sluice.cli.launch import child_specs, free_addresses, service_of
 from sluice.cli.live_view import RunView
+from sluice.cli.placement import Place, place
 from sluice.cli.restart_policy import RestartLimits
 from sluice.cli.run_directory import claim, newest_checkpoint, write_settings
 from sluice.cli.supervisor import Ending, Outcome, Supervisor, run_until_signal
 from sluice.cli.watch import follow_run
-from sluice.config import ConfigError, RunConfig, check_model, dump_toml, load_run, service_names
+from sluice.config import ConfigError, RunConfig, allocation_of, check_model, dump_toml, load_run, service_names
 
-__all__ = ["COMMAND", "run"]
+__all__ = ["COMMAND", "replicas_of", "run"]
 
 NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
 """Services that a run consists of."""
@@ -47,14 +50,15 @@ def run(argv: list[str]) -> int:
     options, settings = parser.parse_known_args(argv)
     config = load_run(settings)
     _check(config)
-    replicas = options.replicas or len(config.peers.rollout)
-    if replicas < 1:
-        raise ConfigError("peers.rollout is empty: a run needs at least one rollout replica (--replicas 1)")
-    addresses = free_addresses(replicas)
+    addresses = free_addresses(replicas_of(options.replicas, config))
+    places = place(
+        config, [name for name in addresses.grpc if service_of(name) == "rollout"], visible_devices(os.environ)
+    )
     config = config.model_copy(update={"peers": addresses.peers()})
     with claim(config, resume=options.resume) as directory, _private_settings(config) as private:
         public = write_settings(config)
-        specs = child_specs(config, addresses, private or public, directory / "logs", threads=options.threads)
+        file, logs = private or public, directory / "logs"
+        specs = child_specs(config, addresses, file, logs, threads=options.threads, places=places)
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         supervisor = Supervisor(
@@ -64,10 +68,42 @@ def run(argv: list[str]) -> int:
             start_deadline_s=options.start_deadline,
         )
         view.say(f"run {config.run}: {len(specs)} services starting, logs in {directory / 'logs'}")
+        _warn_of_crowding(view, places)
         began = time.monotonic()
         outcome = asyncio.run(_supervise(supervisor, view, config))
     _tell(view, outcome, config, time.monotonic() - began)
     return _EXIT_CODES[outcome.ending]
+
+
+def _warn_of_crowding(view: RunView, places: Mapping[str, Place]) -> None:
+    processes, cores = sum(each.processes for each in places.values()), os.cpu_count() or 1
+    if processes > cores and not any(each.devices for each in places.values()):
+        view.say(
+            f"{processes} computing processes share {cores} cores: give the run fewer, or expect it to be slow",
+            "yellow",
+        )
+
+
+def replicas_of(asked: int | None, config: RunConfig) -> int:
+    """How many rollout replicas there are to be.
+
+    Raises:
+        ConfigError: if there is none, or the settings say different numbers.
+    """
+    allocation = allocation_of(config)
+    named = len(config.peers.rollout)
+    if allocation is not None and allocation.rollout is not None:
+        replicas = allocation.rollout.dimensions.data
+        listed = named if "rollout" in config.peers.model_fields_set else replicas
+        for setting, number in (("--replicas", asked or replicas), ("the length of peers.rollout", listed)):
+            if number != replicas:
+                raise ConfigError(
+                    f"the allocation {allocation} has {replicas} replicas, but {setting} is {number}: remove one of them"
+                )
+        return replicas
+    if not (asked or named):
+        raise ConfigError("peers.rollout is empty: a run needs at least one rollout replica (--replicas 1)")
+    return asked or named
 
 
 def _check(config: RunConfig) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import gc
 import importlib
 import importlib.util
+import os
 import signal
 from collections.abc import Callable
 
 import structlog
 
+from sluice.cli.parent import end_with_parent
 from sluice.config import (
     ConfigError,
     FailedForGoodError,
@@ -37,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 def serve(name: str, argv: list[str]) -> int:
-    """Run a service until SIGTERM or SIGINT.
+    """Run a service until SIGTERM or SIGINT; under torchrun, one of its ranks, of which the first serves the metrics.
 
     Returns:
         0 after a clean stop, 1 after a failure, which is logged, 3 if the work was given up, 143 if a signal came before the service's work was done.
@@ -46,12 +48,15 @@ def serve(name: str, argv: list[str]) -> int:
         ConfigError: if the settings are wrong.
     """
     run = load_run(argv, service=name)
-    configure_logging(name, run.log_level)
+    rank = int(os.environ.get("RANK", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    configure_logging(f"{name}.{rank}" if rank else name, run.log_level)
     section = run.section(name)
     server = getattr(section, "server", None)
     try:
         service = load_service(name)
-        if isinstance(server, ServerConfig) and server.metrics_port is not None:
+        if isinstance(server, ServerConfig) and server.metrics_port is not None and not rank:
             start_metrics_server(server.metrics_port, server.metrics_host)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_until_stopped(service, run, section))
