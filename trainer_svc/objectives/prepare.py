@@ -1,0 +1,193 @@
+"""What an objective needs to know about the whole batch before the first step on it: pure functions of its rows.
+
+Every rank calls them together, each with its own rows; sums and selections are over all of them. All of it concerns loss
+tokens alone: prompts, observations and padding do not exist here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import torch
+
+from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.shapes import PerSequenceToken, PerToken
+from trainer_svc.objectives.choices import Choices
+from trainer_svc.objectives.kl import kl_estimate
+from trainer_svc.objectives.process_rewards import process_returns, turns_of
+from trainer_svc.objectives.selection import keep_small_moments
+from trainer_svc.objectives.value_loss import discounted_sum, gae
+from trainer_svc.objectives.whitening import whiten, whiten_by_group
+from trainer_svc.parallel.ranks import ALONE, Ranks
+
+__all__ = ["loglinear_share", "token_rewards", "with_advantages", "with_proximal_share", "with_selection"]
+
+
+def with_advantages(
+    sequences: Rows[Sequence], choices: Choices, *, bootstraps: Rows[float] | None = None, ranks: Ranks = ALONE
+) -> list[Sequence]:
+    """The rows with the advantages (and for a critic the returns) of an estimator that the trainer runs.
+
+    Args:
+        sequences: This rank's rows, with the columns that the estimator reads: `values` for gae, `reference_logprobs` where
+            the KL is in the reward, `token_rewards` for process; `reward` of all others.
+        choices: The objective; where its estimator needs rewards alone, the rows come back as they are.
+        bootstraps: For each row the critic's value of the state after its last token, read by gae where the row was
+            truncated; None takes the value of the last state that the row has.
+        ranks: All ranks that have a share of the batch.
+
+    Raises:
+        ValueError: if a row lacks a column or its reward.
+    """
+    match choices.advantage:
+        case "gae":
+            return _with_gae(sequences, choices, bootstraps)
+        case "reinforce_pp":
+            gamma = choices.estimator["gamma"] or 0.0
+            returns = [discounted_sum(token_rewards(each, choices), gamma) for each in sequences]
+            return _with_column(sequences, "advantages", whiten(returns, ranks))
+        case "process":
+            return _with_column(sequences, "advantages", _process(sequences, choices, ranks))
+        case _:
+            return list(sequences)
+
+
+def token_rewards(sequence: Sequence, choices: Choices) -> PerToken:
+    """Reward at each loss token: the environment's where it gives them, else the episode's at the last one; minus the KL.
+
+    The KL in the reward is `kl_coef` k1(o, ref) with the proximal policy o (the behaviour policy, unless o is recomputed),
+    never with the policy that is being trained.
+
+    Returns:
+        float64, one per loss token.
+
+    Raises:
+        ValueError: if there is neither a reward nor rewards per token, or the reference is missing.
+    """
+    if sequence.token_rewards is not None:
+        rewards = _at_loss_tokens(sequence, sequence.token_rewards)
+    elif sequence.reward is not None:
+        rewards = torch.zeros(int(sequence.loss_mask.sum()), dtype=torch.float64)
+        rewards[-1:] = sequence.reward
+    else:
+        raise ValueError(
+            f"sequence {sequence.trajectory_id!r} has no reward, which is not 0: leave it out of the batch"
+        )
+    if choices.kl_coef > 0 and choices.kl_where == "reward":
+        if sequence.reference_logprobs is None:
+            raise ValueError(
+                f"kl_where is reward but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, "
+                "name a reference model, or set kl_coef to 0"
+            )
+        proximal = _at_loss_tokens(sequence, _proximal(sequence, choices))
+        reference = _at_loss_tokens(sequence, sequence.reference_logprobs)
+        rewards = rewards - choices.kl_coef * kl_estimate(choices.kl_kind, proximal, reference)
+    return rewards
+
+
+def _with_gae(sequences: Rows[Sequence], choices: Choices, bootstraps: Rows[float] | None) -> list[Sequence]:
+    advantages, returns = [], []
+    for index, sequence in enumerate(sequences):
+        if sequence.values is None:
+            raise ValueError(
+                f"gae needs the critic's values, and sequence {sequence.trajectory_id!r} has none: set up a critic"
+            )
+        values = _at_loss_tokens(sequence, sequence.values)
+        last = float(values[-1]) if len(values) else 0.0
+        after = last if bootstraps is None else bootstraps[index]
+        advantage, target = gae(
+            token_rewards(sequence, choices),
+            values,
+            bootstrap=after if sequence.truncated else 0.0,
+            gamma=choices.estimator["gamma"] or 0.0,
+            gae_lambda=choices.estimator["gae_lambda"] or 0.0,
+        )
+        advantages.append(advantage)
+        returns.append(target)
+    return _with_column(_with_column(sequences, "advantages", advantages), "returns", returns)
+
+
+def _process(sequences: Rows[Sequence], choices: Choices, ranks: Ranks) -> list[PerToken]:
+    credited = []
+    for sequence in sequences:
+        if sequence.token_rewards is None:
+            raise ValueError(
+                f"process needs rewards per token or turn, and sequence {sequence.trajectory_id!r} has none: send them, or "
+                "choose an estimator of the episode's reward"
+            )
+        credited.append(
+            process_returns(
+                _at_loss_tokens(sequence, sequence.token_rewards),
+                turns_of(sequence.loss_mask),
+                turn_discount=choices.estimator["turn_discount"],
+            )
+        )
+    match choices.process_scale:
+        case "batch":
+            return whiten(credited, ranks)
+        case "group":
+            names = [each.group_id or f"alone/{each.trajectory_id}" for each in sequences]
+            return whiten_by_group(credited, names, ranks)
+        case _:
+            return credited
+
+
+def with_selection(sequences: Rows[Sequence], choices: Choices, ranks: Ranks = ALONE) -> list[Sequence]:
+    """The rows with the tokens marked that m2po keeps; other objectives keep all.
+
+    Raises:
+        ValueError: if a row has no proximal log-probabilities.
+    """
+    tau = choices.beside.get("tau")
+    if tau is None:
+        return list(sequences)
+    behaviour = [_at_loss_tokens(each, each.behaviour_logprobs) for each in sequences]
+    proximal = [_at_loss_tokens(each, _proximal(each, choices)) for each in sequences]
+    kept = keep_small_moments(behaviour, proximal, tau=tau, ranks=ranks)
+    return [_with_kept(sequence, mask) for sequence, mask in zip(sequences, kept, strict=True)]
+
+
+def _with_kept(sequence: Sequence, mask: torch.Tensor) -> Sequence:
+    kept = torch.ones_like(sequence.loss_mask)
+    kept[sequence.loss_mask] = mask
+    return replace(sequence, kept=kept)
+
+
+def loglinear_share(ages: torch.Tensor) -> torch.Tensor:
+    """The share a of log o = log b + a (log t - log b): (age - 1) / age, and 0 for tokens of the current version.
+
+    Args:
+        ages: v - v_b per loss token: the trainer's version minus the one that sampled it.
+    """
+    aged = ages.double()
+    return ((aged - 1) / aged.clamp(min=1)).clamp(0, 1)
+
+
+def with_proximal_share(sequences: Rows[Sequence], ages: Rows[torch.Tensor]) -> list[Sequence]:
+    """The rows with the column of the log-linear form, from the age of each loss token."""
+    return _with_column(sequences, "proximal_share", [loglinear_share(each) for each in ages])
+
+
+def _proximal(sequence: Sequence, choices: Choices) -> PerSequenceToken:
+    if choices.proximal != "recompute":
+        return sequence.behaviour_logprobs
+    if sequence.proximal_logprobs is None:
+        raise ValueError(
+            f"sequence {sequence.trajectory_id!r} has no proximal log-probabilities: compute them before the batch is prepared"
+        )
+    return sequence.proximal_logprobs
+
+
+def _at_loss_tokens(sequence: Sequence, column: PerSequenceToken) -> PerToken:
+    return column[sequence.loss_mask].double()
+
+
+def _with_column(sequences: Rows[Sequence], name: str, values: Rows[PerToken]) -> list[Sequence]:
+    """The rows with a column set at their loss tokens, 0 elsewhere, in the precision of their log-probabilities."""
+    rows = []
+    for sequence, each in zip(sequences, values, strict=True):
+        column = torch.zeros_like(sequence.behaviour_logprobs)
+        column[sequence.loss_mask] = each.to(column.dtype)
+        rows.append(replace(sequence, **{name: column}))
+    return rows
