@@ -125,8 +125,12 @@ class TrainEngine:
                 _share(loss_fn, weight, self.network.outputs(moved, entropy=entropy), moved, record)
         return record.finish()
 
-    def forward(self, sequences: Rows[Sequence]) -> list[torch.Tensor]:
+    def forward(self, sequences: Rows[Sequence], *, values: bool = False) -> list[torch.Tensor]:
         """What the current weights say about the loss tokens: log-probabilities after temperature, or values.
+
+        Args:
+            sequences: This rank's share of the batch.
+            values: Read the value head of a network that has a language head as well.
 
         Returns:
             For each sequence a float32 CPU tensor of its length, NaN where `loss_mask` is not set.
@@ -140,8 +144,9 @@ class TrainEngine:
             for batch in pack(sequences, self.config.token_budget, fold=self.config.fold_prompts):
                 outputs = self.network.outputs(batch.to(self.device))
                 counts = [int(sequence.loss_mask.sum()) for sequence in batch.sequences]
-                for index, values in zip(batch.order, outputs.main.float().cpu().split(counts), strict=True):
-                    results[index][sequences[index].loss_mask] = values
+                read = outputs.values if values and outputs.values is not None else outputs.main
+                for index, part in zip(batch.order, read.float().cpu().split(counts), strict=True):
+                    results[index][sequences[index].loss_mask] = part
         return results
 
     def step(self, record: StepRecord) -> None:

@@ -12,6 +12,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 __all__ = ["export_hf", "live_tensors", "named_tensors"]
 
+OWN_MODULES = ("value_head.",)
+"""What training puts on a language model; files and engines do not know it."""
+
 
 def live_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Hugging Face names to the live tensors, where they lie; of tied weights only the first name appears.
@@ -20,7 +23,7 @@ def live_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     once: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _policy_state(model).items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and place in seen:
             continue
@@ -29,6 +32,10 @@ def live_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     # Files and engines use the names before transformers fused modules.
     published: dict[str, torch.Tensor] = revert_weight_conversion(model, once)
     return published
+
+
+def _policy_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(OWN_MODULES)}
 
 
 def named_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -63,7 +70,7 @@ def export_hf(model: PreTrainedModel, source: str, directory: Path, dtype: torch
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        state = {name: _copy(tensor, dtype) for name, tensor in model.state_dict().items()}
+        state = {name: _copy(tensor, dtype) for name, tensor in _policy_state(model).items()}
         model.save_pretrained(staging, state_dict=state)
         AutoTokenizer.from_pretrained(source).save_pretrained(staging)
         for path in (staging, *staging.rglob("*")):

@@ -47,6 +47,25 @@ class Ranks:
         chosen = (largest if name.startswith("max_") else sums for name in names)
         return {name: float(each[place]) for place, (name, each) in enumerate(zip(names, chosen, strict=True))}
 
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks, those of rank 0 first; ranks may have different numbers of them.
+
+        Args:
+            rows: A CPU tensor; beyond the first dimension its shape and its dtype are the same on every rank.
+
+        Raises:
+            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+        """
+        if self.group is None:
+            return rows
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor([len(rows)]), group=self.group)
+        padded = rows.new_zeros((max(int(count) for count in counts), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
 
 ALONE = Ranks()
 """One process that trains the whole batch."""
