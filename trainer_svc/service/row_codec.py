@@ -1,0 +1,94 @@
+"""Training rows as bytes for the other ranks: a safetensors file whose tensors are the columns, end to end.
+
+What is no tensor (ids, temperature, reward, version spans) stands as JSON in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import fields
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from sluice.versions import Version
+from trainer_svc.engine.batch import Sequence, VersionSpan
+
+__all__ = ["decode_rows", "encode_rows"]
+
+ROWS = "rows"
+"""Key of the metadata that holds what is no tensor."""
+
+HOLDERS = "rows."
+"""Before a column's name: which rows have it, where not all do."""
+
+
+def encode_rows(rows: Rows[Sequence]) -> bytes:
+    """Rows as bytes.
+
+    Raises:
+        ValueError: if a column has different dtypes in different rows.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    plain: list[dict[str, Any]] = [{"tokens": len(row)} for row in rows]
+    for name in (field.name for field in fields(Sequence)):
+        values = [getattr(row, name) for row in rows]
+        holders = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        if not holders:
+            for row, value in zip(plain, values, strict=True):
+                row[name] = _spans_out(value) if name == "versions" else value
+            continue
+        if len({values[place].dtype for place in holders}) > 1:
+            raise ValueError(f"column {name} has several dtypes: give all rows the same")
+        tensors[name] = torch.cat([values[place] for place in holders])
+        if len(holders) < len(rows):
+            tensors[HOLDERS + name] = torch.tensor(holders)
+    data: bytes = save(tensors, metadata={ROWS: json.dumps(plain)})
+    return data
+
+
+def decode_rows(data: bytes) -> list[Sequence]:
+    """What `encode_rows` was given.
+
+    Raises:
+        ValueError: if the bytes are something else.
+    """
+    plain = _plain(data)
+    lengths = [row.pop("tokens") for row in plain]
+    tensors = load(data)
+    for name, column in _columns(tensors):
+        holders = tensors[HOLDERS + name].tolist() if HOLDERS + name in tensors else range(len(plain))
+        parts = column.split([lengths[place] for place in holders])
+        for place, part in zip(holders, parts, strict=True):
+            plain[place][name] = part
+    for row in plain:
+        row["versions"] = _spans_in(row["versions"])
+    return [Sequence(**row) for row in plain]
+
+
+def _columns(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, column) for name, column in tensors.items() if not name.startswith(HOLDERS))
+
+
+def _plain(data: bytes) -> list[dict[str, Any]]:
+    """The JSON in a safetensors file's header; the library reads it from paths alone."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        rows = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ROWS])
+    except (struct.error, ValueError, KeyError) as error:
+        raise ValueError(f"these bytes are no rows: {error}") from error
+    if not isinstance(rows, list):
+        raise TypeError("these bytes are no rows")
+    return rows
+
+
+def _spans_out(spans: tuple[VersionSpan, ...]) -> list[tuple[int, int, int]]:
+    return [(span.start, span.version.epoch, span.version.number) for span in spans]
+
+
+def _spans_in(spans: list[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(start, Version(epoch, number)) for start, epoch, number in spans)
