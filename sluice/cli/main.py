@@ -30,6 +30,7 @@ BUILT_IN = {
 
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",
+    "objective": "evaluate an objective and its gradient on given numbers",
     "eval": "score a model directory or a running server on an environment",
     "bench": "measure a part of the system side by side with its alternative",
 }

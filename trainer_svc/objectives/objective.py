@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.network import Entropy
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import PerToken, Scalar
 from trainer_svc.objectives.aggregation import divisor, sequence_factors
@@ -21,6 +20,11 @@ from trainer_svc.objectives.imported import find_surrogate
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.surrogates import Surrogate, TokenLosses
 from trainer_svc.objectives.terms import TokenTerms
+
+if TYPE_CHECKING:
+    from trainer_svc.engine.network import (
+        Entropy,
+    )  # which imports transformers: seconds that a loss alone does not need
 
 __all__ = ["Objective"]
 
