@@ -74,6 +74,13 @@ class ParallelConfig(Section):
     tp: int = Field(1, ge=1, description="Processes that share each matrix product (tensor parallel).")
     cp: int = Field(1, ge=1, description="Processes that share each packed row of tokens (context parallel, Ulysses).")
     pp: int = Field(1, ge=1, description="Stages that share the layers (pipeline parallel).")
+    reshard: bool = Field(
+        True,
+        description="Give gathered weights back after each layer and gather them again for its backward pass. false: keep them for the whole step, faster but with the memory of the whole model.",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="Seconds that a process waits for the others in one exchange before it gives up."
+    )
 
     @model_validator(mode="after")
     def _shards(self) -> Self:

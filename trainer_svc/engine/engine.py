@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,10 +15,11 @@ from trainer_svc.engine.export import export_hf, live_tensors, named_tensors
 from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device
 from trainer_svc.engine.optim import build_adamw, learning_rate, load_optimizer_tensors, optimizer_tensors
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
-from trainer_svc.engine.packing import pack
+from trainer_svc.engine.packing import empty_batch, pack
+from trainer_svc.engine.runner import OneByOne, Runner
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
-from trainer_svc.parallel.ranks import ALONE, Ranks
+from trainer_svc.parallel.mesh import SINGLE, Mesh
 
 __all__ = ["TrainEngine"]
 
@@ -33,7 +35,7 @@ class TrainEngine:
         model_dir: Hugging Face directory or hub id of the base model.
         seed: Seed of PyTorch's generators.
         head: What the network has on top: "language", "value" or "both".
-        ranks: The data-parallel ranks.
+        mesh: The processes that train together, from `trainer_svc.parallel.mesh.join`.
     """
 
     def __init__(
@@ -43,15 +45,16 @@ class TrainEngine:
         seed: int = 0,
         *,
         head: Head = "language",
-        ranks: Ranks = ALONE,
+        mesh: Mesh = SINGLE,
     ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
         self.config = config
-        self.ranks = ranks
+        self.mesh = mesh
+        self.ranks = mesh.ranks
         self.model_dir = str(model_dir)
-        self.device = resolve_device(config.device)
+        self.device = mesh.device or resolve_device(config.device)
         self.network = load_network(
             self.model_dir,
             self.device,
@@ -61,6 +64,7 @@ class TrainEngine:
             gradient_checkpointing=config.gradient_checkpointing,
         )
         self.optimizer = build_adamw(config, self.network.model.parameters())
+        self.runner: Runner = OneByOne(self.network)
         self.optimizer_steps = 0
         """Optimizer steps applied; skipped ones do not count."""
 
@@ -91,14 +95,10 @@ class TrainEngine:
             ValueError: if a token id is outside of the vocabulary.
         """
         record = StepRecord(sequences, self.ranks)
-        batches, weight = self._prepare(record, sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
+        with record.phase("pack"):
+            batches, weight = self._prepare(sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            with record.phase("forward"):
-                outputs = self.network.outputs(batch.to(self.device), entropy=entropy)
-                loss = _share(loss_fn, weight, outputs, batch.to(self.device), record)
-            with record.phase("backward"):
-                loss.backward()
+        self.runner.train(batches, partial(_share, loss_fn, weight, record), record, entropy=entropy)
         with record.phase("optimizer"):
             self.step(record)
         return record.finish()
@@ -118,11 +118,10 @@ class TrainEngine:
             ValueError: if a token id is outside of the vocabulary.
         """
         record = StepRecord(sequences, self.ranks)
-        batches, weight = self._prepare(record, sequences, loss_weight_fn, None, whole_groups=whole_groups)
-        with record.phase("forward"), torch.no_grad():
-            for batch in batches:
-                moved = batch.to(self.device)
-                _share(loss_fn, weight, self.network.outputs(moved, entropy=entropy), moved, record)
+        with record.phase("pack"):
+            batches, weight = self._prepare(sequences, loss_weight_fn, whole_groups=whole_groups)
+        with record.phase("forward"):
+            self.runner.evaluate(batches, partial(_share, loss_fn, weight, record), entropy=entropy)
         return record.finish()
 
     def forward(self, sequences: Rows[Sequence], *, values: bool = False) -> list[torch.Tensor]:
@@ -138,15 +137,16 @@ class TrainEngine:
         Raises:
             ValueError: if a token id is outside of the vocabulary.
         """
-        self._check_ids(sequences)
+        batches, _ = self._prepare(sequences)
         results = [torch.full((len(sequence),), torch.nan) for sequence in sequences]
-        with torch.no_grad():
-            for batch in pack(sequences, self.config.token_budget, fold=self.config.fold_prompts):
-                outputs = self.network.outputs(batch.to(self.device))
-                counts = [int(sequence.loss_mask.sum()) for sequence in batch.sequences]
-                read = outputs.values if values and outputs.values is not None else outputs.main
-                for index, part in zip(batch.order, read.float().cpu().split(counts), strict=True):
-                    results[index][sequences[index].loss_mask] = part
+
+        def keep(outputs: Outputs, batch: MicroBatch) -> None:
+            counts = [int(sequence.loss_mask.sum()) for sequence in batch.sequences]
+            read = outputs.values if values and outputs.values is not None else outputs.main
+            for index, part in zip(batch.order, read.float().cpu().split(counts), strict=True):
+                results[index][sequences[index].loss_mask] = part
+
+        self.runner.evaluate(batches, keep)
         return results
 
     def step(self, record: StepRecord) -> None:
@@ -240,23 +240,35 @@ class TrainEngine:
 
     def _prepare(
         self,
-        record: StepRecord,
         sequences: Rows[Sequence],
-        loss_weight_fn: LossWeight,
-        contributes: Callable[[Sequence], bool] | None,
+        loss_weight_fn: LossWeight = lambda _: 0.0,
+        contributes: Callable[[Sequence], bool] | None = None,
         *,
-        whole_groups: bool,
+        whole_groups: bool = False,
     ) -> tuple[list[MicroBatch], float]:
-        """The micro-batches, and the weight of the global batch; 1 where it is 0, as nothing is divided then."""
-        with record.phase("pack"):
+        """The micro-batches, as many on every rank, and the weight of the global batch: 1 where it is 0, as nothing is divided then."""
+        batches: list[MicroBatch] = []
+        weight, refusal = 0.0, None
+        try:
             self._check_ids(sequences)
-            weight = self.ranks.total({"weight": loss_weight_fn(sequences)})["weight"]
+            weight = loss_weight_fn(sequences)
             chosen = sequences if contributes is None else [each for each in sequences if contributes(each)]
             fold = self.config.fold_prompts
-            return pack(chosen, self.config.token_budget, fold=fold, whole_groups=whole_groups), weight or 1.0
+            batches = pack(chosen, self.config.token_budget, fold=fold, whole_groups=whole_groups)
+        except ValueError as error:
+            refusal = error  # raised when the other ranks know, lest they wait for this one
+        totals = self.ranks.total(
+            {"weight": weight, "max_batches": len(batches), "refused": float(refusal is not None)}
+        )
+        if refusal is not None:
+            raise refusal
+        if totals["refused"]:
+            raise ValueError("another rank refused its share of the batch: its own error says why")
+        batches += [empty_batch()] * (int(totals["max_batches"]) - len(batches))
+        return batches, totals["weight"] or 1.0
 
 
-def _share(loss_fn: LossFn, weight: float, outputs: Outputs, batch: MicroBatch, record: StepRecord) -> Scalar:
+def _share(loss_fn: LossFn, weight: float, record: StepRecord, outputs: Outputs, batch: MicroBatch) -> Scalar:
     """This micro-batch's share of the global loss, taken into the record."""
     total, sums = loss_fn(outputs, batch)
     loss = total / weight

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from trainer_svc.engine.attention import AttentionPlan
 from trainer_svc.engine.batch import OPTIONAL_COLUMNS, MicroBatch, Sequence
 
-__all__ = ["pack"]
+__all__ = ["empty_batch", "pack"]
 
 Ids = NDArray[np.int64]
 
@@ -60,6 +60,25 @@ def pack(
             bins[place].append(unit)
             room[place] -= unit.cost
     return [_micro_batch(sequences, inputs, units) for units in bins]
+
+
+def empty_batch() -> MicroBatch:
+    """One token without sequences or loss tokens: for a rank that has no rows left while others have."""
+    nothing, no_place = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    return MicroBatch(
+        sequences=(),
+        order=(),
+        input_ids=torch.zeros((1, 1), dtype=torch.int64),
+        position_ids=torch.zeros((1, 1), dtype=torch.int64),
+        attention=AttentionPlan.of([np.zeros(1, dtype=np.int64)], 1),
+        **{name: nothing.bool() if name == "kept" else nothing for name in OPTIONAL_COLUMNS},
+        predictors=no_place,
+        targets=no_place,
+        owners=no_place,
+        temperatures=nothing,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+    )
 
 
 def _forwarded(sequence: Sequence) -> Ids:

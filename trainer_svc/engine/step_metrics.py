@@ -78,7 +78,7 @@ class StepRecord:
         self._sums: list[dict[str, Scalar]] = []
         self._sequences = sequences
         self._ranks = ranks
-        self._forward_tokens = self._cells = self._real_cells = 0
+        self._forward_tokens = self._cells = self._real_cells = self._micro_batches = 0
         self._totals: dict[str, float] | None = None
         self._grad_norm = 0.0
         self.learning_rate = 0.0
@@ -95,6 +95,9 @@ class StepRecord:
         """Take in one micro-batch; tensors stay on the device until the step ends, so that it need not wait."""
         self._loss.append(loss.detach())
         self._sums.append(sums)
+        if not batch.sequences:
+            return
+        self._micro_batches += 1
         self._forward_tokens += batch.packed_tokens
         self._cells += batch.attention.padded_tokens
         self._real_cells += batch.attention.real_tokens
@@ -114,7 +117,7 @@ class StepRecord:
                 "tokens": sum(map(len, self._sequences)),
                 "loss_tokens": sum(int(each.loss_mask.sum()) for each in self._sequences),
                 "forward_tokens": self._forward_tokens,
-                "micro_batches": len(self._loss),
+                "micro_batches": self._micro_batches,
                 "cells": self._cells,
                 "real_cells": self._real_cells,
             }
