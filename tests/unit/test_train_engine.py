@@ -12,9 +12,8 @@ from tiny_policy import policy_step, ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.render import tokenizer_digest
-from trainer_svc.config import ObjectiveConfig, OptimizerConfig, TrainerConfig
+from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.optim import learning_rate
 from trainer_svc.objectives.objective import Objective
 
 
@@ -217,14 +216,3 @@ def test_state_of_another_model_is_refused(model_dir):
         trainer.load_state(missing, {"optimizer_steps": 0})
     with pytest.raises(ValueError, match="has shape"):
         trainer.load_state({**tensors, "model.lm_head.weight": torch.zeros(2, 2)}, {"optimizer_steps": 0})
-
-
-def test_learning_rates_warm_up_and_decay_as_the_schedule_says():
-    linear = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="linear", max_steps=14, min_lr_ratio=0.1)
-    assert [learning_rate(linear, step) for step in (0, 3, 4, 9, 14, 99)] == pytest.approx(
-        [0.25, 1.0, 1.0, 0.55, 0.1, 0.1]
-    )
-    cosine = linear.model_copy(update={"schedule": "cosine", "min_lr_ratio": 0.0})
-    assert [learning_rate(cosine, step) for step in (4, 9, 14)] == pytest.approx([1.0, 0.5, 0.0])
-    constant = linear.model_copy(update={"schedule": "constant"})
-    assert [learning_rate(constant, step) for step in (0, 4, 500)] == pytest.approx([0.25, 1.0, 1.0])

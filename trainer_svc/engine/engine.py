@@ -13,10 +13,11 @@ from trainer_svc.config import ComputeConfig
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors
 from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device
-from trainer_svc.engine.optim import build_adamw, learning_rate, load_optimizer_tensors, optimizer_tensors
+from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.engine.packing import empty_batch, pack
 from trainer_svc.engine.runner import OneByOne, Runner
+from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -63,7 +64,7 @@ class TrainEngine:
             logit_cells=config.logit_cells,
             gradient_checkpointing=config.gradient_checkpointing,
         )
-        self.optimizer = build_adamw(config, self.network.model.parameters())
+        self.optimizer = build_optimizers(config, self.network.model, self.device)
         self.runner: Runner = OneByOne(self.network)
         self.optimizer_steps = 0
         """Optimizer steps applied; skipped ones do not count."""
@@ -163,9 +164,7 @@ class TrainEngine:
             return
         if self.config.grad_clip > 0:
             torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm, foreach=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = record.learning_rate
-        self.optimizer.step()
+        self.optimizer.step(self.optimizer_steps)
         self.optimizer_steps += 1
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
@@ -195,38 +194,50 @@ class TrainEngine:
         """
         named = dict(self.network.model.named_parameters())
         model = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        optimizer = optimizer_tensors(self.optimizer, named.items())
+        optimizer = self.optimizer.tensors(named.items())
         return model | {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
 
     def state_scalars(self) -> dict[str, int]:
         """The numbers that a checkpoint must hold."""
         return {"optimizer_steps": self.optimizer_steps}
 
-    def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, int]) -> None:
-        """Go back to what `state_tensors` and `state_scalars` gave.
+    def state_room(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+        """The live tensors that a checkpoint is to be read into; the optimizer's state is zeros until that has happened.
+
+        Args:
+            shapes: Names and global shapes of what `state_tensors` gave when the checkpoint was written.
 
         Raises:
-            ValueError: if names or shapes are not this model's.
+            ValueError: if names or shapes are not this model's and optimizer's; then nothing has changed.
         """
         named = dict(self.network.model.named_parameters())
-        given = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        given = {name.removeprefix("model."): shape for name, shape in shapes.items() if name.startswith("model.")}
         if given.keys() != named.keys():
             differing = sorted(given.keys() ^ named.keys())
             raise ValueError(
                 f"the checkpoint is of another model ({differing[0]!r} is on one side only): resume with the model it was made from"
             )
-        moments = {
-            name.removeprefix("optimizer."): tensor for name, tensor in tensors.items() if name.startswith("optimizer.")
-        }
-        for name, tensor in given.items():
-            if tensor.shape != named[name].shape:
+        for name, shape in given.items():
+            if shape != named[name].shape:
                 raise ValueError(
-                    f"{name!r} has shape {tuple(tensor.shape)} in the checkpoint, {tuple(named[name].shape)} in the model"
+                    f"{name!r} has shape {tuple(shape)} in the checkpoint, {tuple(named[name].shape)} in the model"
                 )
-        load_optimizer_tensors(self.optimizer, named.items(), moments)
-        with torch.no_grad():
-            for name, tensor in given.items():
-                named[name].copy_(tensor)
+        moments = {
+            name.removeprefix("optimizer."): shape for name, shape in shapes.items() if name.startswith("optimizer.")
+        }
+        optimizer = self.optimizer.make_room(named, moments)
+        model = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+        return model | {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, int]) -> None:
+        """Go back to what `state_tensors` and `state_scalars` gave.
+
+        Raises:
+            ValueError: if names or shapes are not this model's and optimizer's.
+        """
+        room = self.state_room({name: tensor.shape for name, tensor in tensors.items()})
+        for name, tensor in room.items():
+            tensor.copy_(tensors[name])
         self.optimizer_steps = int(scalars["optimizer_steps"])
 
     def _check_ids(self, sequences: Rows[Sequence]) -> None:

@@ -1,0 +1,152 @@
+"""Optimizers and their schedules: the steps that the settings name, and their state back to the bit."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_policy import policy_step, ragged_batch, tiny_model
+
+from trainer_svc.config import ComputeConfig, OptimizerConfig, TrainerConfig
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.muon import ShardedMuon
+from trainer_svc.engine.offload import OffloadedAdamW
+from trainer_svc.engine.schedule import learning_rate
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("optimizers"))
+
+
+def engine(model_dir: Path, **settings: object) -> TrainEngine:
+    return TrainEngine(TrainerConfig(**({"lr": 1e-3, "device": "cpu", "threads": 1} | settings)), model_dir)
+
+
+def test_learning_rates_warm_up_and_decay_as_the_schedule_says() -> None:
+    linear = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="linear", max_steps=14, min_lr_ratio=0.1)
+    assert [learning_rate(linear, step) for step in (0, 3, 4, 9, 14, 99)] == pytest.approx(
+        [0.25, 1.0, 1.0, 0.55, 0.1, 0.1]
+    )
+    cosine = linear.model_copy(update={"schedule": "cosine", "min_lr_ratio": 0.0})
+    assert [learning_rate(cosine, step) for step in (4, 9, 14)] == pytest.approx([1.0, 0.5, 0.0])
+    constant = linear.model_copy(update={"schedule": "constant"})
+    assert [learning_rate(constant, step) for step in (0, 4, 500)] == pytest.approx([0.25, 1.0, 1.0])
+    wsd = OptimizerConfig(
+        lr=2.0, warmup_steps=2, schedule="wsd", decay_steps=4, max_steps=10, min_lr_ratio=0.5, optimizer="muon"
+    )
+    rates = [learning_rate(wsd, step) for step in (0, 1, 2, 6, 7, 8, 10, 11)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"schedule": "wsd", "max_steps": 10}, "decay_steps, which is 0"),
+        ({"schedule": "wsd", "max_steps": 10, "decay_steps": 8, "warmup_steps": 3}, "more than max_steps"),
+        ({"schedule": "wsd", "decay_steps": 8}, "ends at max_steps"),
+        ({"optimizer": "muon", "optimizer_offload": True}, "set optimizer to adamw"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        TrainerConfig(**settings)
+
+
+def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(model_dir: Path) -> None:
+    policy = engine(model_dir, optimizer="muon")
+    names = {parameter: name for name, parameter in policy.network.model.named_parameters()}
+    muon, adamw = policy.optimizer.parts
+    by_muon = {names[each] for group in muon.param_groups for each in group["params"]}
+    by_adamw = {names[each] for group in adamw.param_groups for each in group["params"]}
+    assert by_muon | by_adamw == set(names.values())
+    assert not by_muon & by_adamw
+    assert all(name.endswith("_proj.weight") for name in by_muon)
+    assert {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"} <= by_adamw
+    assert not any(name.endswith("_proj.weight") for name in by_adamw)
+
+
+def test_a_muon_step_is_torchs_own_and_that_of_the_paper() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(6, 10, generator=generator) for _ in range(3))
+    options = {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}
+    ours, torchs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    for gradient in gradients:
+        for parameter in (ours, torchs):
+            parameter.grad = gradient.clone()
+        if gradient is gradients[0]:
+            optimizers = (ShardedMuon([ours], **options), torch.optim.Muon([torchs], **options))
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-6)
+        if gradient is gradients[0]:
+            _assert_nearly_orthogonal((start * (1 - 0.1 * 0.5) - ours.detach()) / (0.1 * 0.2 * math.sqrt(10)), gradient)
+
+
+def _assert_nearly_orthogonal(direction: torch.Tensor, gradient: torch.Tensor) -> None:
+    """The gradient's singular vectors, with singular values near 1: what Newton-Schulz is there for."""
+    left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+    seen = left.T @ direction @ right.T
+    assert seen.diagonal().min() > 0.5
+    assert seen.diagonal().max() < 1.5
+    assert (seen - seen.diagonal().diag()).abs().max() < 0.1
+
+
+def test_the_moments_in_host_memory_give_the_very_steps_of_adamw() -> None:
+    generator = torch.Generator().manual_seed(1)
+    starts = [torch.randn(5, 7, generator=generator), torch.randn(7, generator=generator)]
+    plain, offloaded = ([torch.nn.Parameter(each.clone()) for each in starts] for _ in range(2))
+    options = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    groups = [[{"params": side[:1], "weight_decay": 0.3}, {"params": side[1:]}] for side in (plain, offloaded)]
+    optimizers = (torch.optim.AdamW(groups[0], **options, fused=True), OffloadedAdamW(groups[1], **options))
+    for _ in range(3):
+        for one, other in zip(plain, offloaded, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(plain, offloaded, strict=True))
+    states = [[part.state[each] for each in side] for part, side in zip(optimizers, (plain, offloaded), strict=True)]
+    for one, other in zip(*states, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_offload_on_a_cpu_is_plain_adamw(model_dir: Path) -> None:
+    config = ComputeConfig(optimizer_offload=True, device="cpu")
+    assert [type(part) for part in TrainEngine(config, model_dir).optimizer.parts] == [torch.optim.AdamW]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_step_after_save_and_load_is_the_step_of_a_run_that_went_on(model_dir: Path, optimizer: str) -> None:
+    settings = {"optimizer": optimizer, "schedule": "wsd", "warmup_steps": 1, "max_steps": 5, "decay_steps": 3}
+    first, second, third = (ragged_batch(seed=seed, groups=2) for seed in (10, 11, 12))
+    straight = engine(model_dir, **settings)
+    for rows in (first, second):
+        policy_step(straight, rows)
+    tensors = {name: tensor.clone() for name, tensor in straight.state_tensors().items()}
+    scalars = straight.state_scalars()
+    resumed = engine(model_dir, **settings)
+    policy_step(resumed, first)
+    resumed.load_state(tensors, scalars)
+    rates = {policy_step(each, third).learning_rate for each in (straight, resumed)}
+    assert len(rates) == 1
+    expected = straight.state_tensors()
+    assert resumed.state_tensors().keys() == expected.keys()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in resumed.state_tensors().items())
+    assert any(name.startswith("optimizer.momentum_buffer.") for name in expected) is (optimizer == "muon")
+
+
+def test_state_of_another_optimizer_is_refused_and_changes_nothing(model_dir: Path) -> None:
+    adamw, muon = engine(model_dir), engine(model_dir, optimizer="muon")
+    for policy in (adamw, muon):
+        policy_step(policy, ragged_batch(seed=3, groups=1))
+    before = {name: tensor.clone() for name, tensor in muon.state_tensors().items()}
+    with pytest.raises(ValueError, match="the optimizer that were saved"):
+        muon.load_state(adamw.state_tensors(), {"optimizer_steps": 1})
+    missing = {name: tensor for name, tensor in before.items() if not name.startswith("optimizer.step.model.norm")}
+    with pytest.raises(ValueError, match="is incomplete"):
+        muon.load_state(missing, {"optimizer_steps": 1})
+    assert all(torch.equal(before[name], tensor) for name, tensor in muon.state_tensors().items())
