@@ -77,21 +77,41 @@ class Network:
             batch: A micro-batch on the network's device.
             entropy: Whether to compute the entropy of the distribution at each token, in nats, and with a gradient.
         """
-        mixed = self.compute_dtype != torch.float32
-        with torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=mixed):
-            if not self.own_head:
-                logits = self._forward(self.model, batch, logits_to_keep=batch.predictors).logits[0]
+        if not self.own_head:
+            with self._precision():
+                logits = self._forward(
+                    self.model, batch, input_ids=batch.input_ids, logits_to_keep=batch.predictors
+                ).logits[0]
                 return Outputs(*_logprobs(logits, batch.targets, batch.temperatures, entropy=entropy))
-            hidden = self._forward(self.model.base_model, batch).last_hidden_state[0]
+        return self.read(self.hidden(batch), batch, entropy=entropy)
+
+    def hidden(self, batch: MicroBatch, *, states: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states behind the last layer, of shape [packed, width].
+
+        Args:
+            batch: A micro-batch on the network's device.
+            states: Hidden states that go into the first layer that is here; None: the tokens' embeddings.
+        """
+        with self._precision():
+            inputs = {"input_ids": batch.input_ids} if states is None else {"inputs_embeds": states.unsqueeze(0)}
+            hidden: torch.Tensor = self._forward(self.model.base_model, batch, **inputs).last_hidden_state[0]
+            return hidden
+
+    def read(self, hidden: torch.Tensor, batch: MicroBatch, *, entropy: Entropy = "none") -> Outputs:
+        """Outputs at each loss token, of the hidden states behind the last layer."""
+        with self._precision():
             states = hidden.index_select(0, batch.predictors)
             values = None if self.value_head is None else _wide(self.value_head(states).squeeze(-1))
             if not self.language:
                 return Outputs(values=values)
             return Outputs(*self._from_hidden(states, batch, entropy=entropy), values=values)
 
+    def _precision(self) -> torch.autocast:
+        mixed = self.compute_dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.compute_dtype, enabled=mixed)
+
     def _forward(self, module: torch.nn.Module, batch: MicroBatch, **options: Any) -> Any:  # noqa: ANN401  transformers' output classes
         return module(
-            input_ids=batch.input_ids,
             position_ids=batch.position_ids,
             packed=batch.attention,
             use_cache=False,
