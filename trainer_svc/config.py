@@ -15,11 +15,14 @@ __all__ = [
     "CONFIG",
     "CheckpointConfig",
     "CorrectionConfig",
+    "CriticConfig",
     "DeadlinesConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PublishConfig",
+    "ReferenceConfig",
+    "TeacherConfig",
     "TrainerConfig",
 ]
 
@@ -153,6 +156,41 @@ class ComputeConfig(OptimizerConfig):
         return self
 
 
+class ReferenceConfig(Section):
+    """The frozen policy that a KL term pulls towards."""
+
+    model: str = Field(
+        "",
+        description="`base`: the model that the run starts from; a Hugging Face directory or hub id; or `batch`: every trajectory brings ref_logprobs. A model takes 4 bytes per parameter and one forward pass per batch. Empty: none.",
+    )
+
+
+class TeacherConfig(Section):
+    """The model that `objective.preset = distill` follows."""
+
+    model: str = Field(
+        "",
+        description="A Hugging Face directory or hub id with the policy's tokenizer; or `batch`: every trajectory brings teacher_logprobs. A model takes 4 bytes per parameter and one forward pass per batch. Empty: none.",
+    )
+
+
+class CriticConfig(OptimizerConfig):
+    """The critic of `advantage = gae` and how it is optimised."""
+
+    lr: float = Field(1e-5, ge=0, description="Peak learning rate of a critic with a model of its own, per step.")
+    model: str = Field(
+        "base",
+        description="`base`: the model that the run starts from, with a value for each token in place of its logits; or another Hugging Face directory or hub id with the same tokenizer.",
+    )
+    shared: bool = Field(
+        False,
+        description="Put the value head on the policy's own network, which saves the critic's memory and forward pass; then the policy's optimizer trains it, and `model`, `lr` and the rest here are not read.",
+    )
+    shared_coef: float = Field(
+        0.5, ge=0, description="Weight of the value loss beside the policy's loss; read with `shared = true`."
+    )
+
+
 class CheckpointConfig(Section):
     """When checkpoints are written and how many stay."""
 
@@ -197,6 +235,15 @@ class TrainerConfig(ComputeConfig):
         description="This side of `allocation_mode` alone, such as `fsdp:d4t2`; sets `parallel`. none: `parallel` as it is.",
     )
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="What is minimised.")
+    epochs: int = Field(1, ge=1, description="Times that each batch is gone through.")
+    minibatches: int = Field(
+        1,
+        ge=1,
+        description="Optimizer steps per epoch: a batch is cut into as many parts, of whole groups and about equally many loss tokens. A version is still one per batch.",
+    )
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic, where the advantage is gae.")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy of a KL term.")
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="The teacher of distillation.")
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Precision of published weights. auto: bfloat16 on CUDA, float32 on CPU."
     )
@@ -239,6 +286,31 @@ class TrainerConfig(ComputeConfig):
         if not self.objective.choices.preset.needs_behaviour and not self.objective.choices.preset.needs_teacher:
             raise ValueError(
                 f"objective {self.objective.preset} needs demonstrations: use `sluice sft`, or one of {', '.join(RL_PRESETS)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_the_objective_reads(self) -> Self:
+        choices = self.objective.choices
+        if choices.needs_reference and not self.reference.model:
+            raise ValueError(
+                f"objective {choices.name} has a KL term of weight {choices.kl_coef:g} but there is no reference policy: set reference.model to base"
+                " (or to batch, if every trajectory brings ref_logprobs), or objective.kl_coef to 0"
+            )
+        if choices.preset.needs_teacher and not self.teacher.model:
+            raise ValueError(
+                f"objective {choices.name} follows a teacher and none is named: set teacher.model to its directory, or to batch if every"
+                " trajectory brings teacher_logprobs"
+            )
+        if choices.needs_critic and not self.critic.shared and not self.critic.model:
+            raise ValueError(
+                "advantage gae needs the values of a critic: set critic.model to base or a directory, critic.shared to true, or take an"
+                " objective whose advantages need none"
+            )
+        if not choices.needs_critic and self.critic != CriticConfig():
+            raise ValueError(
+                f"the critic is read by the advantage gae, and objective {choices.name} has {choices.advantage or 'none'}: remove the table critic,"
+                " or set objective.preset to ppo"
             )
         return self
 

@@ -44,7 +44,7 @@ def test_the_largest_minibatch_is_ahead_by_one_group_at_most():
 def test_fewer_groups_than_minibatches_make_fewer_minibatches():
     rows = [row([5], [6, 7], group="g", name="a"), row([5], [8], group="g", name="b")]
     assert names(split_by_group(rows, 4, seed="x")) == [{"a", "b"}]
-    assert split_by_group([], 4, seed="x") == []
+    assert split_by_group([], 4, seed="x") == [[]]
 
 
 def test_sequences_without_a_group_stand_alone():

@@ -23,7 +23,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(model_dir: Path, **settings) -> TrainEngine:
-    defaults = {"lr": 1e-3, "device": "cpu", "grad_clip": 0.0}
+    defaults = {"lr": 1e-3, "device": "cpu", "grad_clip": 0.0, "reference": {"model": "batch"}}
     return TrainEngine(TrainerConfig(**(defaults | settings)), model_dir)
 
 

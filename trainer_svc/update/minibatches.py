@@ -30,7 +30,7 @@ def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: R
         ranks: All ranks that have a share.
 
     Returns:
-        This rank's part of each minibatch, as many on every rank; a part can be empty.
+        This rank's part of each minibatch, as many on every rank and at least one; a part can be empty.
     """
     keys = [_key(each) for each in sequences]
     own = torch.tensor(
@@ -40,7 +40,7 @@ def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: R
     for key, loss_tokens in ranks.gather(own).tolist():
         tokens[key] += loss_tokens
     places = _places(tokens, count, seed)
-    parts: list[list[Sequence]] = [[] for _ in range(max(places.values(), default=-1) + 1)]
+    parts: list[list[Sequence]] = [[] for _ in range(max(places.values(), default=0) + 1)]
     for key, each in zip(keys, sequences, strict=True):
         parts[places[key]].append(each)
     return parts

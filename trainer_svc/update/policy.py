@@ -4,30 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import TYPE_CHECKING
 
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.aggregation import with_group_tokens
-from trainer_svc.objectives.diagnostics import finish
 from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.prepare import with_advantages, with_selection
+from trainer_svc.update.columns import with_logprobs, with_values
+from trainer_svc.update.critic import CRITIC, Critic, value_facts
+from trainer_svc.update.minibatches import split_by_group
+from trainer_svc.update.report import critic_report, update_report
 from trainer_svc.update.trainable import keep_trainable
 
-__all__ = ["PolicyUpdate"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Passes", "PolicyUpdate"]
 
 
-class PolicyUpdate:
-    """A policy and its objective: a batch of samples in, an optimizer step out.
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How often a batch is gone through.
 
-    Args:
-        engine: The policy in training.
-        objective: What is minimised.
+    Attributes:
+        epochs: Times that each sequence is trained on.
+        minibatches: Optimizer steps per epoch; batches of fewer groups make fewer.
+        seed: Decides with the optimizer steps made before which groups share a minibatch.
     """
 
-    def __init__(self, engine: TrainEngine, objective: Objective) -> None:
-        self.engine = engine
-        self.objective = objective
+    epochs: int = 1
+    minibatches: int = 1
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class PolicyUpdate:
+    """A policy, its objective and the models beside it: a batch of samples in, optimizer steps out.
+
+    First what the objective reads is computed under the weights as they are: reference and teacher, the proximal policy,
+    the critic's values, advantages that need them or the whole batch. Then the epochs are made, minibatch by minibatch.
+
+    Attributes:
+        engine: The policy in training.
+        objective: What is minimised.
+        passes: Epochs and minibatches.
+        critic: Gives the values that gae reads, and learns.
+        reference: The frozen policy of a KL term, for rows that bring no log-probabilities of it; only its forward runs.
+        teacher: The model that distillation follows, likewise.
+    """
+
+    engine: TrainEngine
+    objective: Objective
+    passes: Passes = field(default_factory=Passes)
+    critic: Critic | None = None
+    reference: TrainEngine | None = None
+    teacher: TrainEngine | None = None
+
+    def __post_init__(self) -> None:
+        if self.objective.needs_critic and self.critic is None:
+            raise ValueError("gae needs the values of a critic: give one, or choose another advantage estimator")
+        if self.critic is not None and self.critic.shared and self.critic.engine is not self.engine:
+            raise ValueError("a critic with a language head shares the policy's network: give it the policy's engine")
 
     def apply(self, sequences: Rows[Sequence]) -> StepMetrics:
         """Train on a batch.
@@ -35,20 +77,94 @@ class PolicyUpdate:
         Tokens that lack what the objective reads leave the loss and its divisor, and are counted. Sequences whose advantages
         are all zero are counted and, where the objective gives them no gradient, not forwarded.
 
+        Args:
+            sequences: This rank's share of the batch. For `proximal = loglinear` with `proximal_share`.
+
         Raises:
-            ValueError: if a token id is outside of the vocabulary, or a KL term lacks its reference.
+            ValueError: if a token id is outside of the vocabulary, or a row lacks what the objective reads and no model
+                gives it.
         """
-        kept, dropped = keep_trainable(sequences, self.objective)
-        kept = with_group_tokens(kept)
-        metrics = self.engine.train_batch(
-            kept,
-            self.objective.loss,
+        began = perf_counter()
+        seconds: dict[str, float] = {}
+        with _timed(seconds, "frozen"):
+            rows = self._with_frozen(sequences)
+        rows, dropped = keep_trainable(rows, self.objective)
+        rows = self._prepared(with_group_tokens(rows), seconds)
+        facts = self.engine.ranks.total(_advantage_sums(rows)) | {f"dropped_tokens/{k}": v for k, v in dropped.items()}
+        measured = _shares(facts)
+        if self.critic is not None:
+            with_prefix = value_facts(rows, self.engine.ranks).items()
+            measured |= {CRITIC + name: value for name, value in with_prefix}
+        metrics = self._train(rows)
+        return replace(
+            metrics,
+            measured={**metrics.measured, **measured},
+            seconds={**metrics.seconds, **seconds, "total": perf_counter() - began},
+        )
+
+    def _with_frozen(self, sequences: Rows[Sequence]) -> list[Sequence]:
+        """The rows with what models say that never change."""
+        rows = list(sequences)
+        if self.objective.needs_reference and self.reference is not None:
+            rows = with_logprobs(rows, "reference_logprobs", self.reference)
+        if self.objective.needs_teacher and self.teacher is not None:
+            rows = with_logprobs(rows, "teacher_logprobs", self.teacher)
+        return rows
+
+    def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
+        """The rows with what the weights in training say now, and the advantages and selections that follow from it."""
+        choices, ranks = self.objective.choices, self.engine.ranks
+        after = None
+        if self.objective.needs_proximal:
+            with _timed(seconds, "proximal"):
+                rows = with_logprobs(rows, "proximal_logprobs", self.engine)
+        if self.critic is not None:
+            with _timed(seconds, "values"):
+                rows, after = with_values(rows, self.critic.engine)
+        with _timed(seconds, "prepare"):
+            rows = with_advantages(rows, choices, bootstraps=after, ranks=ranks)
+            return with_selection(rows, choices, ranks)
+
+    def _train(self, rows: list[Sequence]) -> StepMetrics:
+        """The epochs; the seed of their cuts depends on the steps made before, so that a resumed run cuts alike."""
+        before = self.engine.optimizer_steps
+        epochs: list[list[StepMetrics]] = []
+        critic_steps: list[StepMetrics] = []
+        for epoch in range(self.passes.epochs):
+            seed = f"{self.passes.seed}/{before}/{epoch}"
+            steps = []
+            for part in split_by_group(rows, self.passes.minibatches, seed=seed, ranks=self.engine.ranks):
+                steps.append(self._policy_step(part))
+                if self.critic is not None and not self.critic.shared:
+                    critic_steps.append(self.critic.step(part))
+            epochs.append(steps)
+        report = update_report(epochs)
+        if self.critic is None:
+            return report
+        shared = self.critic.shared
+        learned = critic_report([step for steps in epochs for step in steps] if shared else critic_steps, shared=shared)
+        critic_s = sum(step.seconds["total"] for step in critic_steps)
+        return replace(report, measured={**report.measured, **learned}, seconds={**report.seconds, "critic": critic_s})
+
+    def _policy_step(self, part: Rows[Sequence]) -> StepMetrics:
+        shared = self.critic is not None and self.critic.shared
+        return self.engine.train_batch(
+            part,
+            self.critic.beside(self.objective, part, self.engine.ranks)
+            if self.critic is not None and shared
+            else self.objective.loss,
             self.objective.weight,
-            contributes=self.objective.contributes,
+            # On a common trunk every sequence teaches the value head something.
+            contributes=None if shared else self.objective.contributes,
             entropy=self.objective.entropy,
         )
-        facts = self.engine.ranks.total(_advantage_sums(kept)) | {f"dropped_tokens/{k}": v for k, v in dropped.items()}
-        return replace(metrics, measured=finish(metrics.sums) | _shares(facts))
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    start = perf_counter()
+    yield
+    seconds[phase] = perf_counter() - start
 
 
 def _advantage_sums(sequences: Rows[Sequence]) -> dict[str, float]:

@@ -18,10 +18,11 @@ def keep_trainable(sequences: Rows[Sequence], objective: Objective) -> tuple[lis
 
     Returns:
         The sequences with narrowed masks, and the number of dropped tokens by cause: `behaviour_not_finite`,
-        `advantage_not_finite`, `reference_not_finite`. A token counts under its first cause.
+        `advantage_not_finite`, `reference_not_finite`, `teacher_not_finite`. A token counts under its first cause.
 
     Raises:
-        ValueError: if a KL term is wanted and a sequence has no reference log-probabilities.
+        ValueError: if a KL term is wanted and a sequence has no reference log-probabilities, or a teacher is and it has none
+            of those.
     """
     kept: list[Sequence] = []
     dropped: Counter[str] = Counter()
@@ -46,7 +47,13 @@ def _inputs(sequence: Sequence, objective: Objective) -> dict[str, PerSequenceTo
     if objective.needs_reference:
         if sequence.reference_logprobs is None:
             raise ValueError(
-                f"kl_coef is above 0 but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, or set kl_coef to 0"
+                f"kl_coef is above 0 but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, name a reference model, or set kl_coef to 0"
             )
         inputs["reference_not_finite"] = sequence.reference_logprobs
+    if objective.needs_teacher:
+        if sequence.teacher_logprobs is None:
+            raise ValueError(
+                f"{objective.choices.name} follows a teacher but sequence {sequence.trajectory_id!r} has no teacher log-probabilities: send them, or name a teacher model"
+            )
+        inputs["teacher_not_finite"] = sequence.teacher_logprobs
     return inputs

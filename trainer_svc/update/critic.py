@@ -1,0 +1,127 @@
+"""The critic of PPO: what it minimises, alone or on the policy's trunk, and how well it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.outputs import LossFn, Outputs, count_loss_tokens
+from trainer_svc.engine.shapes import Scalar
+from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.value_loss import clipped_value_loss
+from trainer_svc.parallel.ranks import ALONE, Ranks
+
+__all__ = ["CRITIC", "Critic", "value_facts"]
+
+CRITIC = "critic/"
+"""Begins the names of everything that is reported about the critic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """A network with a value head, and how it learns.
+
+    Attributes:
+        engine: A model of its own with head "value", or the policy's with head "both".
+        value_clip: How far a value may move in one update, in reward units; None: any way.
+        shared_coef: Weight of the value loss beside the policy's, where they share a trunk.
+    """
+
+    engine: TrainEngine
+    value_clip: float | None = None
+    shared_coef: float = 0.5
+
+    @property
+    def shared(self) -> bool:
+        """Whether the values come from the policy's own network."""
+        return self.engine.network.language
+
+    def step(self, sequences: Rows[Sequence]) -> StepMetrics:
+        """One step of a critic of its own, on the mean value loss per token."""
+        return self.engine.train_batch(sequences, self.loss, count_loss_tokens)
+
+    def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
+        """The summed value loss of a micro-batch; a `LossFn`.
+
+        Raises:
+            ValueError: if the batch lacks old values or returns, or the network values.
+        """
+        if outputs.values is None or batch.values is None or batch.returns is None:
+            raise ValueError("the critic needs values, old values and returns: prepare the batch with its own network")
+        losses, sums = clipped_value_loss(outputs.values, batch.values, batch.returns, value_clip=self.value_clip)
+        total = losses.sum()
+        return total, {
+            **sums,
+            "tokens": torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device),
+            "loss": total.detach(),
+            "error": (outputs.values.detach() - batch.returns).square().sum(),
+        }
+
+    def beside(self, objective: Objective, sequences: Rows[Sequence], ranks: Ranks = ALONE) -> LossFn:
+        """The policy's loss and the value loss of one trunk, as one loss with the objective's divisor.
+
+        Args:
+            objective: The policy's.
+            sequences: This rank's share of the minibatch.
+            ranks: All ranks that have a share.
+        """
+        own = {"policy": objective.weight(sequences), "tokens": count_loss_tokens(sequences)}
+        divisors = ranks.total(own)
+        # The engine divides the sum by the policy's weight; the value loss is a mean over tokens.
+        share = self.shared_coef * (divisors["policy"] or 1.0) / (divisors["tokens"] or 1.0)
+
+        def loss(outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
+            policy, sums = objective.loss(outputs, batch)
+            value, value_sums = self.loss(outputs, batch)
+            return policy + share * value, sums | {CRITIC + name: each for name, each in value_sums.items()}
+
+        return loss
+
+
+def value_facts(sequences: Rows[Sequence], ranks: Ranks = ALONE) -> dict[str, float]:
+    """How well the critic knew a batch before it learned from it.
+
+    Args:
+        sequences: This rank's rows, with values and returns.
+        ranks: All ranks that have a share.
+
+    Returns:
+        `explained_variance` = 1 - Var(return - value) / Var(return) over all loss tokens (1 is perfect, 0 as good as the
+        mean, below 0 worse; left out where all returns are equal), `value_mean` and `return_mean` in reward units.
+    """
+    judged = [
+        (each.values[each.loss_mask], each.returns[each.loss_mask])
+        for each in sequences
+        if each.values is not None and each.returns is not None
+    ]
+    values = torch.cat([torch.zeros(0), *(value for value, _ in judged)]).double()
+    returns = torch.cat([torch.zeros(0), *(target for _, target in judged)]).double()
+    errors = returns - values
+    sums = ranks.total(
+        {
+            "tokens": float(len(values)),
+            "values": float(values.sum()),
+            "returns": float(returns.sum()),
+            "errors": float(errors.sum()),
+        }
+    )
+    tokens = sums["tokens"]
+    if not tokens:
+        return {}
+    squares = ranks.total(
+        {
+            "returns": float((returns - sums["returns"] / tokens).square().sum()),
+            "errors": float((errors - sums["errors"] / tokens).square().sum()),
+        }
+    )
+    return {"value_mean": sums["values"] / tokens, "return_mean": sums["returns"] / tokens} | _explained(squares)
+
+
+def _explained(squares: Mapping[str, float]) -> dict[str, float]:
+    return {"explained_variance": 1.0 - squares["errors"] / squares["returns"]} if squares["returns"] > 0 else {}
