@@ -18,7 +18,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev quickstart test test-fast lint format proto proto-check clean
+.PHONY: help install install-dev install-bench quickstart test test-fast lint format proto proto-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -37,6 +37,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.lock
 install: $(VENV)/.installed ## create .venv with everything that runs Sluice on a CPU
 
 install-dev: $(VENV)/.installed-dev ## ... and what tests and linters need
+
+install-bench: .venv-bench/.installed ## what `sluice bench trainer` compares with, apart from .venv
+
+.venv-bench/.installed: requirements/bench.lock $(VENV)/.installed
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv-bench -r requirements/bench.lock
+	touch $@
 
 quickstart: install ## train a small model by RL from nothing, with vLLM, in minutes (SEED=1, LR=0)
 	$(BIN)/sluice quickstart --seed $(SEED) $(if $(LR),--lr $(LR))
@@ -71,4 +77,4 @@ proto-check: install-dev ## prove that the stubs are fresh
 	{ echo "sluice/v1 differs from proto/: run 'make proto' and commit the result" >&2; exit 1; }
 
 clean: ## remove the environment and caches; outputs stay
-	rm -rf $(VENV) build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-bench build ./*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,181 @@
+"""A batch of reinforcement learning as it occurs: prompts shared by groups, ragged completions, groups without a signal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from sluice.cli.init_model import SPECIAL_TOKENS, ModelShape
+
+__all__ = ["GROUP_SIZE", "MODEL", "Row", "UpdateBatch", "Workload"]
+
+GROUP_SIZE = 8
+"""Samples of one prompt."""
+
+ADVANTAGE_EPS = 1e-4
+"""What TRL adds to a group's standard deviation; here too, so that both sides train on the same advantages."""
+
+VOCABULARY = 4096
+FIRST_ID = len(SPECIAL_TOKENS)
+END_ID = SPECIAL_TOKENS.index("<|end|>")
+
+MODEL = ModelShape(
+    hidden=256,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    mlp=768,
+    vocabulary_characters="".join(chr(0x4E00 + index) for index in range(VOCABULARY - FIRST_ID)),
+    max_positions=4096,
+)
+"""A Qwen3 of 5.2 million parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a batch looks like; lengths in tokens.
+
+    Attributes:
+        groups: Prompts.
+        prompt_median: Median length of the prompts, which are log-normal.
+        prompt_sigma: Spread of their logarithm.
+        prompt_limit: Longest prompt.
+        completion_median: Median length of the completions, which are log-normal.
+        completion_sigma: Spread of their logarithm.
+        completion_limit: Longest completion; longer ones are cut there, as an engine's limit does.
+        degenerate: Share of groups whose rewards are all equal.
+    """
+
+    groups: int = 8
+    prompt_median: int = 224
+    prompt_sigma: float = 0.35
+    prompt_limit: int = 600
+    completion_median: int = 200
+    completion_sigma: float = 0.7
+    completion_limit: int = 768
+    degenerate: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sample.
+
+    Attributes:
+        group: Index of its prompt.
+        prompt: Token ids.
+        completion: Token ids.
+        behaviour: Log-probability of each completion token when it was sampled, in nats.
+        reward: 0 or 1.
+        advantage: Of the whole completion, from its group's rewards.
+    """
+
+    group: int
+    prompt: torch.Tensor
+    completion: torch.Tensor
+    behaviour: torch.Tensor
+    reward: float
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBatch:
+    """Rows as flat tensors, which travel between processes in one safetensors file."""
+
+    prompts: torch.Tensor
+    prompt_lengths: torch.Tensor
+    completions: torch.Tensor
+    completion_lengths: torch.Tensor
+    behaviour: torch.Tensor
+    groups: torch.Tensor
+    rewards: torch.Tensor
+    advantages: torch.Tensor
+
+    @classmethod
+    def draw(cls, workload: Workload, seed: int) -> Self:
+        """Random tokens of the workload's lengths; behaviour log-probabilities are left for later."""
+        random = np.random.default_rng(seed)
+
+        def lengths(count: int, median: int, sigma: float, limit: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+            drawn = np.exp(random.normal(np.log(median), sigma, count)).astype(np.int64)
+            return drawn.clip(8, limit)
+
+        samples = workload.groups * GROUP_SIZE
+        prompt_lengths = lengths(workload.groups, workload.prompt_median, workload.prompt_sigma, workload.prompt_limit)
+        sizes = lengths(samples, workload.completion_median, workload.completion_sigma, workload.completion_limit)
+        completions = random.integers(FIRST_ID, VOCABULARY, sizes.sum())
+        completions[(sizes.cumsum() - 1)[sizes < workload.completion_limit]] = END_ID
+        rewards = _rewards(workload, random)
+        return cls(
+            prompts=torch.from_numpy(random.integers(FIRST_ID, VOCABULARY, prompt_lengths.sum())),
+            prompt_lengths=torch.from_numpy(prompt_lengths),
+            completions=torch.from_numpy(completions),
+            completion_lengths=torch.from_numpy(sizes),
+            behaviour=torch.zeros(len(completions)),
+            groups=torch.arange(workload.groups).repeat_interleave(GROUP_SIZE),
+            rewards=rewards.flatten(),
+            advantages=_advantages(rewards).flatten(),
+        )
+
+    def without_degenerate(self) -> Self:
+        """The same tokens with other rewards: each group has successes and failures."""
+        rewards = self.rewards.view(-1, GROUP_SIZE).clone()
+        equal = rewards.std(dim=1) == 0
+        rewards[equal, : GROUP_SIZE // 2] = 1.0 - rewards[equal, : GROUP_SIZE // 2]
+        return replace(self, rewards=rewards.flatten(), advantages=_advantages(rewards).flatten())
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the batch: each sample counts with its prompt and its completion."""
+        return int(self.prompt_lengths[self.groups].sum() + self.completion_lengths.sum())
+
+    @property
+    def degenerate(self) -> float:
+        """Share of groups whose rewards are all equal."""
+        return float((self.rewards.view(-1, GROUP_SIZE).std(dim=1) == 0).float().mean())
+
+    def rows(self) -> Iterator[Row]:
+        """The samples, group by group."""
+        prompts = self.prompts.split(self.prompt_lengths.tolist())
+        completions = self.completions.split(self.completion_lengths.tolist())
+        behaviour = self.behaviour.split(self.completion_lengths.tolist())
+        for index, group in enumerate(self.groups.tolist()):
+            yield Row(
+                group,
+                prompts[group],
+                completions[index],
+                behaviour[index],
+                float(self.rewards[index]),
+                float(self.advantages[index]),
+            )
+
+    def save(self, path: Path) -> Path:
+        """Write the tensors."""
+        save_file({field.name: getattr(self, field.name).contiguous() for field in fields(self)}, path)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote."""
+        return cls(**load_file(path))
+
+
+def _rewards(workload: Workload, random: np.random.Generator) -> torch.Tensor:
+    """0 or 1 per sample, shape [groups, samples]; the first groups are degenerate, half of these solved, half failed."""
+    rewards = (random.random((workload.groups, GROUP_SIZE)) < 0.5).astype(np.float32)
+    rewards[:, 0], rewards[:, 1] = 1.0, 0.0
+    equal = round(workload.degenerate * workload.groups)
+    rewards[:equal] = (np.arange(equal) % 2)[:, None]
+    return torch.from_numpy(rewards)
+
+
+def _advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """Group-relative advantages, arXiv 2402.03300, with TRL's epsilon."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    return centred / (rewards.std(dim=1, keepdim=True) + ADVANTAGE_EPS)
