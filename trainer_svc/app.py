@@ -1,16 +1,24 @@
-"""`sluice trainer`: builds the trainer, serves until a signal, stops cleanly."""
+"""`sluice trainer`: builds the trainer, serves until a signal, stops cleanly. Under torchrun rank 0 serves, the others follow it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 
 import structlog
 
-from sluice.config import CommonConfig, Service, check_model
-from sluice.rpc import RpcServer, connect
+from sluice.config import CommonConfig, ConfigError, Service, check_model
+from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
+from trainer_svc.parallel.mesh import SINGLE, Mesh, join
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.crew import Crew
+from trainer_svc.service.crew_link import CrewLink
+from trainer_svc.service.crew_publisher import CrewPublisher
+from trainer_svc.service.learner import Learner
+from trainer_svc.service.rank_worker import RankWorker
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
 from weightsync.publisher import WeightPublisher
@@ -24,17 +32,60 @@ log = structlog.get_logger(__name__)
 
 
 async def serve(common: CommonConfig, config: TrainerConfig) -> None:
-    """Serve one run's trainer.
-
-    The port is open while the model loads, so that the state can be asked for; health says SERVING from then on.
+    """Serve one run's trainer; as another rank than the first, do what rank 0 says.
 
     Raises:
-        ConfigError: if the model cannot be one.
+        ConfigError: if the model cannot be one, or the processes are not as many as `trainer.parallel` says.
+        SluiceError: if the ranks have to be started again.
     """
     check_model(common.model)
+    compute = ComputeThread()
+    deadlines = config.deadlines
+    meeting = partial(_meet, config)
+    mesh, link = await compute.run(meeting, deadline_s=deadlines.load_s, what="meeting the other ranks")
+    try:
+        if mesh.rank == 0:
+            await _lead(common, config, compute, mesh, link)
+        else:
+            await _follow(common, config, compute, mesh, link)
+    except BaseException as error:
+        if link is not None:
+            _end(error)
+        raise
+    if link is not None:
+        _end(None)
+
+
+def _meet(config: TrainerConfig) -> tuple[Mesh, CrewLink | None]:
+    """Meet the other ranks, where there are any.
+
+    Raises:
+        ConfigError: if they are not as many as the settings say.
+    """
+    try:
+        mesh = join(config.parallel, config.device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if mesh.dims.world_size == 1:
+        return SINGLE, None
+    deadlines = config.deadlines
+    log.info("met the other ranks", rank=mesh.rank, mesh=str(mesh.dims))
+    return mesh, CrewLink(mesh, max(deadlines.load_s, deadlines.step_s, deadlines.save_s, deadlines.push_s))
+
+
+async def _lead(
+    common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: CrewLink | None
+) -> None:
+    """Serve. The port is open while the model loads, so that the state can be asked for; health says SERVING from then on."""
     channel = connect(common.peers.weightsync, common.security)
-    publisher = WeightPublisher(channel, common.run, encoding=config.publish.encoding, local=config.publish.local)
-    trainer = Trainer(common, config, publisher)
+    crew, failed = Crew(link), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    crew.on_broken = lambda: loop.call_soon_threadsafe(failed.set)
+    group = None if link is None else link.publishing
+    publisher = CrewPublisher(
+        crew, channel, common.run, encoding=config.publish.encoding, local=config.publish.local, group=group
+    )
+    trainer = Trainer(common, config, publisher, Learner(common, config, mesh, crew), compute)
     server = RpcServer(
         "trainer",
         config.server,
@@ -47,14 +98,16 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     )
     server.set_serving(False)
     await server.start()
-    failed = asyncio.Event()
     loading = asyncio.create_task(_load(trainer, server, failed))
     try:
         await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(config.server.drain_s)
+        crew.dismiss()
         publisher.close()
         await channel.close()
+    if crew.broken is not None:
+        raise crew.broken
     if not ended:
         log.warning("the compute thread did not end in time, leaving it behind", grace_s=config.server.drain_s)
         # Python aborts the process if it shuts down beside a thread inside of a kernel; nothing is left to put away.
@@ -63,6 +116,45 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         loading.result()
     else:
         loading.cancel()
+
+
+async def _follow(
+    common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: CrewLink | None
+) -> None:
+    """Do what rank 0 says until it says stop."""
+    if link is None:
+        raise RuntimeError("a rank beside the first one has a link to it")
+    channel = connect(common.peers.weightsync, common.security)
+    publisher = WeightPublisher(
+        channel,
+        common.run,
+        encoding=config.publish.encoding,
+        local=config.publish.local,
+        group=link.publishing,
+    )
+    learner = Learner(common, config, mesh, Crew(leads=False))
+    try:
+        await RankWorker(learner, link, publisher).run(compute)
+    finally:
+        publisher.close()
+        await channel.close()
+
+
+def _end(error: BaseException | None) -> None:
+    """End this rank at once: neither groups whose other members may be gone nor threads that wait for them can be put away.
+
+    Raises:
+        BaseException: the error, if it is for the caller to explain.
+    """
+    if isinstance(error, ConfigError):
+        raise error
+    if error is None or isinstance(error, asyncio.CancelledError):
+        os._exit(0)
+    if isinstance(error, SluiceError):
+        log.error("rank ends", reason=error.reason, message=error.message)
+    else:
+        log.error("rank ends", exc_info=error)
+    os._exit(1)
 
 
 async def _load(trainer: Trainer, server: RpcServer, failed: asyncio.Event) -> None:

@@ -6,9 +6,11 @@ All methods run in the compute thread, one after another, so that version and we
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import structlog
 import torch
@@ -22,14 +24,19 @@ from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.checkpoints import CheckpointDamagedError, Checkpoints
 from trainer_svc.config import TrainerConfig
+from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.random_state import random_state, restore_random_state
 from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.objectives.aggregation import with_group_tokens
 from trainer_svc.objectives.objective import Objective
+from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
+from trainer_svc.service.crew import Crew
 from trainer_svc.service.epochs import LineageFile, from_proto, to_proto
 from trainer_svc.service.staleness import Lineage
 from trainer_svc.update.policy import PolicyUpdate
+from trainer_svc.update.trainable import keep_trainable
 from weightsync.publisher import Update, WeightPublisher
 
 __all__ = ["Applied", "Learner", "Restored"]
@@ -82,11 +89,17 @@ class Learner:
     Args:
         common: The run's settings.
         config: The trainer's settings.
+        mesh: The processes that train it together.
+        crew: How this process and the others act together.
     """
 
-    def __init__(self, common: CommonConfig, config: TrainerConfig) -> None:
+    def __init__(
+        self, common: CommonConfig, config: TrainerConfig, mesh: Mesh = SINGLE, crew: Crew | None = None
+    ) -> None:
         self.common = common
         self.config = config
+        self.mesh = mesh
+        self.crew = crew or Crew()
         self.checkpoints = Checkpoints(common.run_dir / "checkpoints", config.checkpoint.keep)
         self.lineage_file = LineageFile(common.run_dir / "trainer" / "epochs.binpb")
         self.lineage = Lineage()
@@ -125,9 +138,11 @@ class Learner:
 
     def load(self) -> None:
         """Load the base model, and what earlier epochs of the run left on disk."""
-        self._load_base()
+        with self.crew.together("load"):
+            self._load_base()
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
-        self.checkpoints.sweep()
+        if self.crew.leads:
+            self.checkpoints.sweep()
         self.lineage = self._recorded_lineage()
         manifest = self._newest()
         self.newest_checkpoint = manifest.checkpoint if manifest else None
@@ -150,12 +165,15 @@ class Learner:
                 "NO_CHECKPOINT", f"there is no complete checkpoint {checkpoint!r}; there are: {names}"
             )
         origin = BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)
-        if manifest is None:
-            self._restore_base()
-        else:
-            self._restore_checkpoint(manifest)
+        name = "" if manifest is None else manifest.checkpoint.name
+        with self.crew.together("restore", epoch=epoch, checkpoint=name, **self._standing()):
+            if manifest is None:
+                self._restore_base()
+            else:
+                self._restore_checkpoint(manifest)
         self.lineage = self.lineage.begin(epoch, origin)
-        self.lineage_file.write(self.lineage)
+        if self.crew.leads:
+            self.lineage_file.write(self.lineage)
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
@@ -165,17 +183,26 @@ class Learner:
         """Train on a batch; the version advances whatever comes of it."""
         start = perf_counter()
         consumption = consume(batch, self.version, self.lineage)
-        metrics = self.update.apply(consumption.sequences) if consumption.sequences else None
+        metrics = None
+        if consumption.sequences:
+            with self.crew.together("train", self._counted(consumption.sequences)) as rows:
+                metrics = self.train(rows)
         self.version = batch.target
         self.last_batch_id = batch.batch_id
         return Applied(consumption, metrics, perf_counter() - start)
 
+    def train(self, rows: Rows[Sequence]) -> StepMetrics:
+        """Train on this process's share of a batch; the other processes do so at the same time."""
+        return self.update.apply(rows)
+
     def abandon(self) -> None:
         """End the step in progress at its next forward pass, without applying its batch, and any step before `restore`.
 
-        The only method that another thread may call.
+        The only method that another thread may call. A step of several ranks goes on to its end, as they would not all
+        leave it at the same place.
         """
-        self._abandoned.set()
+        if not self.crew.several:
+            self._abandoned.set()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights under their Hugging Face names, as CPU copies in the published precision."""
@@ -191,8 +218,9 @@ class Learner:
         Raises:
             SluiceError: DEADLINE_EXCEEDED if that goes on for longer.
         """
-        tensors = self.engine.live_tensors()
-        return publisher.encode(self.version, tensors, dtype=self._publish_dtype(), deadline_s=deadline_s)
+        with self.crew.together("encode", deadline_s=deadline_s, **self._standing()):
+            tensors = self.engine.live_tensors()
+            return publisher.encode(self.version, tensors, dtype=self._publish_dtype(), deadline_s=deadline_s)
 
     def save(self, journal_position: int) -> Checkpoint:
         """Write a checkpoint of the present version, unless there is one.
@@ -220,9 +248,22 @@ class Learner:
         )
         state = engine.state_tensors() | random_state()
         export = partial(engine.export_hf, dtype=self._publish_dtype())
-        self.newest_checkpoint = self.checkpoints.write(manifest, state, export).checkpoint
+        with self.crew.together("save", journal_position=journal_position, **self._standing()):
+            self.newest_checkpoint = self.checkpoints.write(manifest, state, export).checkpoint
         log.info("checkpoint written", name=name, size_bytes=self.newest_checkpoint.size_bytes)
         return self.newest_checkpoint
+
+    def _standing(self) -> dict[str, Any]:
+        """Where this process stands, for those that only do what it says."""
+        return {"version": str(self.version), "last_batch_id": self.last_batch_id}
+
+    def _counted(self, sequences: Rows[Sequence]) -> Rows[Sequence]:
+        """Rows that know how many loss tokens their group has, where the group's rows may go to several ranks."""
+        if not self.crew.several:
+            return sequences
+        trained, _ = keep_trainable(sequences, self.update.objective)
+        tokens = [row.group_loss_tokens for row in with_group_tokens(trained)]
+        return [replace(row, group_loss_tokens=count) for row, count in zip(sequences, tokens, strict=True)]
 
     def _recorded_lineage(self) -> Lineage:
         """What the run's file and its checkpoints know; the checkpoints may have been moved here alone."""
@@ -250,7 +291,7 @@ class Learner:
             self._load_base()
 
     def _load_base(self) -> None:
-        self._engine = TrainEngine(self.config, self.common.model, self.common.seed)
+        self._engine = TrainEngine(self.config, self.common.model, self.common.seed, mesh=self.mesh)
         self._engine.network.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
 
     def _end_if_abandoned(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 from functools import partial
 
@@ -26,6 +27,9 @@ from weightsync.publisher import WeightPublisher
 
 __all__ = ["Trainer"]
 
+OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
+"""Errors after which ranks do different things: one is gone, or none knows how far the others are."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -38,16 +42,25 @@ class Trainer:
         common: The run's settings.
         config: The trainer's settings.
         publisher: Pushes versions to weight sync.
+        learner: The policy; by default one that this process trains alone.
+        compute: The thread in which it lives.
     """
 
-    def __init__(self, common: CommonConfig, config: TrainerConfig, publisher: WeightPublisher) -> None:
+    def __init__(
+        self,
+        common: CommonConfig,
+        config: TrainerConfig,
+        publisher: WeightPublisher,
+        learner: Learner | None = None,
+        compute: ComputeThread | None = None,
+    ) -> None:
         self.common, self.config = common, config
-        self.learner = Learner(common, config)
+        self.learner = learner or Learner(common, config)
         self.batch_files = BatchFiles(common.run_dir / "trainer" / "batches")
         self.queue: BatchQueue | None = None
         self.steps: StepLog | None = None
         self._publisher = publisher
-        self._compute = ComputeThread()
+        self._compute = compute or ComputeThread()
         self._saving = Saving(self.learner, self._compute, self.batch_files, config)
         self._publication = Publication(publisher, config.deadlines.push_s)
         self._loop: TrainingLoop | None = None
@@ -111,6 +124,8 @@ class Trainer:
         """
         if self.queue is None:
             raise SluiceError.unavailable("STARTING", "the trainer loads its model: retry", retry_after_s=1.0)
+        if self.learner.crew.broken is not None:
+            raise self.learner.crew.broken
         present, opening = self._opening or (0, None)
         if opening is None or epoch != present or (opening.done() and not _succeeded(opening)):
             if opening is not None and not opening.done():
@@ -153,6 +168,7 @@ class Trainer:
         try:
             await self._publication.publish(update)
         except SluiceError as error:
+            self._check_ranks(error)
             if error.code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
                 raise SluiceError.unavailable("WEIGHTSYNC_UNAVAILABLE", error.message, retry_after_s=1.0) from error
             raise
@@ -189,12 +205,24 @@ class Trainer:
         else:
             reason = f"{type(error).__name__}: {error}"
             self._failure = SluiceError(grpc.StatusCode.INTERNAL, "STEP_FAILED", f"a training step failed: {reason}")
+        with contextlib.suppress(SluiceError):
+            self._check_ranks(self._failure)
         self.learner.abandon()
         log.error("training failed", error=str(self._failure), exc_info=error)
         if self.queue is not None:
             self.queue.admission.close()
         if self.steps is not None:
             self.steps.end(_failed(self._failure))
+
+    def _check_ranks(self, error: SluiceError) -> None:
+        """Give the ranks up after an error that leaves some of them in the middle of what others have left.
+
+        Raises:
+            SluiceError: UNAVAILABLE, if several ranks have to start again.
+        """
+        crew = self.learner.crew
+        if crew.several and error.reason in OUT_OF_STEP:
+            raise crew.break_up(error) from error
 
     async def _close(self) -> None:
         """End the present epoch: what it queued is sent again in the next one."""

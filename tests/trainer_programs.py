@@ -1,0 +1,139 @@
+"""`sluice` programs around a trainer: started from one file, given the same batches in every epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from sluice.cli.init_model import ModelShape, init_model
+from sluice.client import TrainerClient
+from sluice.rpc import SluiceError
+from sluice.v1 import tokens_pb2, trainer_pb2
+from sluice.versions import Version
+
+RUN = "proc"
+START_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Programs:
+    """`sluice` programs of one run, from one file."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.ports = {"weightsync": free_port(), "trainer": free_port()}
+        model = directory / "tiny"
+        init_model(model, ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48), seed=3)
+        self.file = directory / "rl.toml"
+        self.file.write_text(f"""
+            run = "{RUN}"
+            output_dir = "{directory / "outputs"}"
+            model = "{model}"
+            [peers]
+            weightsync = "127.0.0.1:{self.ports["weightsync"]}"
+            [weightsync]
+            server = {{ port = {self.ports["weightsync"]} }}
+            min_free_bytes = 0
+            [trainer]
+            lr = 1e-3
+            threads = 1
+            server = {{ port = {self.ports["trainer"]} }}
+            """)
+
+    @asynccontextmanager
+    async def program(
+        self, name: str, *flags: str, launcher: tuple[str, ...] = ()
+    ) -> AsyncIterator[asyncio.subprocess.Process]:
+        """Run a service, `launcher` before its module's name; its log stands beside the file."""
+        log = (self.directory / f"{name}.log").open("ab")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, *launcher, "-m", "sluice.cli.main", name, "@", str(self.file), *flags),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            log.close()
+
+    def client(self) -> TrainerClient:
+        return TrainerClient(f"127.0.0.1:{self.ports['trainer']}")
+
+
+async def ready(client: TrainerClient, process: asyncio.subprocess.Process) -> trainer_pb2.GetTrainerStateResponse:
+    """Ask until the model is loaded."""
+    async with asyncio.timeout(START_S):
+        while True:
+            assert process.returncode is None, "the trainer ended while starting"
+            try:
+                state = await client.state(RUN)
+            except SluiceError:
+                await asyncio.sleep(0.1)
+                continue
+            if state.phase != trainer_pb2.TRAINER_PHASE_STARTING:
+                return state
+            await asyncio.sleep(0.1)
+
+
+async def reached(client: TrainerClient, phase: trainer_pb2.TrainerPhase.ValueType) -> None:
+    async with asyncio.timeout(START_S):
+        while True:
+            if (await client.state(RUN)).phase == phase:
+                return
+            await asyncio.sleep(0.01)
+
+
+def header(number: int, epoch: int, digest: str, count: int) -> trainer_pb2.BatchHeader:
+    return trainer_pb2.BatchHeader(
+        run=f"runs/{RUN}",
+        batch_id=f"b{number}",
+        sequence_no=number,
+        target_version=Version(epoch, number).to_proto(),
+        max_staleness=100,
+        on_stale=trainer_pb2.STALE_POLICY_DROP,
+        trajectory_count=count,
+        tokenizer_digest=digest,
+        advantage_estimator="grpo",
+    )
+
+
+async def train(client: TrainerClient, number: int, epoch: int, digest: str) -> trainer_pb2.StepReport:
+    """Submit the batch of this number, the same in every epoch, and wait for its report."""
+    rows = []
+    for member in range(4):
+        random = np.random.default_rng(100 * number + member)
+        span = tokens_pb2.VersionSpan(start=0, policy_version=Version(0, 0).to_proto())
+        rows.append(
+            tokens_pb2.Trajectory(
+                trajectory_id=f"{number}.{member}",
+                group_id=f"g{number}",
+                episode_id=f"{number}.{member}",
+                token_ids=random.integers(8, 90, 12).tolist(),
+                mask_runs=[5, 7],
+                logprobs=(-4 - random.random(7)).tolist(),
+                version_spans=[span],
+                temperature=1.0,
+                reward=float(member % 2),
+            )
+        )
+    await client.submit_batch(header(number, epoch, digest, len(rows)), rows)
+    async with aclosing(client.watch_steps(RUN, number, timeout_s=60)) as watch:
+        async for response in watch:
+            return response.step
+    raise AssertionError("the stream ended without a report")
