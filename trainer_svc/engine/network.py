@@ -53,8 +53,8 @@ class Network:
         logit_cells: Most logits (tokens x vocabulary) alive at once.
         own_head: Whether logits are the output embedding of the last hidden state and nothing else; otherwise the
             model's own forward makes them, all at once.
-        value_head: The linear layer that turns a hidden state into a value.
-        language: Whether the network predicts tokens.
+        value_head: The linear layer that turns a hidden state into a value, where it is here.
+        head: What the whole network has on top.
     """
 
     model: PreTrainedModel
@@ -63,12 +63,31 @@ class Network:
     logit_cells: int
     own_head: bool = True
     value_head: torch.nn.Linear | None = None
-    language: bool = True
+    head: Head = "language"
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids that the model knows."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def width(self) -> int:
+        """Size of a hidden state."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def language(self) -> bool:
+        """Whether the network predicts tokens."""
+        return self.head != "value"
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the network gives values."""
+        return self.head != "language"
+
+    def local_tokens(self, batch: MicroBatch) -> int:
+        """Tokens of a micro-batch's row whose hidden states are computed here."""
+        return batch.packed_tokens
 
     def outputs(self, batch: MicroBatch, *, entropy: Entropy = "none") -> Outputs:
         """Outputs at each loss token under the current weights.
@@ -186,14 +205,14 @@ def load_network(
         "bfloat16": torch.bfloat16,
     }
     with torch.no_grad():
-        own_head = _check_packing(Network(model, device, torch.float32, logit_cells, language=head != "value"))
+        own_head = _check_packing(Network(model, device, torch.float32, logit_cells, head=head))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes in training mode only
     if head == "both" and not own_head:
         raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
     value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
-    return Network(model, device, compute[dtype], logit_cells, own_head, value_head[head], language=head != "value")
+    return Network(model, device, compute[dtype], logit_cells, own_head, value_head[head], head)
 
 
 def _load(path: str, head: Head) -> PreTrainedModel:
