@@ -30,6 +30,9 @@ BUILT_IN = {
 
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",
+    "dpo": "train a model on preferences (DPO, IPO)",
+    "reward-model": "train a reward model on preferences",
+    "distill": "train a model on a teacher's log-probabilities",
     "objective": "evaluate an objective and its gradient on given numbers",
     "eval": "score a model directory or a running server on an environment",
     "bench": "measure a part of the system side by side with its alternative",

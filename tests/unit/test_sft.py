@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.offline.demonstrations import DataError, Demonstrations
+from trainer_svc.offline.demonstrations import Demonstrations
+from trainer_svc.offline.examples import batches
+from trainer_svc.offline.rows import DataError
 from trainer_svc.offline.sft_command import COMMAND, load_sft
 
 
@@ -49,6 +51,18 @@ def test_a_run_teaches_the_demonstrated_answers(model_dir, tmp_path, capsys):
         assert tokenizer.decode(sampled[0, ids.shape[1] :]) == f"{answer}<|end|>"
 
 
+def test_held_out_demonstrations_are_evaluated_every_so_many_steps(model_dir, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(question, "yes") for question in "abcdefghij"])
+    words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    words += ["--lr", "1e-2", "--max-steps", "25", "--batch-size", "4", "--eval-share", "0.2", "--eval-every", "10"]
+    assert COMMAND.run(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    held_out = [line.replace(":", "").split() for line in lines if line.startswith("held out")]
+    assert [int(line[3]) for line in held_out] == [0, 10, 20, 25]
+    assert float(held_out[-1][-1]) < float(held_out[0][-1])
+    assert "25 steps on 8 demonstrations" in lines[-1]
+
+
 def test_an_existing_output_is_refused_before_anything_is_trained(model_dir, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
     with pytest.raises(ConfigError, match="remove it or set output"):
@@ -68,7 +82,7 @@ def test_every_kind_of_row_gives_the_same_ids_and_mask(model_dir, tmp_path, row)
     data = Demonstrations.load(
         str(write_rows(tmp_path / "r.jsonl", [row])), "train", renderer, max_length=50, drop_long=False
     )
-    (sequence,) = next(data.batches(1, seed=0))
+    (sequence,) = next(batches(data, 1, seed=0))
     assert renderer.tokenizer.decode(sequence.input_ids) == "<|user|>2+2=<|end|><|assistant|>4<|end|>"
     assert renderer.tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "4<|end|>"
 
@@ -77,11 +91,11 @@ def test_each_pass_shows_every_demonstration_once_in_another_order(model_dir, tm
     rows = write_rows(tmp_path / "r.jsonl", [chat(str(i), "x") for i in range(10)])
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     data = Demonstrations.load(str(rows), "train", renderer, max_length=50, drop_long=False)
-    batches = data.batches(4, seed=1)
-    seen = [sequence.trajectory_id for _ in range(5) for sequence in next(batches)]
+    drawn = batches(data, 4, seed=1)
+    seen = [sequence.trajectory_id for _ in range(5) for sequence in next(drawn)]
     assert sorted(seen[:10]) == sorted(seen[10:]) == [str(i) for i in range(10)]
     assert seen[:10] != seen[10:]
-    again = data.batches(4, seed=1)
+    again = batches(data, 4, seed=1)
     assert [sequence.trajectory_id for _ in range(5) for sequence in next(again)] == seen
 
 

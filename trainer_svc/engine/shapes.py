@@ -1,7 +1,7 @@
 """Names for the tensor shapes of the trainer.
 
 Axis names: `length` tokens of one sequence, `packed` tokens of one micro-batch, `tokens` its loss tokens,
-`rows` and `columns` a padded block of sequences.
+`pairs` of a chosen and a rejected sequence, `rows` and `columns` a padded block of sequences, `width` a hidden state, `vocabulary` an output layer.
 """
 # mypy: disable-error-code="name-defined"
 # ruff: noqa: F722  (jaxtyping's axis names are strings, not forward references)
@@ -15,14 +15,18 @@ from torch import Tensor
 
 __all__ = [
     "Block",
+    "HeadBias",
+    "HeadWeight",
     "IdsOfSequence",
     "Indices",
     "MaskOfSequence",
     "MaskPerToken",
     "PackedIds",
+    "PerPair",
     "PerSequenceToken",
     "PerToken",
     "Scalar",
+    "TokenStates",
 ]
 
 IdsOfSequence: TypeAlias = Int64[Tensor, " length"]
@@ -33,4 +37,8 @@ PackedIds: TypeAlias = Int64[Tensor, "1 packed"]
 Indices: TypeAlias = Int64[Tensor, " tokens"]
 Block: TypeAlias = Int64[Tensor, "rows columns"]
 PerToken: TypeAlias = Float[Tensor, " tokens"]
+PerPair: TypeAlias = Float[Tensor, " pairs"]
 Scalar: TypeAlias = Float[Tensor, ""]
+TokenStates: TypeAlias = Float[Tensor, "tokens width"]
+HeadWeight: TypeAlias = Float[Tensor, "vocabulary width"]
+HeadBias: TypeAlias = Float[Tensor, " vocabulary"]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,46 +10,9 @@ from numpy.typing import NDArray
 
 from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.engine.batch import Sequence
+from trainer_svc.offline.rows import DataError, Row, described, read_rows
 
-__all__ = ["DataError", "Demonstrations", "read_rows", "render_row"]
-
-Row = Mapping[str, Any]
-
-
-class DataError(ValueError):
-    """The demonstrations cannot be read or rendered; the message names the row."""
-
-
-def read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
-    """Rows of a JSONL file, of a dataset directory or of a hub dataset, each with a name for messages.
-
-    Raises:
-        DataError: if there is no such file or a line is not a JSON object.
-    """
-    path = Path(data)
-    if not path.is_file():
-        if not path.exists() and (path.suffix in {".jsonl", ".json"} or path.is_absolute()):
-            raise DataError(f"there is no file {data}")
-        yield from _hub_rows(data, split)
-        return
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{data}:{number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{data}:{number} is not a JSON object")
-            yield f"{data}:{number}", row
-
-
-def _hub_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
-    from datasets import load_dataset  # noqa: PLC0415  seconds of import that local files do not need
-
-    for number, row in enumerate(load_dataset(name, split=split)):
-        yield f"{name}[{split}][{number}]", row
+__all__ = ["Demonstrations", "render_row"]
 
 
 def render_row(renderer: ChatRenderer, row: Row) -> Rendered:
@@ -71,7 +30,7 @@ def render_row(renderer: ChatRenderer, row: Row) -> Rendered:
         return renderer.render_sft([*prompt, *completion], row.get("tools"))
     raise TemplateError(
         "a row needs `messages`, or `prompt` and `completion`, both texts or both lists of messages; this one has "
-        + (", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing")
+        + described(row)
     )
 
 
@@ -127,23 +86,14 @@ class Demonstrations:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def sequence(self, index: int) -> Sequence:
+    def rows(self, index: int) -> list[Sequence]:
         """One demonstration as a training row."""
         length = len(self.ids[index])
-        return Sequence(
+        row = Sequence(
             input_ids=torch.from_numpy(self.ids[index].astype(np.int64)),
             loss_mask=torch.from_numpy(self.masks[index]),
             behaviour_logprobs=torch.full((length,), torch.nan),
             advantages=torch.ones(length),
             trajectory_id=str(index),
         )
-
-    def batches(self, size: int, seed: int) -> Iterator[list[Sequence]]:
-        """Endless batches; every pass is a fresh permutation, and a batch may span two passes."""
-        generator = np.random.default_rng(seed)
-        waiting: list[int] = []
-        while True:
-            while len(waiting) < size:
-                waiting.extend(generator.permutation(len(self)).tolist())
-            yield [self.sequence(index) for index in waiting[:size]]
-            del waiting[:size]
+        return [row]

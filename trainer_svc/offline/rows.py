@@ -1,0 +1,53 @@
+"""Rows of a JSONL file or a dataset, each with a name for messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+__all__ = ["DataError", "Row", "described", "read_rows"]
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+class DataError(ValueError):
+    """The data cannot be read or rendered; the message names the row."""
+
+
+def read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
+    """Rows of a JSONL file, of a dataset directory or of a hub dataset, each with a name for messages.
+
+    Raises:
+        DataError: if there is no such file or a line is not a JSON object.
+    """
+    path = Path(data)
+    if not path.is_file():
+        if not path.exists() and (path.suffix in {".jsonl", ".json"} or path.is_absolute()):
+            raise DataError(f"there is no file {data}")
+        yield from _hub_rows(data, split)
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{data}:{number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{data}:{number} is not a JSON object")
+            yield f"{data}:{number}", row
+
+
+def described(row: Row) -> str:
+    """The keys of a row and what they hold, for a message."""
+    return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing"
+
+
+def _hub_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
+    from datasets import load_dataset  # noqa: PLC0415  seconds of import that local files do not need
+
+    for number, row in enumerate(load_dataset(name, split=split)):
+        yield f"{name}[{split}][{number}]", row

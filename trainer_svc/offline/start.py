@@ -1,0 +1,74 @@
+"""How each kind of offline training begins: an output that is free, a tokenizer, examples, an engine."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from transformers import AutoTokenizer
+
+from sluice.render import ChatRenderer
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.network import Head
+from trainer_svc.offline.examples import Data, Examples, hold_out
+from trainer_svc.offline.settings import OfflineConfig
+
+__all__ = ["Load", "Loaded", "build_engine", "load_examples", "renderer_of"]
+
+
+class Loaded(Examples, Protocol):
+    """Examples as read from files."""
+
+    @property
+    def dropped_long(self) -> int:
+        """Examples left out as too long."""
+        ...
+
+
+class Load(Protocol):
+    """Reads one kind of examples."""
+
+    def __call__(self, data: str, split: str, renderer: ChatRenderer, *, max_length: int, drop_long: bool) -> Loaded:
+        """Read and render all rows; `DataError` if they cannot be used."""
+        ...
+
+
+def renderer_of(config: OfflineConfig) -> ChatRenderer:
+    """The renderer of the model's tokenizer.
+
+    Raises:
+        FileExistsError: if the output directory exists: found before anything else is done.
+    """
+    if config.output.exists():
+        raise FileExistsError(f"{config.output} exists: remove it or set output to another directory")
+    return ChatRenderer(AutoTokenizer.from_pretrained(config.model))
+
+
+def load_examples(config: OfflineConfig, load: Load, renderer: ChatRenderer) -> Data:
+    """The examples that the settings name, those to train on and those held out.
+
+    Args:
+        config: The settings.
+        load: Reads one kind of examples.
+        renderer: Renders them.
+
+    Raises:
+        DataError: if they cannot be used.
+    """
+    read = partial(load, renderer=renderer, max_length=config.max_length, drop_long=config.on_long == "drop")
+    data = read(config.data, config.split)
+    if config.eval_data:
+        held_out = read(config.eval_data, config.eval_split)
+        return Data(data, held_out, data.dropped_long)
+    return Data(*hold_out(data, config.eval_share, config.seed), data.dropped_long)
+
+
+def build_engine(config: OfflineConfig, model: str = "", *, head: Head = "language") -> TrainEngine:
+    """The engine of this process.
+
+    Args:
+        config: The settings, with the number of steps filled in.
+        model: Directory or hub id to load; empty for the model to start from.
+        head: What the network has on top.
+    """
+    return TrainEngine(config, model or config.model, config.seed, head=head)
