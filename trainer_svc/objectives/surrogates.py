@@ -104,7 +104,7 @@ def _masked(terms: TokenTerms, below: torch.Tensor, above: torch.Tensor) -> Toke
 def soft_gate(terms: TokenTerms, *, tau_pos: float, tau_neg: float) -> TokenLosses:
     """-f(r) A with f(r) = 4 / tau sigmoid(tau (r - 1)), tau by the sign of A (SAPO, arXiv 2511.20347)."""
     ratio = log_difference(terms.current, terms.proximal).exp()
-    tau = torch.where(terms.advantages > 0, tau_pos, tau_neg).to(ratio.dtype)
+    tau = torch.full_like(ratio, tau_neg).masked_fill(terms.advantages > 0, tau_pos)
     return -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * terms.advantages, {}
 
 

@@ -1,0 +1,239 @@
+"""Estimators that the trainer runs before its epochs: closed forms, loss tokens alone, and the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from objective_rows import training_row
+from thread_ranks import on_ranks
+
+from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.prepare import loglinear_share, token_rewards, with_advantages, with_selection
+from trainer_svc.objectives.process_rewards import turns_of
+from trainer_svc.objectives.value_loss import clipped_value_loss, discounted_sum
+
+# Two turns of 2 and 3 sampled tokens with an observation of two tokens between them, and padding-like tokens behind.
+MASK = [0, 1, 1, 0, 0, 1, 1, 1, 0, 0]
+
+
+def choices(**settings_):
+    return ObjectiveConfig(**settings_).choices
+
+
+def at(row, name: str) -> list[float]:
+    return getattr(row, name)[row.loss_mask].tolist()
+
+
+def advantages_of(rows) -> list[float]:
+    return [advantage for row in rows for advantage in at(row, "advantages")]
+
+
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(1.0, 1.0), (0.9, 0.95), (0.99, 0.0), (0.0, 1.0)])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_golden_gae_carries_over_observations_and_ends_by_the_finish_reason(gamma, gae_lambda, truncated):
+    values = [0.5, -0.2, 0.3, 0.8, 0.1]
+    row = training_row(MASK, reward=2.0, values=values, truncated=truncated)
+    (result,) = with_advantages([row], choices(preset="ppo", gamma=gamma, gae_lambda=gae_lambda), bootstraps=[0.7])
+    following = [*values[1:], 0.7 if truncated else 0.0]
+    rewards = [0.0, 0.0, 0.0, 0.0, 2.0]
+    deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
+    expected = [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, 5)) for t in range(5)]
+    assert at(result, "advantages") == pytest.approx(expected, rel=1e-12)
+    assert at(result, "returns") == pytest.approx([a + v for a, v in zip(expected, values, strict=True)], rel=1e-12)
+
+
+def test_gae_without_a_bootstrap_takes_the_last_state_that_it_has_and_only_where_truncated():
+    values = [0.5, 0.25]
+    cut, ended = (training_row([0, 1, 1], reward=1.0, values=values, truncated=t) for t in (True, False))
+    results = with_advantages([cut, ended], choices(preset="ppo"))
+    assert at(results[0], "advantages") == pytest.approx([1.0 + 0.25 - 0.5, 1.0 + 0.25 - 0.25])
+    assert at(results[1], "advantages") == pytest.approx([0.5, 0.75])
+
+
+def test_what_stands_beside_the_loss_tokens_does_not_change_an_advantage():
+    values = [0.5, -0.2, 0.3, 0.8, 0.1]
+    plain = training_row([0, 1, 1, 1, 1, 1], reward=2.0, values=values)
+    padded = training_row([*MASK, *[0] * 50], reward=2.0, values=values)
+    for preset in ("ppo", "reinforce_pp"):
+        settings_ = choices(preset=preset, **({"kl_coef": 0.0} if preset == "reinforce_pp" else {}))
+        one, other = (with_advantages([row], settings_)[0] for row in (plain, padded))
+        assert at(one, "advantages") == at(other, "advantages")
+
+
+def test_golden_reinforce_pp_has_the_kl_in_its_rewards_and_is_whitened_over_the_batch():
+    """o is the behaviour policy in the bypass form."""
+    first = training_row(MASK, reward=1.0, behaviour_logprobs=[-1.0, -2.0, -1.5, -0.5, -3.0],
+                         reference_logprobs=[-1.2, -1.0, -1.5, -0.9, -40.0])  # fmt: skip
+    second = training_row([0, 1, 1], reward=-1.0, behaviour_logprobs=[-1.0, -1.0], reference_logprobs=[-1.1, -0.9])
+    config = choices(preset="reinforce_pp", kl_coef=0.01)
+    rewards = [
+        [-0.01 * 0.2, -0.01 * -1.0, 0.0, -0.01 * 0.4, 1.0 - 0.01 * 10.0],  # k1 = 37 nats counts as 10
+        [-0.01 * 0.1, -1.0 - 0.01 * -0.1],
+    ]
+    assert token_rewards(first, config).tolist() == pytest.approx(rewards[0], abs=1e-12)
+    to_go = [[sum(row[t:]) for t in range(len(row))] for row in rewards]
+    flat = [value for row in to_go for value in row]
+    mean = sum(flat) / 7
+    std = math.sqrt(sum((value - mean) ** 2 for value in flat) / 6)
+    results = with_advantages([first, second], config)
+    for result, row in zip(results, to_go, strict=True):
+        assert at(result, "advantages") == pytest.approx([(v - mean) / (std + 1e-6) for v in row], rel=1e-9)
+
+
+def test_the_kl_in_the_reward_takes_the_recomputed_proximal_policy():
+    row = training_row(
+        [0, 1], reward=0.0, behaviour_logprobs=[-5.0], proximal_logprobs=[-1.0], reference_logprobs=[-2.0]
+    )
+    config = choices(preset="reinforce_pp", kl_coef=0.1, proximal="recompute", correction={"kind": "token_tis"})
+    assert token_rewards(row, config).tolist() == pytest.approx([-0.1])
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_rewards_to_go(gamma):
+    rewards = torch.tensor([1.0, -2.0, 0.5])
+    assert discounted_sum(rewards, gamma).tolist() == pytest.approx(
+        [1.0 - 2.0 * gamma + 0.5 * gamma**2, -2.0 + 0.5 * gamma, 0.5]
+    )
+
+
+def test_rewards_per_token_replace_the_reward_of_the_episode():
+    row = training_row([0, 1, 1], reward=9.0, token_rewards=[0.25, 0.5])
+    assert token_rewards(row, choices(preset="ppo")).tolist() == [0.25, 0.5]
+
+
+def test_golden_process_rewards_credit_a_turn_with_what_follows_it():
+    row = training_row(MASK, token_rewards=[0.0, 1.0, 0.0, 0.0, 4.0])
+    config = choices(preset="grpo", advantage="process", turn_discount=0.5)
+    assert turns_of(row.loss_mask).tolist() == [0, 0, 1, 1, 1]
+    assert at(with_advantages([row], config)[0], "advantages") == [3.0, 3.0, 4.0, 4.0, 4.0]
+    undiscounted = choices(preset="grpo", advantage="process")
+    assert at(with_advantages([row], undiscounted)[0], "advantages") == [0.0, 1.0, 0.0, 0.0, 4.0]
+
+
+def whitened(values: list[float]) -> list[float]:
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
+    return [(v - mean) / (std + 1e-6) for v in values]
+
+
+def test_golden_process_rewards_are_whitened_over_the_batch_or_over_each_group():
+    rows = [
+        training_row([0, 1, 1], group="a", token_rewards=[1.0, 2.0]),
+        training_row([0, 1], group="a", token_rewards=[6.0]),
+        training_row([0, 1, 1], group="b", token_rewards=[-1.0, 1.0]),
+    ]
+    batch = with_advantages(rows, choices(preset="grpo", advantage="process", process_scale="batch"))
+    assert advantages_of(batch) == pytest.approx(whitened([1.0, 2.0, 6.0, -1.0, 1.0]))
+    group = with_advantages(rows, choices(preset="grpo", advantage="process", process_scale="group"))
+    expected = whitened([1.0, 2.0, 6.0]) + whitened([-1.0, 1.0])
+    assert advantages_of(group) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {"preset": "reinforce_pp", "kl_coef": 0.0},
+        {"preset": "grpo", "advantage": "process", "process_scale": "group"},
+        {"preset": "grpo", "advantage": "process", "process_scale": "batch", "turn_discount": 0.7},
+    ],
+    ids=["reinforce_pp", "process-group", "process-batch"],
+)
+def test_ranks_with_a_share_each_agree_with_one_that_has_everything(settings_):
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for index, tokens in enumerate([3, 1, 5, 2, 4, 1]):
+        rewards = torch.randn(tokens, generator=generator).tolist()
+        rows.append(
+            training_row(
+                [0] + [1] * tokens, name=str(index), group="ab"[index % 2], reward=rewards[0], token_rewards=rewards
+            )
+        )
+    config = choices(**settings_)
+    whole = advantages_of(with_advantages(rows, config))
+    for shares in ([rows[:2], rows[2:]], [rows[:5], rows[5:], []]):
+        parts = on_ranks(shares, lambda share, ranks: with_advantages(share, config, ranks=ranks))
+        assert [a for part in parts for a in advantages_of(part)] == pytest.approx(whole, rel=1e-12)
+
+
+log_differences = st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=6), min_size=2, max_size=5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(log_differences, st.floats(1e-4, 4.0))
+def test_the_selection_of_m2po_is_exact_and_the_same_on_every_rank(gaps, tau):
+    rows = [
+        training_row(
+            [0] + [1] * len(row), behaviour_logprobs=[-4.0] * len(row), proximal_logprobs=[-4.0 + gap for gap in row]
+        )
+        for row in gaps
+    ]
+    config = choices(preset="m2po", tau=tau)
+    whole = [row.kept[row.loss_mask].tolist() for row in with_selection(rows, config)]
+    moments = [
+        ((-4.0 - (-4.0 + gap)) ** 2, kept)
+        for gap_row, row in zip(gaps, whole, strict=True)
+        for gap, kept in zip(gap_row, row, strict=True)
+    ]
+    left = [moment for moment, kept in moments if kept]
+    gone = [moment for moment, kept in moments if not kept]
+    assert not left or sum(left) / len(left) < tau * (1 + 1e-9)
+    if gone:
+        assert max(left, default=-1.0) < min(gone)
+        # One more (with its equals) would not fit.
+        back = left + [moment for moment in gone if moment == min(gone)]
+        assert sum(back) / len(back) >= tau * (1 - 1e-9)
+    parts = on_ranks([rows[:1], rows[1:]], lambda share, ranks: with_selection(share, config, ranks))
+    assert [row.kept[row.loss_mask].tolist() for part in parts for row in part] == whole
+
+
+def test_the_share_of_the_loglinear_form_grows_with_the_age_of_a_token():
+    assert loglinear_share(torch.tensor([0, 1, 2, 5])).tolist() == pytest.approx([0.0, 0.0, 0.5, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "slope"),
+    [
+        (1.0, 1.0, 0.0, 0.5, 1.0),  # inside the clip
+        (2.0, 1.0, 0.0, 2.0, 2.0),  # moved away from the target: the plain error is the larger one
+        (0.0, 1.0, 0.0, 0.125, 0.0),  # moved too far towards it: no gradient beyond the clip
+    ],
+)
+def test_golden_value_loss(value, old, target, loss, slope):
+    values = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    losses, counts = clipped_value_loss(values, torch.tensor([old]), torch.tensor([target]), value_clip=0.5)
+    losses.sum().backward()
+    assert losses.tolist() == [loss]
+    assert values.grad.tolist() == [slope]
+    assert int(counts["value_clipped"]) == (slope == 0.0)
+    plain, _ = clipped_value_loss(values.detach(), torch.tensor([old]), torch.tensor([target]), value_clip=None)
+    assert plain.tolist() == [0.5 * (value - target) ** 2]
+
+
+@pytest.mark.parametrize(
+    ("settings_", "columns", "message"),
+    [
+        ({"preset": "ppo"}, {"reward": 1.0}, "'s' has none: set up a critic"),
+        ({"preset": "ppo"}, {"values": [0.0, 0.0]}, "'s' has no reward, which is not 0"),
+        ({"preset": "reinforce_pp"}, {"reward": 1.0}, "'s' has no reference log-probabilities"),
+        ({"preset": "grpo", "advantage": "process"}, {"reward": 1.0}, "'s' has none: send them"),
+    ],
+)
+def test_a_row_that_lacks_what_its_estimator_reads_is_refused_by_name(settings_, columns, message):
+    with pytest.raises(ValueError, match=message):
+        with_advantages([training_row([0, 1, 1], **columns)], choices(**settings_))
+
+
+def test_m2po_without_a_proximal_policy_is_refused_by_name():
+    with pytest.raises(ValueError, match="'s' has no proximal log-probabilities"):
+        with_selection([training_row([0, 1])], choices(preset="m2po"))
+
+
+def test_estimators_that_need_rewards_alone_leave_the_rows_as_they_are():
+    rows = [replace(training_row([0, 1]), advantages=torch.tensor([0.0, 3.0], dtype=torch.float64))]
+    assert with_advantages(rows, choices(preset="grpo")) == rows
+    assert with_selection(rows, choices(preset="grpo")) == rows

@@ -1,0 +1,131 @@
+"""Aggregations, KL and entropy terms, and what is reported, against closed forms."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from by_hand import BATCH, FORMULAS, as_case, taken
+from golden import expect, result_of
+
+
+@pytest.mark.parametrize("preset", FORMULAS)
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
+def test_golden_aggregation(preset, aggregation):
+    params = {"aggregation": aggregation}
+    if aggregation == "constant":
+        params["max_tokens"] = 10
+    expect(preset, FORMULAS[preset], params, aggregation=aggregation)
+
+
+def clamp(value: float) -> float:
+    return min(max(value, -10.0), 10.0)
+
+
+KL = {
+    "k1": (lambda x: x, lambda x: 1.0),
+    "k2": (lambda x: x * x / 2, lambda x: x),
+    "k3": (lambda x: math.exp(-x) - 1 + x, lambda x: 1 - math.exp(-x)),
+}
+
+
+@pytest.mark.parametrize("preset", ["grpo", "aipo", "sft"])
+@pytest.mark.parametrize("kind", KL)
+def test_golden_kl_in_the_loss(preset, kind):
+    value_of, slope_of = KL[kind]
+
+    def formula(token, row):
+        value, slope = FORMULAS[preset](token, row)
+        x = token.t - token.ref
+        return value + 0.04 * value_of(x), slope + 0.04 * slope_of(x)
+
+    params = {"kl_coef": 0.04, "kl_kind": kind, "aggregation": "token"}
+    result = expect(preset, formula, params)
+    gaps = [value_of(token.t - token.ref) for row in BATCH for token in taken(row)]
+    assert result["metrics"]["kl"] == pytest.approx(sum(gaps) / 13)
+
+
+@pytest.mark.parametrize("kind", KL)
+def test_golden_kl_stays_within_ten_nats_and_has_no_gradient_beyond(kind):
+    far = [[replace(token, ref=token.t + 30.0, a=0.0) for token in row] for row in BATCH]
+    params = {"kl_coef": 1.0, "kl_kind": kind}
+    expect(
+        "dapo", lambda token, row: (clamp({"k1": -20.0, "k2": 200.0, "k3": math.exp(20)}[kind]), 0.0), params, batch=far
+    )
+
+
+def test_masks_and_corrections_concern_the_surrogate_and_not_the_kl_term():
+    def formula(token, row):
+        x = token.t - token.ref
+        return 0.1 * (math.exp(-x) - 1 + x), 0.1 * (1 - math.exp(-x))
+
+    params = {"kl_coef": 0.1, "correction": {"kind": "token_mask", "low": 1e8, "high": 1e9}}
+    expect("dapo", formula, params, proximal=True)
+
+
+def test_golden_entropy_bonus():
+    case = as_case("dapo", {"entropy_coef": 0.3})
+    plain = result_of(as_case("dapo"))["loss"]
+    entropies = [[0.5 + 0.1 * place for place in range(len(row))] for row in BATCH]
+    for sequence, values in zip(case["sequences"], entropies, strict=True):
+        sequence["entropy"] = values
+    result = result_of(case)
+    mean = (
+        sum(h for row, hs in zip(BATCH, entropies, strict=True) for t, h in zip(row, hs, strict=True) if t.taken) / 13
+    )
+    assert result["loss"] == pytest.approx(plain - 0.3 * mean, rel=1e-12)
+    assert result["metrics"]["entropy"] == pytest.approx(mean)
+
+
+def test_the_gap_to_the_engine_is_reported():
+    metrics = result_of(as_case("aipo"))["metrics"]
+    gaps = [token.t - token.b for row in BATCH for token in taken(row)]
+    weights = [math.exp(gap) for gap in gaps]
+    squares = sum(weight**2 for weight in weights)
+    assert metrics["mismatch_kl"] == pytest.approx(sum(w - g - 1 for w, g in zip(weights, gaps, strict=True)) / 13)
+    assert metrics["max_abs_log_difference"] == pytest.approx(max(map(abs, gaps)))
+    assert metrics["effective_sample_size"] == pytest.approx(sum(weights) ** 2 / (13 * squares))
+    assert metrics["chi_square"] == pytest.approx(squares / 13 - 1)
+
+
+SIDES = {
+    "aipo": {"truncate_fraction": lambda k: k.q > 4},
+    "dapo": {
+        "clip_fraction_high": lambda k: k.a > 0 and k.q > 1.28,
+        "clip_fraction_low": lambda k: k.a < 0 and k.q < 0.8,
+    },
+    "cispo": {"clip_fraction_high": lambda k: k.q > 5, "clip_fraction_low": lambda k: k.q < 0},
+    "icepop": {"mask_fraction_high": lambda k: k.q > 5, "mask_fraction_low": lambda k: k.q < 0.5},
+    "ipo_mask": {
+        "mask_fraction_high": lambda k: math.exp(k.t) - math.exp(k.b) > 0.1,
+        "mask_fraction_low": lambda k: math.exp(k.b) - math.exp(k.t) > 0.1,
+    },
+}
+
+
+@pytest.mark.parametrize("preset", SIDES)
+def test_what_is_clipped_masked_or_truncated_is_counted_by_side(preset):
+    metrics = result_of(as_case(preset))["metrics"]
+    for name, happens in SIDES[preset].items():
+        assert metrics[name] == pytest.approx(sum(happens(token) for row in BATCH for token in taken(row)) / 13)
+
+
+def test_log_differences_are_clamped_to_twenty():
+    case = {
+        "preset": "dapo",
+        "sequences": [{"logp": [-100.0, -1.0], "behaviour_logp": [-400.0, -1.0], "advantage": [-1.0, 0.0]}],
+    }
+    assert result_of(case)["loss"] == pytest.approx(math.exp(20.0) / 2)
+
+
+def test_a_token_without_a_behaviour_log_probability_leaves_loss_and_divisor_and_is_counted():
+    case = as_case("dapo")
+    case["sequences"][0]["behaviour_logp"][2] = None
+    holed = result_of(case)
+    case["sequences"][0]["behaviour_logp"][2] = -0.3
+    case["sequences"][0]["mask"][2] = 0
+    narrow = result_of(case)
+    assert (holed["loss"], holed["grad"]) == (narrow["loss"], narrow["grad"])
+    assert holed["metrics"]["dropped_tokens/behaviour_not_finite"] == 1
+    assert holed["metrics"]["divisor"] == 12
