@@ -9,7 +9,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sluice.config import ConfigError
-from trainer_svc.objectives.config import ObjectiveConfig
+from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
 
 __all__ = ["Case", "CaseSequence"]
@@ -173,5 +173,16 @@ def _explained(error: ValidationError) -> str:
     parts = []
     for each in error.errors():
         place = ".".join(str(step) for step in each["loc"])
-        parts.append(f"{place + ': ' if place else ''}{each['msg'].removeprefix('Value error, ')}")
+        what = each["msg"].removeprefix("Value error, ")
+        if each["type"] == "extra_forbidden":
+            what = f"there is no such field; there are {', '.join(_fields_beside(each['loc']))}"
+        parts.append(f"{place + ': ' if place else ''}{what}")
     return "; ".join(parts)
+
+
+def _fields_beside(location: tuple[int | str, ...]) -> list[str]:
+    """The names that may stand where an unknown one stood."""
+    tables: dict[object, type[BaseModel]] = {"sequences": CaseSequence, "correction": CorrectionConfig}
+    if len(location) > 1:
+        return list(tables[location[0]].model_fields)
+    return sorted({*Case.model_fields, *ObjectiveConfig.model_fields} - {"preset"})

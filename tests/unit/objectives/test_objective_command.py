@@ -43,7 +43,10 @@ def test_it_prints_one_json_object_with_loss_gradient_and_metrics(source, tmp_pa
     ("change", "message"),
     [
         ({"preset": "gpro"}, "no objective 'gpro'"),
-        ({"params": {"gamma_ray": 1}}, "gamma_ray: Extra inputs"),
+        ({"params": {"gamma_ray": 1}}, "gamma_ray: there is no such field; there are advantage, aggregation, cap"),
+        ({"params": {"correction": {"C": 1}}}, "correction.C: there is no such field; there are kind, cap"),
+        ({"sequences": [{"logp": [-1.0], "weight": 2}]}, "sequences.0.weight: there is no such field; there are logp"),
+        ({"params": {"entropy_coef": 0.1}}, "give every sequence its entropy"),
         ({"sequences": []}, "sequences: List should have at least 1"),
         ({"sequences": [{"logp": [-1.0], "behaviour_logp": [-1.0, -2.0]}]}, "sequences.0: behaviour_logp has 2 entries and logp 1"),
         ({"sequences": [{"logp": [-1.0], "mask": [0]}]}, "no token has mask 1"),
