@@ -45,12 +45,20 @@ class Crew:
         return self._link is not None
 
     @contextmanager
-    def together(self, do: str, rows: Rows[Sequence] | None = None, **arguments: Any) -> Iterator[list[Sequence]]:  # noqa: ANN401  JSON values
+    def together(
+        self,
+        do: str,
+        rows: Rows[Sequence] | None = None,
+        *,
+        may_fail: bool = False,
+        **arguments: Any,  # noqa: ANN401  JSON values
+    ) -> Iterator[list[Sequence]]:
         """Have every rank do something: the others what the command says, this one the body of the block.
 
         Args:
             do: Name of the command.
             rows: Rows to share out among the data-parallel ranks.
+            may_fail: Whether the ranks stay together after a failure of the body, as it is one of all.
             arguments: What else the others must know: JSON values.
 
         Yields:
@@ -64,15 +72,25 @@ class Crew:
             return
         if self.broken is not None:
             raise self.broken
+        failure: Exception | None = None
         try:
-            number = self._link.post("compute", {"do": do, "rows": rows is not None, **arguments})
-            yield [] if rows is None else self._share(self._link, rows)
+            command = {"do": do, "rows": rows is not None, "may_fail": may_fail, **arguments}
+            number = self._link.post("compute", command)
+            share = [] if rows is None else self._share(self._link, rows)
+            try:
+                yield share
+            except Exception as error:
+                if not may_fail:
+                    raise
+                failure = error
             self._link.wait_done(number)
         except BaseException as error:
             reason = self.break_up(error)
             if reason is error:
                 raise
             raise reason from error
+        if failure is not None:
+            raise failure
 
     def publish(self, **arguments: Any) -> None:  # noqa: ANN401  JSON values
         """Have the other ranks publish beside this one."""

@@ -58,8 +58,11 @@ class RankWorker:
             try:
                 self._commands[command["do"]](command)
             except BaseException as error:
-                self._link.done(f"{type(error).__name__}: {error}")
-                raise
+                if command["may_fail"] and isinstance(error, Exception):
+                    log.warning("command failed, as it may", command=command["do"], error=str(error))
+                else:
+                    self._link.done(f"{type(error).__name__}: {error}")
+                    raise
             self._link.done()
 
     def _restore(self, command: Command) -> None:
@@ -72,7 +75,7 @@ class RankWorker:
 
     def _save(self, command: Command) -> None:
         self._stand_at(command)
-        self._learner.save(command["journal_position"])
+        self._learner.snapshot(command["journal_position"])  # rank 0 hears of a failure, and tells of it
 
     def _stand_at(self, command: Command) -> None:
         """Take over what only rank 0 counts."""
