@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -28,15 +28,14 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.random_state import random_state, restore_random_state
 from trainer_svc.engine.step_metrics import StepMetrics
-from trainer_svc.objectives.aggregation import with_group_tokens
-from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.crew import Crew
 from trainer_svc.service.epochs import LineageFile, from_proto, to_proto
 from trainer_svc.service.staleness import Lineage
+from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
-from trainer_svc.update.trainable import keep_trainable
+from trainer_svc.update.whole_batch import with_whole_batch_facts
 from weightsync.publisher import Update, WeightPublisher
 
 __all__ = ["Applied", "Learner", "Restored"]
@@ -107,7 +106,8 @@ class Learner:
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
         self.tokenizer_digest = ""
-        self._engine: TrainEngine | None = None
+        self._models: TrainedModels | None = None
+        self._frozen = FrozenModels()
         self._abandoned = threading.Event()
 
     @property
@@ -117,14 +117,23 @@ class Learner:
         Raises:
             RuntimeError: before `load`.
         """
-        if self._engine is None:
+        return self.models.policy
+
+    @property
+    def models(self) -> TrainedModels:
+        """The policy and its critic.
+
+        Raises:
+            RuntimeError: before `load`.
+        """
+        if self._models is None:
             raise RuntimeError("the model is not loaded")
-        return self._engine
+        return self._models
 
     @property
     def update(self) -> PolicyUpdate:
         """What trains the policy on a batch."""
-        return PolicyUpdate(self.engine, Objective.of(self.config.objective))
+        return policy_update(self.config, self.models, self._frozen, self.common.seed)
 
     @property
     def vocabulary(self) -> int:
@@ -140,6 +149,9 @@ class Learner:
         """Load the base model, and what earlier epochs of the run left on disk."""
         with self.crew.together("load"):
             self._load_base()
+            self._frozen = FrozenModels.load(self.config, self.common.model, mesh=self.mesh)
+            for engine in filter(None, (self._frozen.reference, self._frozen.teacher)):
+                self._make_abandonable(engine)
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
         if self.crew.leads:
             self.checkpoints.sweep()
@@ -185,7 +197,9 @@ class Learner:
         consumption = consume(batch, self.version, self.lineage)
         metrics = None
         if consumption.sequences:
-            with self.crew.together("train", self._counted(consumption.sequences)) as rows:
+            staleness = partial(self.lineage.staleness, now=self.version)
+            sequences = with_whole_batch_facts(consumption.sequences, self.update.objective, staleness)
+            with self.crew.together("train", sequences) as rows:
                 metrics = self.train(rows)
         self.version = batch.target
         self.last_batch_id = batch.batch_id
@@ -257,14 +271,6 @@ class Learner:
         """Where this process stands, for those that only do what it says."""
         return {"version": str(self.version), "last_batch_id": self.last_batch_id}
 
-    def _counted(self, sequences: Rows[Sequence]) -> Rows[Sequence]:
-        """Rows that know how many loss tokens their group has, where the group's rows may go to several ranks."""
-        if not self.crew.several:
-            return sequences
-        trained, _ = keep_trainable(sequences, self.update.objective)
-        tokens = [row.group_loss_tokens for row in with_group_tokens(trained)]
-        return [replace(row, group_loss_tokens=count) for row, count in zip(sequences, tokens, strict=True)]
-
     def _recorded_lineage(self) -> Lineage:
         """What the run's file and its checkpoints know; the checkpoints may have been moved here alone."""
         lineage = Lineage()
@@ -287,12 +293,16 @@ class Learner:
 
     def _restore_base(self) -> None:
         if self.version != BASE or self.engine.optimizer_steps:
-            self._engine = None  # gives its memory back before the next one takes as much
+            self._models = None  # gives its memory back before the next one takes as much
             self._load_base()
 
     def _load_base(self) -> None:
-        self._engine = TrainEngine(self.config, self.common.model, self.common.seed, mesh=self.mesh)
-        self._engine.network.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
+        self._models = TrainedModels.load(self.config, self.common.model, self.common.seed, mesh=self.mesh)
+        for engine in self._models.by_name.values():
+            self._make_abandonable(engine)
+
+    def _make_abandonable(self, engine: TrainEngine) -> None:
+        engine.network.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
 
     def _end_if_abandoned(self, *_: object) -> None:
         if self._abandoned.is_set():

@@ -1,0 +1,143 @@
+"""The networks of one trainer: the policy and its critic, which learn, and the reference and the teacher, which do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from trainer_svc.config import ComputeConfig, OptimizerConfig, TrainerConfig
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.objectives.objective import Objective
+from trainer_svc.parallel.mesh import SINGLE, Mesh
+from trainer_svc.update.critic import Critic
+from trainer_svc.update.policy import Passes, PolicyUpdate
+
+__all__ = ["FrozenModels", "TrainedModels", "policy_update"]
+
+BASE = "base"
+"""In the settings: the model that the run starts from."""
+
+IN_BATCH = "batch"
+"""In the settings: no model, every trajectory brings its log-probabilities."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModels:
+    """What optimizers change, and checkpoints hold.
+
+    Attributes:
+        policy: The policy; with a value head beside its own where the critic shares its network.
+        critic: The critic's own network, where it has one.
+    """
+
+    policy: TrainEngine
+    critic: TrainEngine | None = None
+
+    @classmethod
+    def load(cls, config: TrainerConfig, model: str | Path, seed: int = 0, *, mesh: Mesh = SINGLE) -> Self:
+        """Load them as they are before the first step.
+
+        Args:
+            config: The trainer's settings.
+            model: Hugging Face directory or hub id that the run starts from.
+            seed: Seed of PyTorch's generators; it draws the weights of a value head.
+            mesh: The processes that train together.
+
+        Raises:
+            ValueError: if a model cannot be trained packed, or not have a value head.
+        """
+        needs_critic = config.objective.choices.needs_critic
+        shared = needs_critic and config.critic.shared
+        critic = None
+        if needs_critic and not shared:
+            source = model if config.critic.model == BASE else config.critic.model
+            critic = TrainEngine(_critic_config(config), source, seed, head="value", mesh=mesh)
+        return cls(TrainEngine(config, model, seed, head="both" if shared else "language", mesh=mesh), critic)
+
+    @property
+    def by_name(self) -> dict[str, TrainEngine]:
+        """Those that there are; the policy first."""
+        return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenModels:
+    """What only ever computes log-probabilities: each takes 4 bytes per parameter, and nothing for an optimizer.
+
+    Attributes:
+        reference: The policy that a KL term pulls towards.
+        teacher: The model that distillation follows.
+    """
+
+    reference: TrainEngine | None = None
+    teacher: TrainEngine | None = None
+
+    @classmethod
+    def load(cls, config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE) -> Self:
+        """Load those that the objective reads and the batches do not bring.
+
+        Args:
+            config: The trainer's settings.
+            model: Hugging Face directory or hub id that the run starts from.
+            mesh: The processes that train together.
+
+        Raises:
+            ValueError: if a model cannot be computed packed.
+        """
+        objective = Objective.of(config.objective)
+        named = {
+            "reference": config.reference.model if objective.needs_reference else "",
+            "teacher": config.teacher.model if objective.needs_teacher else "",
+        }
+        engines = {
+            name: _frozen(config, model if source == BASE else source, name, mesh)
+            for name, source in named.items()
+            if source not in ("", IN_BATCH)
+        }
+        return cls(**engines)
+
+
+def policy_update(config: TrainerConfig, trained: TrainedModels, frozen: FrozenModels, seed: int = 0) -> PolicyUpdate:
+    """What trains these models on a batch.
+
+    Args:
+        config: The trainer's settings.
+        trained: The policy and its critic.
+        frozen: The models beside them.
+        seed: Decides which groups share a minibatch.
+    """
+    objective = Objective.of(config.objective)
+    critic = None
+    if objective.needs_critic:
+        clip = objective.choices.beside.get("value_clip")
+        critic = Critic(trained.critic or trained.policy, clip, config.critic.shared_coef)
+    return PolicyUpdate(
+        trained.policy,
+        objective,
+        Passes(config.epochs, config.minibatches, seed),
+        critic=critic,
+        reference=frozen.reference,
+        teacher=frozen.teacher,
+    )
+
+
+def _critic_config(config: TrainerConfig) -> ComputeConfig:
+    """The trainer's settings of computing with the critic's optimizer."""
+    computing = {name: getattr(config, name) for name in ComputeConfig.model_fields}
+    return ComputeConfig(**computing | {name: getattr(config.critic, name) for name in OptimizerConfig.model_fields})
+
+
+def _frozen(config: TrainerConfig, source: str | Path, name: str, mesh: Mesh) -> TrainEngine:
+    # An optimizer that is never stepped holds nothing; the other kinds set memory aside.
+    settings = config.model_copy(update={"optimizer": "adamw", "optimizer_offload": False})
+    engine = TrainEngine(settings, source, head="language", mesh=mesh)
+    parameters = sum(each.numel() for each in engine.network.model.parameters())
+    log.info(
+        "frozen model loaded", use=name, model=str(source), parameters=parameters, gib=round(parameters * 4 / 2**30, 3)
+    )
+    return engine
