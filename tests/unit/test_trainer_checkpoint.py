@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint.checkpoints import CheckpointDamagedError
+from trainer_svc.checkpoint.manifest import CheckpointDamagedError
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.batch import Sequence, VersionSpan
 from trainer_svc.service.consumption import Batch, OnStale
@@ -183,7 +183,7 @@ def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointDamagedError, match="restore another checkpoint"):
-        policy.checkpoints.read(policy.checkpoints.complete()[0])
+        policy.checkpoints.load(policy.checkpoints.complete()[0], policy.engines)
     with pytest.raises(SluiceError) as error:
         policy.restore(2, "")
     assert error.value.reason == "CHECKPOINT_DAMAGED"

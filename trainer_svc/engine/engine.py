@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
-from functools import partial
+from concurrent.futures import Future
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
+from sluice.v1.checkpoint_pb2 import CheckpointManifest
+from trainer_svc.checkpoint.saver import Saver
+from trainer_svc.checkpoint.shards import read_below
+from trainer_svc.checkpoint.state import training_state
+from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import ComputeConfig
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors
@@ -19,10 +25,17 @@ from trainer_svc.engine.packing import empty_batch, pack
 from trainer_svc.engine.runner import OneByOne, Runner
 from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shapes import Scalar
+from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 
 __all__ = ["TrainEngine"]
+
+POLICY = "policy"
+"""This engine's name in a checkpoint of its own; that of the policy in a checkpoint of the service."""
+
+SAVE_S = 1800.0
+"""Seconds that a process waits for the others to write their shares."""
 
 
 class TrainEngine:
@@ -187,15 +200,61 @@ class TrainEngine:
         """
         export_hf(self.network.model, self.model_dir, directory, dtype)
 
+    def save(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a checkpoint, and wait until it is on disk; see `begin_save`.
+
+        Raises:
+            OSError: if a process could not write its share.
+        """
+        self.begin_save(directory, dtype=dtype).result()
+
+    def begin_save(self, directory: Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
+        """Copy the state, and write a checkpoint in the background; training may go on when this returns.
+
+        Each process writes its share; the directory appears whole or not at all.
+
+        Args:
+            directory: What to write, on a file system that all processes share; one that is there is replaced.
+            dtype: Precision of the Hugging Face directory `hf` in it; None keeps float32.
+
+        Returns:
+            Done when the checkpoint is on disk, or holds what went wrong: ask it before the next one, and before the end.
+        """
+        state = training_state({POLICY: self}, self.mesh.rank)
+        export = partial(self.export_state, dtype=dtype)
+        return self._saver.begin(
+            directory, CheckpointManifest(optimizer_steps=self.optimizer_steps), state, export=export
+        )
+
+    def load(self, directory: Path) -> None:
+        """Go on from a checkpoint, whatever number of processes wrote it; one of a service is one too.
+
+        Raises:
+            CheckpointDamagedError: if it is not whole.
+            ValueError: if it is of another model or optimizer.
+        """
+        self._saver.load(directory, {POLICY: self})
+
+    def export_state(self, state: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
+        """Write a Hugging Face model directory of the weights in a checkpoint; any thread may call it.
+
+        Args:
+            state: Where the checkpoint's tensors are, in whatever layout.
+            directory: What to write.
+            dtype: Precision of floating-point tensors; None keeps float32.
+        """
+        export_hf(self.network.model, self.model_dir, directory, dtype, read_below(f"{POLICY}.model.", state))
+
+    @cached_property
+    def _saver(self) -> Saver:
+        return Saver(Writers.of(self.mesh, SAVE_S), SAVE_S)
+
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """All float32 state that a checkpoint must hold, as flat names: ``model.<name>`` and ``optimizer.<moment>.<name>``.
+        """All that a checkpoint must hold, as flat names: ``model.<name>`` and ``optimizer.<moment>.<name>``.
 
         Tensors are the live ones: copy or write them before the next step.
         """
-        named = dict(self.network.model.named_parameters())
-        model = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        optimizer = self.optimizer.tensors(named.items())
-        return model | {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
+        return state_tensors(self.network.model, self.optimizer)
 
     def state_scalars(self) -> dict[str, int]:
         """The numbers that a checkpoint must hold."""
@@ -210,24 +269,11 @@ class TrainEngine:
         Raises:
             ValueError: if names or shapes are not this model's and optimizer's; then nothing has changed.
         """
-        named = dict(self.network.model.named_parameters())
-        given = {name.removeprefix("model."): shape for name, shape in shapes.items() if name.startswith("model.")}
-        if given.keys() != named.keys():
-            differing = sorted(given.keys() ^ named.keys())
-            raise ValueError(
-                f"the checkpoint is of another model ({differing[0]!r} is on one side only): resume with the model it was made from"
-            )
-        for name, shape in given.items():
-            if shape != named[name].shape:
-                raise ValueError(
-                    f"{name!r} has shape {tuple(shape)} in the checkpoint, {tuple(named[name].shape)} in the model"
-                )
-        moments = {
-            name.removeprefix("optimizer."): shape for name, shape in shapes.items() if name.startswith("optimizer.")
-        }
-        optimizer = self.optimizer.make_room(named, moments)
-        model = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-        return model | {f"optimizer.{name}": tensor for name, tensor in optimizer.items()}
+        return state_room(self.network.model, self.optimizer, shapes, stage=self.mesh.dims.pp > 1)
+
+    def restore_scalars(self, scalars: Mapping[str, int]) -> None:
+        """Put the numbers of a checkpoint back."""
+        self.optimizer_steps = int(scalars["optimizer_steps"])
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, int]) -> None:
         """Go back to what `state_tensors` and `state_scalars` gave.
@@ -238,7 +284,7 @@ class TrainEngine:
         room = self.state_room({name: tensor.shape for name, tensor in tensors.items()})
         for name, tensor in room.items():
             tensor.copy_(tensors[name])
-        self.optimizer_steps = int(scalars["optimizer_steps"])
+        self.restore_scalars(scalars)
 
     def _check_ids(self, sequences: Rows[Sequence]) -> None:
         vocabulary = self.network.vocabulary

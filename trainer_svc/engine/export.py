@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ def live_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """
     once: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, tensor in _policy_state(model).items():
+    for name, tensor in _policy_state(model.state_dict()).items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and place in seen:
             continue
@@ -34,8 +35,8 @@ def live_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return published
 
 
-def _policy_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(OWN_MODULES)}
+def _policy_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if not name.startswith(OWN_MODULES)}
 
 
 def named_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -53,7 +54,13 @@ def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.detach().to("cpu", target, copy=True).contiguous()
 
 
-def export_hf(model: PreTrainedModel, source: str, directory: Path, dtype: torch.dtype | None) -> None:
+def export_hf(
+    model: PreTrainedModel,
+    source: str,
+    directory: Path,
+    dtype: torch.dtype | None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write safetensors, config, generation config and tokenizer beside the target, then rename.
 
     Args:
@@ -61,6 +68,7 @@ def export_hf(model: PreTrainedModel, source: str, directory: Path, dtype: torch
         source: Directory or hub id that the tokenizer and the generation config come from.
         directory: Where to write.
         dtype: Precision of the weights; None keeps the model's.
+        weights: The weights by their names in the model; None: those that it has now.
 
     Raises:
         FileExistsError: if the directory exists.
@@ -70,7 +78,7 @@ def export_hf(model: PreTrainedModel, source: str, directory: Path, dtype: torch
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        state = {name: _copy(tensor, dtype) for name, tensor in _policy_state(model).items()}
+        state = {name: _copy(tensor, dtype) for name, tensor in _policy_state(weights or model.state_dict()).items()}
         model.save_pretrained(staging, state_dict=state)
         AutoTokenizer.from_pretrained(source).save_pretrained(staging)
         for path in (staging, *staging.rglob("*")):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence as Rows
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -22,11 +23,14 @@ from sluice.rpc import SluiceError
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint.checkpoints import CheckpointDamagedError, Checkpoints
+from trainer_svc.checkpoint.checkpoints import Checkpoints
+from trainer_svc.checkpoint.manifest import CheckpointDamagedError
+from trainer_svc.checkpoint.saver import Saver
+from trainer_svc.checkpoint.state import training_state
+from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.random_state import random_state, restore_random_state
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
@@ -99,7 +103,9 @@ class Learner:
         self.config = config
         self.mesh = mesh
         self.crew = crew or Crew()
-        self.checkpoints = Checkpoints(common.run_dir / "checkpoints", config.checkpoint.keep)
+        save_s = config.deadlines.save_s
+        saver = Saver(Writers.of(mesh, save_s), save_s)
+        self.checkpoints = Checkpoints(common.run_dir / "checkpoints", config.checkpoint.keep, saver)
         self.lineage_file = LineageFile(common.run_dir / "trainer" / "epochs.binpb")
         self.lineage = Lineage()
         self.version = BASE
@@ -108,6 +114,7 @@ class Learner:
         self.tokenizer_digest = ""
         self._models: TrainedModels | None = None
         self._frozen = FrozenModels()
+        self._is_base = False
         self._abandoned = threading.Event()
 
     @property
@@ -129,6 +136,11 @@ class Learner:
         if self._models is None:
             raise RuntimeError("the model is not loaded")
         return self._models
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """What a checkpoint holds, by name."""
+        return self.models.by_name
 
     @property
     def update(self) -> PolicyUpdate:
@@ -170,6 +182,7 @@ class Learner:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
         """
         self._abandoned.clear()
+        self._await_writing()
         manifest = self.checkpoints.find(checkpoint) if checkpoint else self._newest()
         if manifest is None and checkpoint:
             names = ", ".join(each.checkpoint.name for each in self.checkpoints.complete()) or "none"
@@ -207,6 +220,7 @@ class Learner:
 
     def train(self, rows: Rows[Sequence]) -> StepMetrics:
         """Train on this process's share of a batch; the other processes do so at the same time."""
+        self._is_base = False
         return self.update.apply(rows)
 
     def abandon(self) -> None:
@@ -237,19 +251,40 @@ class Learner:
             return publisher.encode(self.version, tensors, dtype=self._publish_dtype(), deadline_s=deadline_s)
 
     def save(self, journal_position: int) -> Checkpoint:
-        """Write a checkpoint of the present version, unless there is one.
+        """Write a checkpoint of the present version, unless there is one, and wait until it is on disk.
 
         Raises:
-            OSError: if the disk is full or not writable.
+            OSError: if the disk is full or not writable, or the checkpoint before takes too long.
         """
-        name = f"step_{self.version.number}"
-        existing = self.checkpoints.find(name)
-        if existing is not None and Version.from_proto(existing.checkpoint.policy_version) == self.version:
-            return self.checkpoints.note_position(existing, journal_position).checkpoint
-        engine = self.engine
+        return self.begin_save(journal_position).result()
+
+    def begin_save(self, journal_position: int) -> Future[Checkpoint]:
+        """Copy the state of the present version on every rank, and write it in the background, unless there is a checkpoint.
+
+        Returns:
+            The checkpoint when its manifest is on disk, or what went wrong.
+        """
+        done: Future[Checkpoint] = Future()
+        done.set_running_or_notify_cancel()
+        try:
+            self.checkpoints.saver.wait()
+            existing = self.checkpoints.find(f"step_{self.version.number}")
+            if existing is not None and Version.from_proto(existing.checkpoint.policy_version) == self.version:
+                done.set_result(self.checkpoints.note_position(existing, journal_position).checkpoint)
+                return done
+        except OSError as error:
+            done.set_exception(error)
+            return done
+        with self.crew.together("save", may_fail=True, journal_position=journal_position, **self._standing()):
+            writing = self.snapshot(journal_position)
+        writing.add_done_callback(lambda written: self._saved(written, done))
+        return done
+
+    def snapshot(self, journal_position: int) -> Future[CheckpointManifest]:
+        """This rank's part of a checkpoint: copy its state now, write its share in the background."""
         manifest = CheckpointManifest(
             checkpoint=Checkpoint(
-                name=name,
+                name=f"step_{self.version.number}",
                 policy_version=self.version.to_proto(),
                 last_batch_id=self.last_batch_id,
                 journal_position=journal_position,
@@ -260,12 +295,25 @@ class Learner:
             next_sequence_no=self.version.number + 1,
             lineage=to_proto(self.lineage),
         )
-        state = engine.state_tensors() | random_state()
-        export = partial(engine.export_hf, dtype=self._publish_dtype())
-        with self.crew.together("save", journal_position=journal_position, **self._standing()):
-            self.newest_checkpoint = self.checkpoints.write(manifest, state, export).checkpoint
-        log.info("checkpoint written", name=name, size_bytes=self.newest_checkpoint.size_bytes)
-        return self.newest_checkpoint
+        state = training_state(self.engines, self.mesh.rank)
+        export = partial(self.engine.export_state, dtype=self._publish_dtype())
+        return self.checkpoints.begin(manifest, state, export)
+
+    def _saved(self, written: Future[CheckpointManifest], done: Future[Checkpoint]) -> None:
+        if (error := written.exception()) is not None:
+            done.set_exception(error)
+            return
+        checkpoint = written.result().checkpoint
+        self.newest_checkpoint = checkpoint
+        log.info("checkpoint written", name=checkpoint.name, size_bytes=checkpoint.size_bytes)
+        done.set_result(checkpoint)
+
+    def _await_writing(self) -> None:
+        """Wait for the checkpoint that is being written: it may be the one to restore."""
+        try:
+            self.checkpoints.saver.wait()
+        except TimeoutError as error:
+            raise SluiceError.unavailable("CHECKPOINT_DEADLINE", str(error), retry_after_s=60.0) from error
 
     def _standing(self) -> dict[str, Any]:
         """Where this process stands, for those that only do what it says."""
@@ -292,7 +340,7 @@ class Learner:
         )
 
     def _restore_base(self) -> None:
-        if self.version != BASE or self.engine.optimizer_steps:
+        if not self._is_base:
             self._models = None  # gives its memory back before the next one takes as much
             self._load_base()
 
@@ -300,6 +348,7 @@ class Learner:
         self._models = TrainedModels.load(self.config, self.common.model, self.common.seed, mesh=self.mesh)
         for engine in self._models.by_name.values():
             self._make_abandonable(engine)
+        self._is_base = True
 
     def _make_abandonable(self, engine: TrainEngine) -> None:
         engine.network.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
@@ -314,15 +363,13 @@ class Learner:
                 "OTHER_MODEL",
                 f"checkpoint {manifest.checkpoint.name} was made with another tokenizer: resume with the run's model, or use a new run name",
             )
+        self._is_base = False
         try:
-            tensors = self.checkpoints.read(manifest)
+            self.checkpoints.load(manifest, self.engines)
         except CheckpointDamagedError as error:
             raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
-        restore_random_state(tensors)
-        self.engine.load_state(
-            {name: tensor for name, tensor in tensors.items() if name.startswith(("model.", "optimizer."))},
-            {"optimizer_steps": manifest.optimizer_steps},
-        )
+        except ValueError as error:
+            raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
 
     def _publish_dtype(self) -> torch.dtype:
         if self.config.publish_dtype == "auto":

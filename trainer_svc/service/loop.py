@@ -122,7 +122,7 @@ class TrainingLoop:
         every = self._config.checkpoint.every_steps
         if every and version.number % every == 0:
             self.phase = trainer_pb2.TRAINER_PHASE_SAVING
-            await self._saving.save_or_log()
+            await self._saving.begin_or_log()
 
     async def _publish(self) -> float:
         """Encode the new version once the one before is out, and offer it; returns the seconds of waiting."""

@@ -1,9 +1,11 @@
-"""Checkpoints between two batches: on request, and every so many steps."""
+"""Checkpoints between two batches: on request, and every so many steps. Training goes on while one is written."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
+import grpc
 import structlog
 
 from sluice.rpc import SluiceError
@@ -20,7 +22,9 @@ log = structlog.get_logger(__name__)
 
 
 class Saving:
-    """Writes checkpoints in the compute thread, where they fall between two batches by themselves.
+    """Has the state copied in the compute thread, where that falls between two batches by itself, and written beside it.
+
+    One checkpoint is written at a time; the next begins when it is done.
 
     Args:
         learner: The policy.
@@ -34,41 +38,95 @@ class Saving:
     ) -> None:
         self._learner, self._compute, self._batch_files = learner, compute, batch_files
         self._deadlines = config.deadlines
-        self.active = False
+        self._beginning = asyncio.Lock()
+        self._writing: asyncio.Task[Checkpoint] | None = None
         self.last_error = ""
+        """Why the last checkpoint was not written; empty if it was."""
+
+    @property
+    def active(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writing is not None and not self._writing.done()
 
     async def save(self, journal_position: int) -> Checkpoint:
-        """Write a checkpoint of the present version.
+        """Write a checkpoint of the present version, and return when it is on disk.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED if the disk is full, DEADLINE_EXCEEDED if it takes too long.
         """
-        deadline_s = self._deadlines.step_s + self._deadlines.save_s  # a step may be in progress
-        self.active = True
+        writing = await self._begin(journal_position)
+        # A caller who leaves does not stop the writing.
+        await asyncio.wait({writing}, timeout=self._deadlines.save_s)
+        if not writing.done():
+            raise self._too_slow(self._deadlines.save_s)
+        return writing.result()
+
+    async def begin_or_log(self) -> None:
+        """Begin a checkpoint on schedule, and return when the state is copied; what goes wrong is noted but ends nothing."""
         try:
-            return await self._compute.run(
-                partial(self._save, journal_position), deadline_s=deadline_s, what="writing a checkpoint"
+            await self._begin(journal_position=0)
+        except SluiceError as error:
+            self._note(error)
+
+    async def settled(self, timeout_s: float) -> None:
+        """Return when no checkpoint is being written, however that ended.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if it goes on for longer.
+        """
+        if self._writing is not None:
+            await asyncio.wait({self._writing}, timeout=timeout_s)
+            if not self._writing.done():
+                raise self._too_slow(timeout_s)
+
+    async def ended(self, grace_s: float) -> bool:
+        """Give a checkpoint that is being written time to end; returns whether it did."""
+        try:
+            await self.settled(grace_s)
+        except SluiceError:
+            log.warning("a checkpoint was not written in time, leaving it behind", grace_s=grace_s)
+            return False
+        return True
+
+    async def _begin(self, journal_position: int) -> asyncio.Task[Checkpoint]:
+        """Copy the state when the checkpoint before is written; the task ends when this one is."""
+        async with self._beginning:
+            await self.settled(self._deadlines.save_s)
+            written = await self._compute.run(
+                partial(self._learner.begin_save, journal_position),
+                deadline_s=self._deadlines.step_s + self._deadlines.save_s,  # a step may be in progress
+                what="copying the state for a checkpoint",
             )
+            self._writing = asyncio.create_task(self._finish(asyncio.wrap_future(written)))
+            self._writing.add_done_callback(lambda task: None if task.cancelled() else self._note(task.exception()))
+            return self._writing
+
+    async def _finish(self, written: asyncio.Future[Checkpoint]) -> Checkpoint:
+        try:
+            checkpoint = await written
+        except (ValueError, RuntimeError) as error:
+            raise SluiceError.unavailable(
+                "CHECKPOINT_NOT_WRITTEN",
+                f"the ranks could not write a checkpoint together ({error}); older ones are untouched",
+                retry_after_s=60.0,
+            ) from error
         except OSError as error:
             raise SluiceError.resource_exhausted(
                 "CHECKPOINT_NOT_WRITTEN",
                 f"the checkpoint could not be written ({error}); older ones are untouched: free space below {self._learner.checkpoints.directory}",
                 retry_after_s=60.0,
             ) from error
-        finally:
-            self.active = False
-
-    async def save_or_log(self) -> None:
-        """Write a checkpoint on schedule; a full disk is told but does not end the training."""
-        try:
-            await self.save(journal_position=0)
-        except SluiceError as error:
-            self.last_error = str(error)
-            log.exception("checkpoint failed, training goes on")
-        else:
-            self.last_error = ""
-
-    def _save(self, journal_position: int) -> Checkpoint:
-        checkpoint = self._learner.save(journal_position)
-        self._batch_files.remove_covered(Version.from_proto(checkpoint.policy_version))
+        await asyncio.to_thread(self._batch_files.remove_covered, Version.from_proto(checkpoint.policy_version))
         return checkpoint
+
+    def _note(self, error: BaseException | None) -> None:
+        self.last_error = "" if error is None else str(error)
+        if error is not None:
+            log.error("checkpoint failed, training goes on", error=str(error), exc_info=error)
+
+    def _too_slow(self, waited_s: float) -> SluiceError:
+        return SluiceError(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "CHECKPOINT_DEADLINE",
+            f"a checkpoint is still being written after {waited_s:g} s: is the disk below {self._learner.checkpoints.directory} hanging? Raise trainer.deadlines.save_s if it is only slow",
+        )

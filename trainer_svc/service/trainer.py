@@ -61,7 +61,7 @@ class Trainer:
         self.steps: StepLog | None = None
         self._publisher = publisher
         self._compute = compute or ComputeThread()
-        self._saving = Saving(self.learner, self._compute, self.batch_files, config)
+        self.saving = Saving(self.learner, self._compute, self.batch_files, config)
         self._publication = Publication(publisher, config.deadlines.push_s)
         self._loop: TrainingLoop | None = None
         self._training: asyncio.Task[None] | None = None
@@ -88,12 +88,12 @@ class Trainer:
         if self._loop is None:
             return trainer_pb2.TRAINER_PHASE_READY
         idle = self._loop.phase == trainer_pb2.TRAINER_PHASE_WAITING
-        return trainer_pb2.TRAINER_PHASE_SAVING if idle and self._saving.active else self._loop.phase
+        return trainer_pb2.TRAINER_PHASE_SAVING if idle and self.saving.active else self._loop.phase
 
     @property
     def last_error(self) -> str:
-        """What ended the epoch, or the last checkpoint on schedule that failed; empty if nothing did."""
-        return str(self._failure) if self._failure is not None else self._saving.last_error
+        """What ended the epoch, or why the last checkpoint was not written; empty if nothing did."""
+        return str(self._failure) if self._failure is not None else self.saving.last_error
 
     @property
     def published(self) -> Version | None:
@@ -152,6 +152,7 @@ class Trainer:
     async def _open(self, epoch: int, checkpoint: str) -> Restored:
         await self._close()
         deadlines = self.config.deadlines
+        await self.saving.settled(deadlines.save_s)  # what it writes may be what is restored
         # A step of the epoch before may still be in progress.
         restored = await self._compute.run(
             partial(self.learner.restore, epoch, checkpoint),
@@ -185,7 +186,7 @@ class Trainer:
             queue=queue,
             publication=self._publication,
             steps=self.steps,
-            saving=self._saving,
+            saving=self.saving,
             config=self.config,
         )
         # An empty context: the epoch outlives the request that began it, whose id must not appear in its logs and calls.
@@ -245,19 +246,20 @@ class Trainer:
         """
         if self.accepting().admission.version is None:
             raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
-        return await self._saving.save(journal_position)
+        return await self.saving.save(journal_position)
 
     async def stop(self, grace_s: float) -> bool:
-        """End the epoch; what the compute thread does gets `grace_s` seconds to end, a step is abandoned.
+        """End the epoch; what the compute thread does and a checkpoint get `grace_s` seconds to end, a step is abandoned.
 
         Returns:
-            Whether the thread ended. If not, the interpreter must not be finalised beside it.
+            Whether the threads ended. If not, the interpreter must not be finalised beside them.
         """
         if self._opening is not None and not self._opening[1].done():
             self._opening[1].cancel()
             await asyncio.wait({self._opening[1]})
         await self._close()
-        return await self._compute.stop(grace_s)
+        saved, computed = await asyncio.gather(self.saving.ended(grace_s), self._compute.stop(grace_s))
+        return saved and computed
 
 
 def _succeeded(task: asyncio.Task[Restored]) -> bool:
