@@ -15,7 +15,7 @@ from trainer_svc.objectives.aggregation import divisor, sequence_factors
 from trainer_svc.objectives.choices import Choices
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.corrections import CORRECTIONS, TokenWeights, off_policy_sequence_mask, veto
-from trainer_svc.objectives.diagnostics import policy_gap
+from trainer_svc.objectives.diagnostics import correction_spread, policy_gap
 from trainer_svc.objectives.imported import find_surrogate
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.surrogates import Surrogate, TokenLosses
@@ -184,6 +184,8 @@ class Objective:
             loss = loss - self.choices.entropy_coef * terms.entropy
         if self.needs_behaviour:
             sums |= policy_gap(terms)
+        if self.choices.decoupled:
+            sums |= correction_spread(terms)
         return (loss * terms.factors).sum(), sums
 
     def _surrogate(self, terms: TokenTerms) -> TokenLosses:

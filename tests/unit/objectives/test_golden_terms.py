@@ -89,6 +89,15 @@ def test_the_gap_to_the_engine_is_reported():
     assert metrics["chi_square"] == pytest.approx(squares / 13 - 1)
 
 
+def test_the_spread_of_the_correction_is_reported_before_truncation():
+    metrics = result_of(as_case("dapo", {"correction": {"kind": "token_tis", "cap": 1.0}}, proximal=True))["metrics"]
+    rhos = [token.rho for row in BATCH for token in taken(row)]
+    squares = sum(rho**2 for rho in rhos)
+    assert metrics["correction_effective_sample_size"] == pytest.approx(sum(rhos) ** 2 / (13 * squares))
+    assert metrics["correction_chi_square"] == pytest.approx(squares / 13 - 1)
+    assert metrics["correction_truncate_fraction"] == pytest.approx(sum(rho > 1.0 for rho in rhos) / 13)
+
+
 SIDES = {
     "aipo": {"truncate_fraction": lambda k: k.q > 4},
     "dapo": {

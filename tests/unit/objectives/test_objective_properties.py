@@ -153,6 +153,20 @@ def test_gradients_do_not_depend_on_micro_batches_or_order(preset, aggregation):
             assert all(torch.allclose(parts[key], whole[key], rtol=1e-12, atol=1e-12 * scale) for key in whole)
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_shares_of_ranks_add_up_to_the_divisor_of_the_whole_batch(aggregation):
+    """Also where a group lies on several ranks."""
+    rows = with_group_tokens(random_rows(torch.Generator().manual_seed(2)))
+    silent = training_row([0, 0, 0], name="silent", group="c")
+    objective = Objective.of(ObjectiveConfig(preset="dapo", **with_aggregation("dapo", aggregation)))
+    whole = objective.weight([*rows, silent])
+    assert whole == objective.weight(rows)
+    for ranks in (2, 3, 9):
+        assert sum(objective.weight(rows[rank::ranks]) for rank in range(ranks)) == pytest.approx(whole, rel=1e-12)
+    tokens = sum(int(row.loss_mask.sum()) for row in rows)
+    assert whole == pytest.approx({"token": tokens, "sequence": 9, "prompt": 5, "constant": 72}[aggregation])
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_micro_batch_without_loss_tokens_gives_nothing_and_the_same_names(preset):
     """A rank that has fewer rows than others fills up with such micro-batches, and sums go by name."""
