@@ -17,6 +17,7 @@ __all__ = [
     "CorrectionConfig",
     "CriticConfig",
     "DeadlinesConfig",
+    "LoraConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -116,6 +117,32 @@ class ParallelConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank factors beside the linear layers of a frozen model, in place of training all weights."""
+
+    rank: int = Field(0, ge=0, description="Rank of the factors; 0 trains all weights and reads nothing else here.")
+    alpha: float = Field(
+        16.0,
+        gt=0,
+        description="The factors' product is scaled by alpha / rank; a higher rank then needs no other `lr`.",
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of a layer's inputs that the factors do not see in a step."
+    )
+    target_modules: tuple[str, ...] = Field(
+        (),
+        description="Last parts of the names of the layers that get factors, such as q_proj,v_proj; empty: all linear layers of the blocks.",
+    )
+    base_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Precision in which the frozen linear layers are kept. bfloat16 needs `dtype` bfloat16, in which they are computed anyhow: half the memory, the same results.",
+    )
+    merge: bool = Field(
+        False,
+        description="Write and publish the model with the factors added to its weights, instead of an adapter for PEFT.",
+    )
+
+
 class ComputeConfig(OptimizerConfig):
     """Where and how a step is computed."""
 
@@ -146,6 +173,15 @@ class ComputeConfig(OptimizerConfig):
         0, ge=0, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
     )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Several processes for one model.")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="Train an adapter instead of all weights.")
+
+    @model_validator(mode="after")
+    def _shards_adapters_by_data(self) -> Self:
+        if self.lora.rank and (self.parallel.tp > 1 or self.parallel.pp > 1):
+            raise ValueError(
+                "adapters are trained over dp_replicate, dp_shard and cp: set parallel.tp and parallel.pp to 1, or lora.rank to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _offloads_adamw(self) -> Self:

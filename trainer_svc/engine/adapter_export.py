@@ -1,0 +1,73 @@
+"""Adapters as directories: as PEFT loads them, or added to the weights of their base."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from trainer_svc.engine.lora import Adapter
+from trainer_svc.engine.whole_directory import whole_directory
+
+__all__ = ["export_adapter", "merge_adapter"]
+
+
+def export_adapter(
+    adapter: Adapter,
+    source: str,
+    directory: Path,
+    dtype: torch.dtype | None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a PEFT adapter with its tokenizer, or the merged model if the settings say so; it appears whole or not at all.
+
+    Args:
+        adapter: The adapter.
+        source: Directory or hub id of its base.
+        directory: Where to write.
+        dtype: Precision of the weights; None keeps float32.
+        weights: The trained weights by their names in the model; None: those that it has now.
+
+    Raises:
+        FileExistsError: if the directory exists.
+    """
+    if adapter.config.merge:
+        with tempfile.TemporaryDirectory(prefix="sluice-adapter-") as parts:
+            adapter.save(Path(parts), weights=weights)
+            merge_adapter(source, parts, directory, dtype or torch.float32)
+        return
+    with whole_directory(directory) as staging:
+        adapter.save(staging, dtype, weights)
+        AutoTokenizer.from_pretrained(source).save_pretrained(staging)
+
+
+def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) -> None:
+    """Write the model that computes what base and adapter compute together.
+
+    Args:
+        base: Directory or hub id of the base model.
+        adapter: Directory or hub id of the adapter; one of a sequence classifier gives a classifier.
+        directory: Where to write.
+        dtype: Precision of the written weights; the factors are added in float32.
+
+    Raises:
+        FileExistsError: if the directory exists.
+        ValueError: if there is no adapter, or it is none of this base.
+    """
+    from peft import PeftConfig, PeftModel  # noqa: PLC0415  seconds of import that training without it does not need
+
+    with whole_directory(directory) as staging:
+        config = PeftConfig.from_pretrained(adapter)
+        if config.task_type == "SEQ_CLS":
+            model = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32, num_labels=1)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        try:
+            merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
+        except RuntimeError as error:  # shapes that do not fit
+            raise ValueError(f"{adapter} is no adapter of {base}: {error}") from error
+        merged.to(dtype).save_pretrained(staging)
+        AutoTokenizer.from_pretrained(base).save_pretrained(staging)
