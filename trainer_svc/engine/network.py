@@ -7,17 +7,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from trainer_svc.engine.attention import PACKED_ATTENTION, AttentionPlan
 from trainer_svc.engine.batch import MicroBatch
+from trainer_svc.engine.fused_logprob import Entropy
+from trainer_svc.engine.output_layer import logprobs_of_logits, logprobs_of_states
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.shapes import PerToken
 
 __all__ = ["Entropy", "Head", "Network", "load_network", "resolve_device"]
-
-Entropy = Literal["none", "measure", "train"]
 
 Head = Literal["language", "value", "both"]
 """What a network has on top: logits of tokens, one value per token, or both on one trunk."""
@@ -101,7 +99,7 @@ class Network:
                 logits = self._forward(
                     self.model, batch, input_ids=batch.input_ids, logits_to_keep=batch.predictors
                 ).logits[0]
-                return Outputs(*_logprobs(logits, batch.targets, batch.temperatures, entropy=entropy))
+                return Outputs(*logprobs_of_logits(logits, batch.targets, batch.temperatures, entropy=entropy))
         return self.read(self.hidden(batch), batch, entropy=entropy)
 
     def hidden(self, batch: MicroBatch, *, states: torch.Tensor | None = None) -> torch.Tensor:
@@ -123,7 +121,16 @@ class Network:
             values = None if self.value_head is None else _wide(self.value_head(states).squeeze(-1))
             if not self.language:
                 return Outputs(values=values)
-            return Outputs(*self._from_hidden(states, batch, entropy=entropy), values=values)
+            logprobs, spread = logprobs_of_states(
+                self.model.get_output_embeddings(),
+                states,
+                batch.targets,
+                batch.temperatures,
+                vocabulary=self.vocabulary,
+                entropy=entropy,
+                cells=self.logit_cells,
+            )
+            return Outputs(logprobs, spread, values)
 
     def _precision(self) -> torch.autocast:
         mixed = self.compute_dtype != torch.float32
@@ -137,39 +144,9 @@ class Network:
             **options,
         )
 
-    def _from_hidden(
-        self, hidden: torch.Tensor, batch: MicroBatch, *, entropy: Entropy
-    ) -> tuple[PerToken, PerToken | None]:
-        head = self.model.get_output_embeddings()
-
-        def part(
-            states: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-        ) -> tuple[PerToken, PerToken | None]:
-            return _logprobs(head(states), targets, temperatures, entropy=entropy)
-
-        rows = max(1, self.logit_cells // self.vocabulary)
-        if len(hidden) <= rows:
-            return part(hidden, batch.targets, batch.temperatures)
-        pieces = zip(hidden.split(rows), batch.targets.split(rows), batch.temperatures.split(rows), strict=True)
-        done = [checkpoint(part, *piece, use_reentrant=False) for piece in pieces]
-        logprobs = torch.cat([logprob for logprob, _ in done])
-        return logprobs, torch.cat([value for _, value in done]) if entropy != "none" else None
-
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, *, entropy: Entropy
-) -> tuple[PerToken, PerToken | None]:
-    wide = _wide(logits)
-    scaled = torch.log_softmax(wide / temperatures.to(wide.dtype).unsqueeze(1), dim=-1)
-    chosen = scaled.gather(1, targets.unsqueeze(1)).squeeze(1)
-    if entropy == "none":
-        return chosen, None
-    spread = scaled if entropy == "train" else scaled.detach()
-    return chosen, -(spread.exp() * spread).sum(-1)
 
 
 def load_network(
