@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,8 +17,10 @@ from trainer_svc.checkpoint.shards import read_below
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import ComputeConfig
+from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors
+from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device
 from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
@@ -77,6 +80,7 @@ class TrainEngine:
             logit_cells=config.logit_cells,
             gradient_checkpointing=config.gradient_checkpointing,
         )
+        self.network, self.adapter = attach_adapter(self.network, config.lora)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
         self.runner: Runner = OneByOne(self.network)
         self.optimizer_steps = 0
@@ -112,7 +116,8 @@ class TrainEngine:
         with record.phase("pack"):
             batches, weight = self._prepare(sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
         self.optimizer.zero_grad(set_to_none=True)
-        self.runner.train(batches, partial(_share, loss_fn, weight, record), record, entropy=entropy)
+        with self.adapter.dropping() if self.adapter else nullcontext():
+            self.runner.train(batches, partial(_share, loss_fn, weight, record), record, entropy=entropy)
         with record.phase("optimizer"):
             self.step(record)
         return record.finish()
@@ -182,7 +187,7 @@ class TrainEngine:
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """The weights under their Hugging Face names, tied ones once, where they lie: the next step changes them."""
-        return live_tensors(self.network.model)
+        return live_tensors(self.network.model, self._weights())
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """The weights under their Hugging Face names, tied ones once, as CPU copies that later steps do not touch.
@@ -190,14 +195,17 @@ class TrainEngine:
         Args:
             dtype: Precision of floating-point tensors; None keeps float32.
         """
-        return named_tensors(self.network.model, dtype)
+        return named_tensors(self.network.model, dtype, self._weights())
 
     def export_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face model directory; it appears whole or not at all.
+        """Write a Hugging Face model directory, or a PEFT adapter where one is trained; it appears whole or not at all.
 
         Raises:
             FileExistsError: if the directory exists.
         """
+        if self.adapter is not None:
+            export_adapter(self.adapter, self.model_dir, directory, dtype)
+            return
         export_hf(self.network.model, self.model_dir, directory, dtype)
 
     def save(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
@@ -243,7 +251,11 @@ class TrainEngine:
             directory: What to write.
             dtype: Precision of floating-point tensors; None keeps float32.
         """
-        export_hf(self.network.model, self.model_dir, directory, dtype, read_below(f"{POLICY}.model.", state))
+        weights = read_below(f"{POLICY}.model.", state)
+        if self.adapter is not None:
+            export_adapter(self.adapter, self.model_dir, directory, dtype, weights)
+            return
+        export_hf(self.network.model, self.model_dir, directory, dtype, weights)
 
     @cached_property
     def _saver(self) -> Saver:
@@ -285,6 +297,11 @@ class TrainEngine:
         for name, tensor in room.items():
             tensor.copy_(tensors[name])
         self.restore_scalars(scalars)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """The weights by their names in the model; those of the base with the adapter added, where one is trained."""
+        state: dict[str, torch.Tensor] = self.network.model.state_dict()
+        return state if self.adapter is None else self.adapter.merged(state)
 
     def _check_ids(self, sequences: Rows[Sequence]) -> None:
         vocabulary = self.network.vocabulary

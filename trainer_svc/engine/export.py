@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,20 +9,26 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from trainer_svc.engine.whole_directory import whole_directory
+
 __all__ = ["export_hf", "live_tensors", "named_tensors"]
 
 OWN_MODULES = ("value_head.",)
 """What training puts on a language model; files and engines do not know it."""
 
 
-def live_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def live_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Hugging Face names to the live tensors, where they lie; of tied weights only the first name appears.
 
     Only what transformers fuses at load (experts, for one) is taken apart, which may copy it.
+
+    Args:
+        model: The model.
+        weights: Its weights by their names in it.
     """
     once: dict[str, torch.Tensor] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, tensor in _policy_state(model.state_dict()).items():
+    for name, tensor in _policy_state(weights).items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and place in seen:
             continue
@@ -39,14 +43,17 @@ def _policy_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if not name.startswith(OWN_MODULES)}
 
 
-def named_tensors(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def named_tensors(
+    model: PreTrainedModel, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Hugging Face names to contiguous CPU copies; of tied weights only the first name appears.
 
     Args:
         model: The model.
         dtype: Precision of floating-point tensors; None keeps the model's.
+        weights: Its weights by their names in it.
     """
-    return {name: _copy(tensor, dtype) for name, tensor in live_tensors(model).items()}
+    return {name: _copy(tensor, dtype) for name, tensor in live_tensors(model, weights).items()}
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -73,17 +80,7 @@ def export_hf(
     Raises:
         FileExistsError: if the directory exists.
     """
-    if directory.exists():
-        raise FileExistsError(f"{directory} exists: remove it or export to another directory")
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
+    with whole_directory(directory) as staging:
         state = {name: _copy(tensor, dtype) for name, tensor in _policy_state(weights or model.state_dict()).items()}
         model.save_pretrained(staging, state_dict=state)
         AutoTokenizer.from_pretrained(source).save_pretrained(staging)
-        for path in (staging, *staging.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and safetensors write for the owner alone
-        staging.rename(directory)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
