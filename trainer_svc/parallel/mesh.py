@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_svc.config import ParallelConfig
 from trainer_svc.parallel.dims import MESH_AXES, ParallelDims
+from trainer_svc.parallel.meeting import fresh_store
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 __all__ = ["SINGLE", "Mesh", "join", "make_mesh"]
@@ -94,7 +95,10 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
     own = _own_device(device)
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
-        dist.init_process_group("cuda:nccl,cpu:gloo" if own.type == "cuda" else "gloo", timeout=timeout)
+        store = fresh_store(timeout)
+        place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": world_size}
+        backend = "cuda:nccl,cpu:gloo" if own.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, store=store, **place)
     return make_mesh(dims, own, timeout)
 
 
