@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer_svc.engine.fused_logprob import fused_logprobs
+from trainer_svc.engine.local_part import local_part
+from trainer_svc.engine.output_layer import logprobs_of_states
 
 RANKS = 3
 DEADLINE_S = 60.0
 TOKENS, WIDTH, VOCABULARY = 23, 8, 31
-CUTS = {2: (0, 12, 31), 3: (0, 5, 6, 31)}
-"""Where the slices begin and end, by number of ranks: uneven, one with a single id."""
+CUTS = {"two": (0, 12, 31), "three": (0, 5, 6, 31), "layer": (0, 16, 31)}
+"""Where the slices begin and end: uneven, one with a single id; and as DTensor cuts a layer for two."""
 
 
-def outcome(start: int, end: int, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-    """Values and gradients as one slice sees them; those of weight and bias are the slice's."""
+def outcome(start: int, end: int, group: dist.ProcessGroup | None, *, layer: bool = False) -> dict[str, torch.Tensor]:
+    """Values and gradients as one slice sees them; those of weight and bias are the slice's.
+
+    Args:
+        start: First token id of the slice.
+        end: The one behind its last.
+        group: The ranks with the other slices.
+        layer: Whether a linear layer with DTensors holds the slice, as tensor parallelism makes it.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -30,25 +42,25 @@ def outcome(start: int, end: int, group: dist.ProcessGroup | None) -> dict[str, 
     targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
     arriving, temperatures = normal(2, TOKENS), normal(TOKENS).exp()
     arriving[:, ::4] = 0
-    learning = [hidden, weight[start:end].clone(), bias[start:end].clone()]
-    for each in learning:
-        each.requires_grad_()
-    logprobs, spread = fused_logprobs(
-        learning[0],
-        learning[1],
-        targets,
-        temperatures,
-        bias=learning[2],
-        entropy="train",
-        cells=150,
-        group=group,
-        vocabulary_start=start,
-    )
-    assert spread is not None
-    gradients = torch.autograd.grad((torch.stack([logprobs, spread]) * arriving).sum(), learning)
-    names = ("logprobs", "entropy", "hidden", "weight", "bias")
-    values = (logprobs.detach(), spread.detach(), *gradients)
-    return {name: value.contiguous() for name, value in zip(names, values, strict=True)}
+    if layer:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+        weight, bias = (distribute_tensor(each, mesh, [Shard(0)]) for each in (weight, bias))
+    else:
+        weight, bias = weight[start:end].clone(), bias[start:end].clone()
+    head = torch.nn.Linear(WIDTH, end - start)
+    head.weight, head.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+    learning = (hidden.requires_grad_(), head.weight, head.bias)
+    fixed = {"entropy": "train", "cells": 150}
+    if layer:
+        results = logprobs_of_states(head, hidden, targets, temperatures, vocabulary=VOCABULARY, **fixed)
+    else:
+        results = fused_logprobs(
+            hidden, head.weight, targets, temperatures, bias=head.bias, group=group, vocabulary_start=start, **fixed
+        )
+    gradients = torch.autograd.grad((torch.stack(results) * arriving).sum(), learning)
+    values = (*(each.detach() for each in results), *gradients)
+    found = dict(zip(("logprobs", "entropy", "hidden", "weight", "bias"), values, strict=True))
+    return {name: local_part(each)[0].contiguous() for name, each in found.items()}
 
 
 def rank_main(rank: int, directory: str) -> None:
@@ -56,10 +68,11 @@ def rank_main(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=DEADLINE_S))
-    for ranks, cuts in CUTS.items():
-        group = dist.new_group(list(range(ranks)))
-        if rank < ranks:
-            save_file(outcome(cuts[rank], cuts[rank + 1], group), f"{directory}/{ranks}-{rank}.safetensors")
+    for name, cuts in CUTS.items():
+        group = dist.new_group(list(range(len(cuts) - 1)))
+        if rank < len(cuts) - 1:
+            found = outcome(cuts[rank], cuts[rank + 1], group, layer=name == "layer")
+            save_file(found, f"{directory}/{name}-{rank}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -69,10 +82,9 @@ def largest_difference(directory: Path) -> float:
     multiprocessing.spawn(rank_main, (str(directory),), nprocs=RANKS)
     alone = outcome(0, VOCABULARY, None)
     worst = 0.0
-    for ranks, cuts in CUTS.items():
-        for rank in range(ranks):
-            own = slice(cuts[rank], cuts[rank + 1])
-            for name, found in load_file(directory / f"{ranks}-{rank}.safetensors").items():
-                expected = alone[name][own] if name in ("weight", "bias") else alone[name]
+    for cut, cuts in CUTS.items():
+        for rank, (start, end) in enumerate(pairwise(cuts)):
+            for name, found in load_file(directory / f"{cut}-{rank}.safetensors").items():
+                expected = alone[name][start:end] if name in ("weight", "bias") else alone[name]
                 worst = max(worst, float((found - expected).abs().max()))
     return worst
