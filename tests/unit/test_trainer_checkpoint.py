@@ -9,64 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_policy import ragged_batch, tiny_model
+from small_learner import assert_same, learner, names, state, train
+from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
-from sluice.versions import BASE, Version
+from sluice.versions import Version
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
-from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.batch import Sequence, VersionSpan
-from trainer_svc.service.consumption import Batch, OnStale
-from trainer_svc.service.convert import Sample
-from trainer_svc.service.learner import Learner
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def learner(model: Path, output_dir: Path) -> Learner:
-    config = TrainerConfig(lr=1e-2, warmup_steps=3, device="cpu", threads=1)
-    built = Learner(CommonConfig(run="test", output_dir=output_dir, model=str(model)), config)
-    built.load()
-    return built
-
-
-def train(policy: Learner, *numbers: int) -> None:
-    for number in numbers:
-        rows = ragged_batch(seed=number, groups=3)
-        policy.apply(
-            Batch(
-                f"b{number}",
-                number,
-                Version(policy.version.epoch, number),
-                9,
-                OnStale.DROP,
-                "",
-                tuple(map(_sample, rows)),
-            )
-        )
-
-
-def _sample(row: Sequence) -> Sample:
-    return Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), 1.0, has_advantages=True, truncated=False)
-
-
-def state(policy: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in policy.engine.state_tensors().items()}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
-
-
-def names(policy: Learner) -> list[str]:
-    return [manifest.checkpoint.name for manifest in policy.checkpoints.complete()]
 
 
 def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(model: Path, tmp_path: Path) -> None:

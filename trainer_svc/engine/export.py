@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -83,4 +84,8 @@ def export_hf(
     with whole_directory(directory) as staging:
         state = {name: _copy(tensor, dtype) for name, tensor in _policy_state(weights or model.state_dict()).items()}
         model.save_pretrained(staging, state_dict=state)
+        if dtype is not None:
+            described = deepcopy(model.config)
+            described.dtype = dtype  # transformers notes that of the model, which engines would widen the weights to
+            described.save_pretrained(staging)
         AutoTokenizer.from_pretrained(source).save_pretrained(staging)

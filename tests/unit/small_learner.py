@@ -1,0 +1,48 @@
+"""A learner of a tiny policy, batches for it, and its state to compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny_policy import ragged_batch
+
+from sluice.config import CommonConfig
+from sluice.versions import BASE, Version
+from trainer_svc.config import TrainerConfig
+from trainer_svc.engine.batch import Sequence, VersionSpan
+from trainer_svc.service.consumption import Batch, OnStale
+from trainer_svc.service.convert import Sample
+from trainer_svc.service.learner import Learner
+
+
+def learner(model: Path, output_dir: Path, **settings: object) -> Learner:
+    config = TrainerConfig(**({"lr": 1e-2, "warmup_steps": 3, "device": "cpu", "threads": 1} | settings))
+    built = Learner(CommonConfig(run="test", output_dir=output_dir, model=str(model)), config)
+    built.load()
+    return built
+
+
+def train(policy: Learner, *numbers: int) -> None:
+    for number in numbers:
+        target = Version(policy.version.epoch, number)
+        samples = tuple(map(_sample, ragged_batch(seed=number, groups=3)))
+        policy.apply(Batch(f"b{number}", number, target, 9, OnStale.DROP, "", samples))
+
+
+def _sample(row: Sequence) -> Sample:
+    return Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), 1.0, has_advantages=True, truncated=False)
+
+
+def state(policy: Learner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.engine.state_tensors().items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def names(policy: Learner) -> list[str]:
+    return [manifest.checkpoint.name for manifest in policy.checkpoints.complete()]

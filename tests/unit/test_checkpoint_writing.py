@@ -1,0 +1,220 @@
+"""Checkpoints beside training: copied at once, written in the background, whole or told of; and who writes what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_learner import assert_same, learner, names, state, train
+from tiny_policy import policy_step, ragged_batch, tiny_model
+from transformers import AutoModelForCausalLM
+
+from sluice.v1.checkpoint_pb2 import CheckpointManifest
+from trainer_svc.checkpoint import saver
+from trainer_svc.checkpoint.manifest import CheckpointDamagedError
+from trainer_svc.checkpoint.pieces import Piece, held_pieces, pieces_from_bytes, pieces_to_bytes, share_out
+from trainer_svc.checkpoint.saver import Saver
+from trainer_svc.checkpoint.shards import write_shards
+from trainer_svc.checkpoint.state import training_state
+from trainer_svc.config import TrainerConfig
+from trainer_svc.engine.engine import TrainEngine
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Gate:
+    """A disk that takes what it is given, and says so when it is told to."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def write(self, pieces: dict[Piece, torch.Tensor], directory: Path, rank: int) -> list[Path]:
+        self.reached.set()
+        assert self.open.wait(WAIT_S)
+        return write_shards(pieces, directory, rank)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(saver, "write_shards", made.write)
+    yield made
+    made.open.set()
+
+
+def engine(model: Path, **settings: object) -> TrainEngine:
+    return TrainEngine(TrainerConfig(**({"lr": 1e-2, "device": "cpu", "threads": 1} | settings)), model)
+
+
+def test_steps_go_on_while_the_disk_is_slow_and_the_checkpoint_is_of_its_moment(
+    model: Path, tmp_path: Path, gate: Gate
+) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    train(policy, 1)
+    then = state(policy)
+    writing = policy.begin_save(journal_position=3)
+    assert gate.reached.wait(WAIT_S)
+    train(policy, 2, 3)
+    assert not writing.done()
+    assert names(policy) == []
+    assert [path.name for path in policy.checkpoints.directory.iterdir()] == [".step_1.partial"]
+    gate.open.set()
+    assert writing.result(WAIT_S).journal_position == 3
+    assert names(policy) == ["step_1"]
+    policy.restore(2, "step_1")
+    assert_same(state(policy), then)
+
+
+def test_the_next_checkpoint_waits_for_the_one_before_as_long_as_it_may(
+    model: Path, tmp_path: Path, gate: Gate
+) -> None:
+    policy = learner(model, tmp_path, deadlines={"save_s": 0.05})
+    policy.restore(1, "")
+    train(policy, 1)
+    first = policy.begin_save(0)
+    train(policy, 2)
+    with pytest.raises(TimeoutError, match=r"still being written after 0\.05 s: is the disk hanging"):
+        policy.save(0)
+    gate.open.set()
+    assert first.result(WAIT_S).name == "step_1"
+    assert policy.save(0).name == "step_2"
+    assert names(policy) == ["step_2", "step_1"]
+
+
+@contextmanager
+def failing_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def full(*_: object) -> list[Path]:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "write_shards", full)
+        yield
+
+
+def test_a_failed_write_is_told_and_leaves_nothing_behind(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = engine(model)
+    with failing_disk(monkeypatch), pytest.raises(OSError, match="No space left"):
+        policy.save(tmp_path / "here")
+    assert list(tmp_path.iterdir()) == []
+    policy.save(tmp_path / "here")
+    with failing_disk(monkeypatch), pytest.raises(OSError, match="No space left"):
+        policy.save(tmp_path / "here")
+    engine(model).load(tmp_path / "here")
+
+
+def test_the_manifest_comes_after_all_else(model: Path, tmp_path: Path) -> None:
+    """At the moment of the export the shards are there and the manifest is not; it names every other file."""
+    seen: list[set[str]] = []
+    policy = engine(model)
+
+    def export(directory: Path, target: Path) -> None:
+        seen.append({path.name for path in directory.parent.rglob("*")})
+        policy.export_state(directory, target)
+
+    begun = Saver().begin(tmp_path / "x", CheckpointManifest(), training_state({"policy": policy}, 0), export=export)
+    manifest = begun.result(WAIT_S)
+    assert seen == [{"state", "rank-00000-00000.safetensors"}]
+    written = {path.relative_to(tmp_path / "x").as_posix() for path in (tmp_path / "x").rglob("*") if path.is_file()}
+    assert written == {file.path for file in manifest.files} | {"manifest.json"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_engine_goes_on_exactly_from_its_directory(model: Path, tmp_path: Path, optimizer: str) -> None:
+    straight, resumed = engine(model, optimizer=optimizer), engine(model, optimizer=optimizer)
+    for seed in (1, 2):
+        policy_step(straight, ragged_batch(seed=seed, groups=2))
+    straight.save(tmp_path / "two", dtype=torch.bfloat16)
+    torch.rand(5)
+    resumed.load(tmp_path / "two")
+    drawn = torch.rand(3)
+    resumed.load(tmp_path / "two")
+    assert torch.equal(torch.rand(3), drawn), "the random state is that of the save"
+    for each in (straight, resumed):
+        policy_step(each, ragged_batch(seed=3, groups=2))
+    assert resumed.optimizer_steps == straight.optimizer_steps == 3
+    assert_same(resumed.state_tensors(), straight.state_tensors())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "hf", dtype="auto")
+    assert exported.dtype is torch.bfloat16
+
+
+def test_several_engines_share_a_checkpoint_and_one_alone_is_not_taken_for_both(model: Path, tmp_path: Path) -> None:
+    policy, critic = engine(model), TrainEngine(TrainerConfig(device="cpu"), model, head="value")
+    policy_step(policy, ragged_batch(seed=1, groups=1))
+    both = {"policy": policy, "critic": critic}
+    Saver().begin(tmp_path / "both", CheckpointManifest(), training_state(both, 0)).result(WAIT_S)
+    again = {"policy": engine(model), "critic": TrainEngine(TrainerConfig(device="cpu"), model, seed=9, head="value")}
+    Saver().load(tmp_path / "both", again)
+    for name, trained in both.items():
+        assert_same(again[name].state_tensors(), trained.state_tensors())
+    assert (again["policy"].optimizer_steps, again["critic"].optimizer_steps) == (1, 0)
+    policy.save(tmp_path / "one")
+    with pytest.raises(ValueError, match="holds no 'critic'"):
+        Saver().load(tmp_path / "one", again)
+
+
+def test_what_is_damaged_or_not_whole_is_refused_before_it_is_read(model: Path, tmp_path: Path) -> None:
+    policy = engine(model)
+    policy.save(tmp_path / "x")
+    before = {name: tensor.clone() for name, tensor in policy.state_tensors().items()}
+    shard = next((tmp_path / "x" / "state").iterdir())
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointDamagedError, match=shard.name):
+        policy.load(tmp_path / "x")
+    (tmp_path / "x" / "manifest.json").unlink()
+    with pytest.raises(CheckpointDamagedError, match="not a whole checkpoint"):
+        policy.load(tmp_path / "x")
+    assert_same(policy.state_tensors(), before)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[list[Piece]]:
+    """What each of several processes holds: every tensor cut along its first dimension, each part held by some."""
+    ranks = draw(st.integers(1, 5))
+    held: list[list[Piece]] = [[] for _ in range(ranks)]
+    for index in range(draw(st.integers(1, 6))):
+        rows, columns = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+        cuts = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=3))})
+        for begin, end in pairwise(cuts):
+            piece = Piece(f"t{index}", (rows, columns), (begin, 0), (end - begin, columns))
+            for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
+                held[rank].append(piece)
+    return held
+
+
+@given(layouts())
+def test_every_piece_is_written_once_by_one_that_holds_it(held: list[list[Piece]]) -> None:
+    shares = share_out([pieces_from_bytes(pieces_to_bytes(each)) for each in held])
+    assert all(share <= set(own) for share, own in zip(shares, held, strict=True))
+    written = [piece for share in shares for piece in share]
+    assert sorted(written) == sorted({piece for own in held for piece in own})
+    most = max(piece.elements for piece in written)
+    if all(len(own) == len(held[0]) for own in held) and len({tuple(sorted(own)) for own in held}) == 1:
+        loads = [sum(piece.elements for piece in share) for share in shares]
+        assert max(loads) - min(loads) <= most, "what all hold is shared out evenly"
+
+
+def test_ranks_that_do_not_hold_a_whole_tensor_together_are_refused() -> None:
+    whole = held_pieces({"a": torch.zeros(4, 2), "b": torch.zeros(())})
+    assert share_out([whole]) == [set(whole)]
+    half = Piece("a", (4, 2), (0, 0), (2, 2))
+    with pytest.raises(ValueError, match="4 of the 8 values of 'a'"):
+        share_out([[half], [half]])
+    with pytest.raises(ValueError, match="one rank and"):
+        share_out([[half], [Piece("a", (2, 2), (0, 0), (2, 2))]])
