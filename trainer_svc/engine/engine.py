@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors
 from trainer_svc.engine.lora import attach_adapter
-from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device
+from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device, resolve_dtype
 from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.engine.packing import empty_batch, pack
@@ -30,7 +31,10 @@ from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
+from trainer_svc.parallel.gradients import clip, total_norm
+from trainer_svc.parallel.layout import spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh
+from trainer_svc.parallel.tensor import partial_parameters, sum_partial
 
 __all__ = ["TrainEngine"]
 
@@ -72,17 +76,18 @@ class TrainEngine:
         self.ranks = mesh.ranks
         self.model_dir = str(model_dir)
         self.device = mesh.device or resolve_device(config.device)
-        self.network = load_network(
+        network = load_network(
             self.model_dir,
-            self.device,
+            self.device if mesh.weights is None else torch.device("cpu"),
             head=head,
-            dtype=config.dtype,
+            dtype=resolve_dtype(config.dtype, self.device),
             logit_cells=config.logit_cells,
             gradient_checkpointing=config.gradient_checkpointing,
         )
-        self.network, self.adapter = attach_adapter(self.network, config.lora)
+        network, self.adapter = attach_adapter(network, config.lora)
+        self.network = spread(network, mesh, reshard=config.parallel.reshard)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
-        self.runner: Runner = OneByOne(self.network)
+        self.runner: Runner = OneByOne(self.network, reshard=config.parallel.reshard)
         self.optimizer_steps = 0
         """Optimizer steps applied; skipped ones do not count."""
 
@@ -175,13 +180,17 @@ class TrainEngine:
             if parameter.grad is None:
                 # A batch without gradient still lets AdamW's moments decay, as one with a zero gradient does.
                 parameter.grad = torch.zeros_like(parameter)
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters], foreach=True)
-        record.gradient(float(norm), learning_rate(self.config, self.optimizer_steps))
+        if self.mesh.tensor is not None:
+            sum_partial(partial_parameters(self.network.model), self.mesh.tensor.get_group())
+        gradients = [parameter.grad for parameter in parameters]
+        loss = record.totals()["step/loss"]
+        norm, finite = total_norm(gradients, self.mesh, refused=not math.isfinite(loss))
+        record.gradient(norm, learning_rate(self.config, self.optimizer_steps), finite=finite)
         if record.skipped:
             self.optimizer.zero_grad(set_to_none=True)
             return
         if self.config.grad_clip > 0:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.grad_clip, norm, foreach=True)
+            clip(gradients, norm, self.config.grad_clip)
         self.optimizer.step(self.optimizer_steps)
         self.optimizer_steps += 1
 

@@ -7,6 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -28,9 +29,12 @@ def live_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
         weights: Its weights by their names in it.
     """
     once: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    seen: set[object] = set()
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, tensor in _policy_state(weights).items():
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        # A process may have no memory of a cut tensor that would tell what is tied to it.
+        cut = isinstance(tensor, DTensor)
+        place = parameters.get(name, name) if cut else (tensor.data_ptr(), tensor.shape, tensor.stride())
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
@@ -47,7 +51,9 @@ def _policy_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def named_tensors(
     model: PreTrainedModel, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Hugging Face names to contiguous CPU copies; of tied weights only the first name appears.
+    """Hugging Face names to contiguous CPU copies of whole tensors; of tied weights only the first name appears.
+
+    Cut tensors are gathered one by one: all processes that have parts of them call this alike.
 
     Args:
         model: The model.
@@ -58,6 +64,8 @@ def named_tensors(
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     return tensor.detach().to("cpu", target, copy=True).contiguous()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -14,8 +15,13 @@ from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.fused_logprob import Entropy
 from trainer_svc.engine.output_layer import logprobs_of_logits, logprobs_of_states
 from trainer_svc.engine.outputs import Outputs
+from trainer_svc.engine.shapes import PerToken
 
-__all__ = ["Entropy", "Head", "Network", "load_network", "resolve_device"]
+if TYPE_CHECKING:
+    from trainer_svc.parallel.context import Context
+    from trainer_svc.parallel.fsdp import Root
+
+__all__ = ["Entropy", "Head", "Network", "load_network", "resolve_device", "resolve_dtype"]
 
 Head = Literal["language", "value", "both"]
 """What a network has on top: logits of tokens, one value per token, or both on one trunk."""
@@ -40,6 +46,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The precision of the forward pass that a config names: auto, float32 or bfloat16."""
+    compute = {
+        "auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+    }
+    return compute[name]
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """A causal transformer that computes its outputs at the loss tokens of packed micro-batches.
@@ -53,6 +69,8 @@ class Network:
             model's own forward makes them, all at once.
         value_head: The linear layer that turns a hidden state into a value, where it is here.
         head: What the whole network has on top.
+        context: The processes that share each row of tokens, where there are several.
+        root: What gathers sharded weights around the forward pass, where there are several processes.
     """
 
     model: PreTrainedModel
@@ -62,6 +80,8 @@ class Network:
     own_head: bool = True
     value_head: torch.nn.Linear | None = None
     head: Head = "language"
+    context: Context | None = None
+    root: Root | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -85,7 +105,7 @@ class Network:
 
     def local_tokens(self, batch: MicroBatch) -> int:
         """Tokens of a micro-batch's row whose hidden states are computed here."""
-        return batch.packed_tokens
+        return batch.packed_tokens if self.context is None else self.context.width(batch)
 
     def outputs(self, batch: MicroBatch, *, entropy: Entropy = "none") -> Outputs:
         """Outputs at each loss token under the current weights.
@@ -94,21 +114,45 @@ class Network:
             batch: A micro-batch on the network's device.
             entropy: Whether to compute the entropy of the distribution at each token, in nats, and with a gradient.
         """
-        if not self.own_head:
-            with self._precision():
-                logits = self._forward(
-                    self.model, batch, input_ids=batch.input_ids, logits_to_keep=batch.predictors
-                ).logits[0]
-                return Outputs(*logprobs_of_logits(logits, batch.targets, batch.temperatures, entropy=entropy))
-        return self.read(self.hidden(batch), batch, entropy=entropy)
+        return Outputs(*self.under_root(self._outputs, batch, entropy))
+
+    def under_root(self, compute: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  what `compute` gives
+        """Call a function that runs modules of the model, with the weights that it needs gathered.
+
+        Args:
+            compute: Gives a tensor, or a tuple of tensors and None.
+            arguments: What it is called with.
+        """
+        return compute(*arguments) if self.root is None else self.root(compute, *arguments)
+
+    def _outputs(self, batch: MicroBatch, entropy: Entropy) -> tuple[PerToken | None, ...]:
+        if self.own_head:
+            outputs = self.read(self.hidden(batch), batch, entropy=entropy)
+            return outputs.logprobs, outputs.entropy, outputs.values
+        part, own = self._share(batch)
+        with self._precision():
+            logits = self._forward(self.model, part, input_ids=part.input_ids, logits_to_keep=part.predictors).logits[0]
+            columns = logprobs_of_logits(logits, part.targets, part.temperatures, entropy=entropy)
+        return self._gather(columns, own, batch)
+
+    def _share(self, batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor | None]:
+        return (batch, None) if self.context is None else self.context.share(batch)
+
+    def _gather(
+        self, columns: tuple[PerToken | None, ...], own: torch.Tensor | None, batch: MicroBatch
+    ) -> tuple[PerToken | None, ...]:
+        if self.context is None or own is None:
+            return columns
+        return tuple(self.context.gather(columns, own, len(batch.targets)))
 
     def hidden(self, batch: MicroBatch, *, states: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states behind the last layer, of shape [packed, width].
+        """Hidden states behind the last layer, of shape [packed, width]; of this process's slice where a row is shared.
 
         Args:
             batch: A micro-batch on the network's device.
             states: Hidden states that go into the first layer that is here; None: the tokens' embeddings.
         """
+        batch, _ = self._share(batch)
         with self._precision():
             inputs = {"input_ids": batch.input_ids} if states is None else {"inputs_embeds": states.unsqueeze(0)}
             hidden: torch.Tensor = self._forward(self.model.base_model, batch, **inputs).last_hidden_state[0]
@@ -116,21 +160,22 @@ class Network:
 
     def read(self, hidden: torch.Tensor, batch: MicroBatch, *, entropy: Entropy = "none") -> Outputs:
         """Outputs at each loss token, of the hidden states behind the last layer."""
+        part, own = self._share(batch)
         with self._precision():
-            states = hidden.index_select(0, batch.predictors)
+            states = hidden.index_select(0, part.predictors)
             values = None if self.value_head is None else _wide(self.value_head(states).squeeze(-1))
-            if not self.language:
-                return Outputs(values=values)
-            logprobs, spread = logprobs_of_states(
-                self.model.get_output_embeddings(),
-                states,
-                batch.targets,
-                batch.temperatures,
-                vocabulary=self.vocabulary,
-                entropy=entropy,
-                cells=self.logit_cells,
-            )
-            return Outputs(logprobs, spread, values)
+            columns: tuple[PerToken | None, PerToken | None] = (None, None)
+            if self.language:
+                columns = logprobs_of_states(
+                    self.model.get_output_embeddings(),
+                    states,
+                    part.targets,
+                    part.temperatures,
+                    vocabulary=self.vocabulary,
+                    entropy=entropy,
+                    cells=self.logit_cells,
+                )
+        return Outputs(*self._gather((*columns, values), own, batch))
 
     def _precision(self) -> torch.autocast:
         mixed = self.compute_dtype != torch.float32
@@ -141,6 +186,7 @@ class Network:
             position_ids=batch.position_ids,
             packed=batch.attention,
             use_cache=False,
+            **({} if self.context is None else {"context": self.context}),
             **options,
         )
 
@@ -154,7 +200,7 @@ def load_network(
     device: torch.device,
     *,
     head: Head = "language",
-    dtype: str = "auto",
+    dtype: torch.dtype = torch.float32,
     logit_cells: int = 1 << 25,
     gradient_checkpointing: bool = False,
 ) -> Network:
@@ -167,7 +213,7 @@ def load_network(
         device: Where to compute.
         head: What it has on top. "value" loads a sequence classifier with one label, as transformers names it; "both" puts
             a module `value_head` on a language model.
-        dtype: Precision of the forward pass: auto, float32 or bfloat16.
+        dtype: Precision of the forward pass.
         logit_cells: Most logits alive at once.
         gradient_checkpointing: Recompute activations in the backward pass.
 
@@ -176,11 +222,6 @@ def load_network(
     """
     model = _load(path, head).to(device)
     model.eval()
-    compute = {
-        "auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-    }
     with torch.no_grad():
         own_head = _check_packing(Network(model, device, torch.float32, logit_cells, head=head))
     if gradient_checkpointing:
@@ -189,7 +230,7 @@ def load_network(
     if head == "both" and not own_head:
         raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
     value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
-    return Network(model, device, compute[dtype], logit_cells, own_head, value_head[head], head)
+    return Network(model, device, dtype, logit_cells, own_head, value_head[head], head)
 
 
 def _load(path: str, head: Head) -> PreTrainedModel:

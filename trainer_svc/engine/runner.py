@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
 import torch
@@ -44,26 +45,48 @@ class OneByOne:
 
     Args:
         network: What they go through.
+        reshard: Whether sharded weights that were gathered for a micro-batch are given back before the next.
     """
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, *, reshard: bool = True) -> None:
         self.network = network
+        self.reshard = reshard
 
     def train(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
         """See `Runner`."""
-        for batch in batches:
-            with record.phase("forward"):
-                moved = batch.to(self.network.device)
-                outputs = self.network.outputs(moved, entropy=entropy)
-                loss = loss_of(outputs, moved)
-            with record.phase("backward"):
-                loss.backward()
+        with self._abandoned_on_error():
+            for number, batch in enumerate(batches, 1):
+                if self.network.root is not None:
+                    self.network.root.reduce(now=number == len(batches), keep=not self.reshard)
+                with record.phase("forward"):
+                    moved = batch.to(self.network.device)
+                    outputs = self.network.outputs(moved, entropy=entropy)
+                    loss = loss_of(outputs, moved)
+                with record.phase("backward"):
+                    (loss if batch.sequences else _kept_company(loss, outputs)).backward()
 
     def evaluate(
         self, batches: Rows[MicroBatch], take: Callable[[Outputs, MicroBatch], object], *, entropy: Entropy = "none"
     ) -> None:
         """See `Runner`."""
-        with torch.no_grad():
+        with self._abandoned_on_error(), torch.no_grad():
             for batch in batches:
                 moved = batch.to(self.network.device)
                 take(self.network.outputs(moved, entropy=entropy), moved)
+        if self.network.root is not None:
+            self.network.root.settle()
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.network.root is not None:
+                self.network.root.abandon()
+            raise
+
+
+def _kept_company(loss: Scalar, outputs: Outputs) -> Scalar:
+    """The loss of no tokens, with the backward pass that other ranks exchange gradients in."""
+    given = (outputs.logprobs, outputs.entropy, outputs.values)
+    return loss + sum(column.sum() for column in given if column is not None and column.requires_grad)

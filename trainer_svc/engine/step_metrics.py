@@ -102,11 +102,11 @@ class StepRecord:
         self._cells += batch.attention.padded_tokens
         self._real_cells += batch.attention.real_tokens
 
-    def gradient(self, norm: float, learning_rate: float) -> None:
-        """Take in the gradient's norm and decide whether the step may be applied: alike on every rank."""
+    def gradient(self, norm: float, learning_rate: float, *, finite: bool) -> None:
+        """Take in the gradient's norm, and whether it and the loss are finite, so that the step may be applied."""
         self._grad_norm = norm
         self.learning_rate = learning_rate
-        self.skipped = not (math.isfinite(norm) and math.isfinite(self.totals()["step/loss"]))
+        self.skipped = not finite
 
     def totals(self) -> dict[str, float]:
         """Sums over micro-batches and ranks, loss and sizes among them as ``step/<name>``; computed once."""
@@ -121,7 +121,7 @@ class StepRecord:
                 "cells": self._cells,
                 "real_cells": self._real_cells,
             }
-            self._totals = self._ranks.total({f"step/{name}": value for name, value in own.items()} | self._summed())
+            self._totals = self._ranks.combine({f"step/{name}": value for name, value in own.items()} | self._summed())
         return self._totals
 
     def _summed(self) -> dict[str, float]:

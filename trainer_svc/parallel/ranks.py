@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,6 +47,17 @@ class Ranks:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         chosen = (largest if name.startswith("max_") else sums for name in names)
         return {name: float(each[place]) for place, (name, each) in enumerate(zip(names, chosen, strict=True))}
+
+    def combine(self, values: Mapping[str, float]) -> dict[str, float]:
+        """As `total`, of names that may differ between ranks: a rank that lacks one counts nothing for it.
+
+        Raises:
+            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+        """
+        own = "\n".join([*values, ""]).encode()
+        everyone = self.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else torch.empty(0).byte())
+        names = set(bytes(everyone.tolist()).decode().split("\n")) - {""}
+        return self.total({name: values.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names})
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows of all ranks, those of rank 0 first; ranks may have different numbers of them.

@@ -1,0 +1,188 @@
+"""One rank of a trainer of several processes, as a program: trains in every layout and compares with one process.
+
+Arguments: directory of the models, file for the results of rank 0, layouts. A layout names its axes as
+``dp_shard=2,tp=2``. Rank, count and meeting point come from the environment, as torchrun gives them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_policy import ragged_batch
+from torch.distributed.tensor import DTensor
+
+from trainer_svc.config import ObjectiveConfig, ParallelConfig, TrainerConfig
+from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.outputs import Outputs, count_loss_tokens
+from trainer_svc.objectives.objective import Objective
+from trainer_svc.parallel.balance import balance
+from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.parallel.mesh import SINGLE, Mesh, join, make_mesh
+from trainer_svc.update.policy import PolicyUpdate
+
+TIMEOUT_S = 60.0
+STEPS = 2
+
+Step = Callable[[TrainEngine, list[Sequence]], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    model: str
+    step: Step
+    rows: list[Sequence]
+    settings: dict[str, Any]
+    head: Any = "language"
+
+
+def rl(**objective: Any) -> Step:
+    def step(engine: TrainEngine, rows: list[Sequence]) -> Any:
+        return PolicyUpdate(engine, Objective.of(ObjectiveConfig(**objective))).apply(rows)
+
+    return step
+
+
+def values_and_tokens(engine: TrainEngine, rows: list[Sequence]) -> Any:
+    def loss(outputs: Outputs, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        squared = (outputs.values - batch.advantages) ** 2
+        return (squared - outputs.logprobs).sum(), {"squared": squared.detach().sum()}
+
+    return engine.train_batch(rows, loss, count_loss_tokens)
+
+
+GRPO = rl(preset="grpo", kl_coef=0.05, entropy_coef=0.01)
+GSPO = rl(preset="gspo", eps_low=0.5, eps_high=0.5, proximal="bypass")
+CASES = {
+    "grpo qwen3": Case("qwen3", GRPO, ragged_batch(seed=4), {"token_budget": 150}),
+    "gspo llama": Case("llama", GSPO, ragged_batch(seed=5), {"token_budget": 150}),
+    "grpo tied": Case("tied", GRPO, ragged_batch(seed=6), {"token_budget": 150, "gradient_checkpointing": True}),
+    "values qwen3": Case("qwen3", values_and_tokens, ragged_batch(seed=7), {"token_budget": 300}, "both"),
+    "one sequence": Case("llama", GRPO, ragged_batch(seed=8)[:1], {"parallel": {"reshard": False}}),
+}
+
+
+def settings(case: Case) -> TrainerConfig:
+    defaults = {"lr": 1e-3, "eps": 1e-6, "device": "cpu", "grad_clip": 0.5, "threads": 1}
+    return TrainerConfig(**(defaults | case.settings))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+@dataclass
+class Run:
+    """What came of some steps."""
+
+    facts: list[dict[str, float]]
+    gradients: list[dict[str, torch.Tensor]]
+    weights: dict[str, torch.Tensor]
+    forward: list[torch.Tensor]
+    evaluated: float
+
+
+def train(case: Case, models: Path, mesh: Mesh) -> Run:
+    engine = TrainEngine(settings(case), models / case.model, mesh=mesh, head=case.head)
+    rows = mine(case.rows, mesh)
+    gradients: list[dict[str, torch.Tensor]] = []
+
+    def keep(*_: object) -> None:
+        gradients.append({name: whole(each.grad) for name, each in engine.network.model.named_parameters()})
+
+    engine.optimizer.register_step_pre_hook(keep)
+    forward = engine.forward(rows)
+    facts = [known(case.step(engine, rows)) for _ in range(STEPS)]
+    evaluated = engine.eval_batch(rows, lambda outputs, _: (-outputs.logprobs.sum(), {}), count_loss_tokens)
+    return Run(facts, gradients, engine.named_tensors(), forward, evaluated.loss)
+
+
+def known(metrics: Any) -> dict[str, float]:
+    names = ("loss", "grad_norm", "tokens", "loss_tokens", "sequences")
+    measured = {name: value for name, value in metrics.measured.items() if name in ("entropy", "kl", "mismatch_kl")}
+    return {name: float(getattr(metrics, name)) for name in names} | measured | dict(metrics.sums)
+
+
+def mine(rows: list[Sequence], mesh: Mesh) -> list[Sequence]:
+    share = balance(rows, mesh.dims.data_parallel)[mesh.dims.data_rank(mesh.rank)]
+    return [rows[place] for place in share]
+
+
+@cache
+def alone(name: str, models: Path) -> Run:
+    return train(CASES[name], models, SINGLE)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    return float((found - expected).norm() / max(float(expected.norm()), least, 1e-30))
+
+
+def compare(name: str, models: Path, mesh: Mesh) -> dict[str, float]:
+    """Largest relative differences from one process, by what is compared."""
+    found = train(CASES[name], models, mesh)
+    if mesh.rank:
+        return {}
+    expected = alone(name, models)
+    facts = {
+        fact: max(
+            abs(a[fact] - b[fact]) / max(abs(b[fact]), 1e-3) for a, b in zip(found.facts, expected.facts, strict=True)
+        )
+        for fact in expected.facts[0]
+    }
+    gradients = 0.0
+    for one, other in zip(found.gradients, expected.gradients, strict=True):
+        total = float(torch.cat([each.flatten() for each in other.values()]).norm())
+        gradients = max(gradients, *(relative(one[each], other[each], 1e-2 * total) for each in other))
+    places = balance(CASES[name].rows, mesh.dims.data_parallel)[0]
+    forward = [
+        float((a - expected.forward[place]).nan_to_num().abs().max())
+        for a, place in zip(found.forward, places, strict=True)
+    ]
+    return {
+        **facts,
+        "gradients": gradients,
+        "weights": max(relative(found.weights[each], expected.weights[each]) for each in expected.weights),
+        "same names": float(found.weights.keys() != expected.weights.keys()),
+        "forward": max(forward, default=0.0),
+        "evaluated": abs(found.evaluated - expected.evaluated) / abs(expected.evaluated),
+    }
+
+
+def dims_of(layout: str) -> ParallelDims:
+    return ParallelDims(**{axis: int(size) for axis, size in (part.split("=") for part in layout.split(","))})
+
+
+def main() -> None:
+    models, results, *layouts = sys.argv[1:]
+    torch.set_num_threads(1)
+    count = int(os.environ["WORLD_SIZE"])
+    join(ParallelConfig(dp_replicate=1, dp_shard=count, timeout_s=TIMEOUT_S), "cpu")
+    found: dict[str, dict[str, Any]] = {}
+    try:
+        for layout in layouts:
+            mesh = make_mesh(dims_of(layout), torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
+            found[layout] = {name: compare(name, Path(models), mesh) for name in CASES}
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        if dist.get_rank() == 0:
+            Path(results).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Tensor parallelism: the processes of a group share each matrix product of a decoder (Megatron's scheme, arXiv 1909.08053).
+
+Queries, keys, values and the MLP's first layers are cut by columns, that is by heads and by inner width; the layers
+that follow them by rows, so that one sum over the group ends each block. Embedding and output layer are cut by
+vocabulary. Norms and everything else are whole in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from transformers import PreTrainedModel
+
+__all__ = ["check_divides", "partial_parameters", "split_matrices", "sum_partial"]
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures whose modules have the names and meanings of the plan."""
+
+PARTIAL = ("q_norm.weight", "k_norm.weight")
+"""Ends of the names of weights that every process has whole but applies to its own heads alone."""
+
+
+def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Cut a model's matrices over a group, in place; each process gives the model with all of its weights.
+
+    Args:
+        model: A decoder with or without a language head; weights on the CPU or on the mesh's device.
+        mesh: One axis.
+
+    Raises:
+        ValueError: if the architecture is not known, or its sizes do not divide.
+    """
+    check_divides(model, mesh.size())
+    tied = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    body = model.base_model
+    for layer in body.layers:
+        _cut(layer, mesh, _layer_plan())
+    _cut(body, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
+    head = model.get_output_embeddings()
+    if head is None:
+        return
+    if tied:
+        head.weight = model.get_input_embeddings().weight
+    else:
+        _cut(model, mesh, {"lm_head": ColwiseParallel()})
+
+
+def _cut(module: torch.nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    # Every process has read the same weights, so that none has to send them.
+    parallelize_module(module, mesh, plan, src_data_rank=None)
+
+
+def _layer_plan() -> dict[str, ParallelStyle]:
+    # The input of several layers is made a DTensor once, so that their gradients are summed over the group once.
+    whole = Replicate()
+    return {
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+
+
+def check_divides(model: PreTrainedModel, tp: int) -> None:
+    """Refuse a model that the plan does not fit.
+
+    Raises:
+        ValueError: if the architecture is not known, or its sizes do not divide by `tp`.
+    """
+    config = model.config.get_text_config()
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"tensor parallelism knows {', '.join(MODEL_TYPES)}, not {config.model_type}: set trainer.parallel.tp to 1 and"
+            " use dp_shard or cp instead"
+        )
+    sizes = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "columns of the MLP": config.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % tp:
+            raise ValueError(
+                f"tp is {tp}, which does not divide the model's {size} {name}: set trainer.parallel.tp to a divisor of it"
+            )
+
+
+def partial_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Whole weights whose gradient in each process comes from its own heads alone."""
+    return [parameter for name, parameter in model.named_parameters() if name.endswith(PARTIAL)]
+
+
+def sum_partial(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Add up the gradients of `partial_parameters` over the group, in one exchange; call it once per step."""
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
