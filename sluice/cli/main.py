@@ -33,6 +33,7 @@ ADDED_HELP = {
     "dpo": "train a model on preferences (DPO, IPO)",
     "reward-model": "train a reward model on preferences",
     "distill": "train a model on a teacher's log-probabilities",
+    "merge-adapter": "add a LoRA adapter to the weights of its base",
     "objective": "evaluate an objective and its gradient on given numbers",
     "eval": "score a model directory or a running server on an environment",
     "bench": "measure a part of the system side by side with its alternative",

@@ -16,11 +16,12 @@ from test_sft import chat, write_rows
 from tiny_policy import policy_step, ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from sluice.cli.init_model import ModelShape, init_model
+from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.config import ComputeConfig, TrainerConfig
-from trainer_svc.engine.adapter_export import merge_adapter
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.offline import dpo_command, reward_model_command, sft_command
+from trainer_svc.offline import dpo_command, merge_command, reward_model_command, sft_command
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -114,16 +115,24 @@ def test_merged_weights_compute_what_base_and_adapter_compute(model_dir, tmp_pat
     assert furthest(trainer, AutoModelForCausalLM.from_pretrained(model_dir)) > 1e-3
 
 
-def test_an_adapter_of_another_base_is_not_merged(model_dir, tmp_path):
-    trained(model_dir, steps=1).export_hf(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="is no adapter of"):
-        merge_adapter(str(other_base(tmp_path)), str(tmp_path / "adapter"), tmp_path / "merged", torch.float32)
-    assert not (tmp_path / "merged").exists()
+def test_an_adapter_is_merged_on_request(model_dir, tmp_path, capsys):
+    trainer = trained(model_dir)
+    trainer.export_hf(tmp_path / "adapter")
+    words = ["--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")]
+    assert merge_command.COMMAND.run(words) == 0
+    assert furthest(trainer, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) < 1e-5
+    assert f"{model_dir} with {tmp_path / 'adapter'} merged in" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="exists: remove it"):
+        merge_command.COMMAND.run(words)
+    other = other_base(tmp_path)
+    with pytest.raises(ConfigError, match="is no adapter of"):
+        merge_command.COMMAND.run([*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(other)])
+    assert not (tmp_path / "wrong").exists()
+    with pytest.raises(ConfigError, match="holds no adapter"):
+        merge_command.COMMAND.run(["--adapter", str(other), "--output", str(tmp_path / "wrong")])
 
 
 def other_base(directory: Path) -> Path:
-    from sluice.cli.init_model import ModelShape, init_model
-
     init_model(directory / "other", ModelShape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=16))
     return directory / "other"
 
@@ -145,10 +154,11 @@ def test_dropout_acts_in_training_steps_alone(model_dir):
 def test_a_resumed_adapter_goes_on_bit_for_bit(model_dir, tmp_path):
     straight = trained(model_dir, steps=4)
     first = trained(model_dir, steps=2)
-    state = {name: tensor.clone() for name, tensor in first.state_tensors().items()}
-    assert not any(".base_layer" in name or "embed" in name for name in state)
+    first.save(tmp_path / "checkpoint")
+    assert not any(".base_layer" in name or "embed" in name for name in first.state_tensors())
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "checkpoint" / "hf")
     resumed = engine(model_dir)
-    resumed.load_state(state, first.state_scalars())
+    resumed.load(tmp_path / "checkpoint")
     for seed in (2, 3):
         policy_step(resumed, ragged_batch(seed))
     ours, theirs = resumed.state_tensors(), straight.state_tensors()

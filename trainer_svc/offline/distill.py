@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trainer_svc.config import ObjectiveConfig
+from trainer_svc.config import LoraConfig, ObjectiveConfig
 from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import Scalar
@@ -83,7 +83,7 @@ def distill(config: DistillConfig, report: Report) -> Summary:
 
 def _taught(config: DistillConfig, data: Data) -> Data:
     """The data with the teacher's log-probabilities; the teacher is gone when this returns."""
-    teacher = build_engine(config, config.teacher)
+    teacher = build_engine(config.model_copy(update={"lora": LoraConfig()}), config.teacher)
 
     def asked(examples: Examples) -> Examples:
         return with_logprobs(teacher, examples, "teacher_logprobs")
