@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.config import NO_ADVANTAGE, OrchestratorConfig
 from orchestrator_svc.scheduler import Batch
 from orchestrator_svc.step_summary import sampled_tokens
-from sluice.advantages import Advantages, Episode, estimate
+from sluice.advantages import TRAINER_ESTIMATORS, Episode, estimate
 from sluice.v1 import orchestrator_pb2, trainer_pb2
 from sluice.versions import Version
 
@@ -40,16 +40,20 @@ def batch_header(
         on_stale=_STALE_POLICIES[config.on_stale],
         trajectory_count=trajectories,
         tokenizer_digest=tokenizer_digest,
-        advantage_estimator=config.advantage,
+        advantage_estimator="" if config.advantage == NO_ADVANTAGE else config.advantage,
     )
 
 
-def give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> Advantages:
-    """Set the advantage of each trajectory within its group, one reward per episode.
+def give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
+    """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
 
     Raises:
         ValueError: if the estimator cannot take these rewards.
     """
+    if estimator == NO_ADVANTAGE or estimator in TRAINER_ESTIMATORS:
+        for record in records:
+            del record.trajectory.advantages[:]
+        return
     episodes: dict[str, Episode] = {}
     for record in records:
         trajectory = record.trajectory
@@ -61,4 +65,3 @@ def give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Trajector
     for record in records:
         value = advantages.by_episode.get(record.trajectory.episode_id)
         record.trajectory.advantages[:] = [] if value is None else [value]
-    return advantages

@@ -6,11 +6,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sluice.advantages import estimator_names
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import Section, ServerConfig
 
 __all__ = [
     "CONFIG",
+    "NO_ADVANTAGE",
     "CheckpointConfig",
     "DeadlinesConfig",
     "EvaluationConfig",
@@ -21,6 +22,9 @@ __all__ = [
     "RewardConfig",
     "SamplingConfig",
 ]
+
+NO_ADVANTAGE = "none"
+"""In the settings: batches bring no advantages, and name no estimator."""
 
 
 class SamplingConfig(Section):
@@ -162,7 +166,10 @@ class OrchestratorConfig(Section):
     )
     max_running: int = Field(64, ge=1, description="Most groups whose episodes are under way at a time.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training episodes are sampled.")
-    advantage: str = Field("centered", description=f"Advantage estimator: {', '.join(estimator_names())}.")
+    advantage: str = Field(
+        "centered",
+        description=f"Advantage estimator: {', '.join(ESTIMATORS)}, from rewards alone; {', '.join(TRAINER_ESTIMATORS)}, which the trainer runs and `trainer.objective` must name as well; or {NO_ADVANTAGE}, for an objective that reads no advantages.",
+    )
     on_stale: Literal["drop", "truncate", "requeue"] = Field(
         "drop",
         description="Trajectories with tokens beyond max_staleness: drop them, train only their fresh tokens, or draw the task again.",
@@ -203,11 +210,10 @@ class OrchestratorConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.advantage not in estimator_names():
-            raise ValueError(
-                f"there is no advantage estimator {self.advantage!r}; choose one of {', '.join(estimator_names())}"
-            )
-        if self.group_size < 2:
+        names = (*ESTIMATORS, *TRAINER_ESTIMATORS, NO_ADVANTAGE)
+        if self.advantage not in names:
+            raise ValueError(f"there is no advantage estimator {self.advantage!r}; choose one of {', '.join(names)}")
+        if self.group_size < 2 and self.advantage in ESTIMATORS:
             raise ValueError(
                 f"{self.advantage} compares the episodes of a group: of a single one every advantage is 0 and nothing is"
                 " learned; set group_size to 2 or more"

@@ -104,7 +104,7 @@ class Run:
             await self._check_readable(group.number)
         if parts.journal.resumes:
             log.info("resuming", drawn=len(recovery.drawn), ready=len(recovery.ready), batches=len(recovery.batches))
-        await parts.trainer.wait_until_there(parts.config.deadlines.start_s)
+        await parts.trainer.check_estimator(parts.config.advantage, parts.config.deadlines.start_s)
         await self._wait_for_replica(parts.config.deadlines.start_s)
 
     async def _check_readable(self, number: int) -> None:

@@ -15,6 +15,7 @@ import grpc
 import structlog
 
 from orchestrator_svc.config import DeadlinesConfig
+from sluice.advantages import TRAINER_ESTIMATORS
 from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
@@ -65,6 +66,20 @@ class TrainerLink:
             return state
 
         return await self._persist(ask, deadline_s, "the trainer cannot be reached")
+
+    async def check_estimator(self, advantage: str, deadline_s: float) -> None:
+        """Wait for the trainer, and see that it estimates the advantages that this run leaves to it, and no others.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION with the remedy; otherwise as `wait_until_there`.
+        """
+        own = (await self.wait_until_there(deadline_s)).advantage_estimator
+        if advantage != own and (own or advantage in TRAINER_ESTIMATORS):
+            raise SluiceError.failed_precondition(
+                "OTHER_ESTIMATOR",
+                f"orchestrator.advantage is {advantage}, but the trainer's objective computes {own or 'no advantages by itself'}: "
+                f"set orchestrator.advantage to {own or 'an estimator that needs rewards alone'}, or choose another trainer.objective",
+            )
 
     async def is_in(self, epoch: int, applied: int) -> bool:
         """Whether the trainer still trains an epoch, with at least `applied` batches; waits for one that is not there.

@@ -225,7 +225,9 @@ class BatchHeader(_message.Message):
     tokenizer_digest: _builtins.str
     """Digest of the tokenizer and template that made the token ids."""
     advantage_estimator: _builtins.str
-    """Estimator for trajectories without advantages, and for the survivors where some were dropped, such as "grpo"."""
+    """Estimator for trajectories without advantages, and for the survivors where some were dropped, such as "grpo". Where the
+    trainer runs one by itself (GetTrainerStateResponse.advantage_estimator): that one, or empty.
+    """
     @_builtins.property
     def target_version(self) -> _common_pb2.PolicyVersion:
         """Version that applying the batch will produce; its epoch must be the trainer's present one."""
@@ -342,6 +344,7 @@ class GetTrainerStateResponse(_message.Message):
     OPTIMIZER_STEPS_FIELD_NUMBER: _builtins.int
     NEWEST_CHECKPOINT_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
+    ADVANTAGE_ESTIMATOR_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     """What it is doing."""
     queued_batches: _builtins.int
@@ -354,6 +357,10 @@ class GetTrainerStateResponse(_message.Message):
     """Optimizer steps so far."""
     last_error: _builtins.str
     """Last error, empty if none."""
+    advantage_estimator: _builtins.str
+    """Estimator that the trainer itself runs on the rewards of a batch, such as "gae": batches then bring no advantages.
+    Empty: batches bring advantages, or name an estimator that needs rewards alone.
+    """
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version of the weights."""
@@ -378,10 +385,11 @@ class GetTrainerStateResponse(_message.Message):
         optimizer_steps: _builtins.int = ...,
         newest_checkpoint: Global___Checkpoint | None = ...,
         last_error: _builtins.str = ...,
+        advantage_estimator: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest_checkpoint", b"newest_checkpoint", "policy_version", b"policy_version", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_error", b"last_error", "newest_checkpoint", b"newest_checkpoint", "next_sequence_no", b"next_sequence_no", "optimizer_steps", b"optimizer_steps", "phase", b"phase", "policy_version", b"policy_version", "published_version", b"published_version", "queued_batches", b"queued_batches", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "last_error", b"last_error", "newest_checkpoint", b"newest_checkpoint", "next_sequence_no", b"next_sequence_no", "optimizer_steps", b"optimizer_steps", "phase", b"phase", "policy_version", b"policy_version", "published_version", b"published_version", "queued_batches", b"queued_batches", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

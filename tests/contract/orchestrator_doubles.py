@@ -132,6 +132,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reports: dict[int, trainer_pb2.StepReport] = field(default_factory=dict)
     phase: int = trainer_pb2.TRAINER_PHASE_READY
+    estimator: str = ""
     verdict: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
 
     async def BeginEpoch(self, request, context):
@@ -218,7 +219,9 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             replica.version = self.version
 
     async def GetTrainerState(self, request, context):
-        return trainer_pb2.GetTrainerStateResponse(phase=self.phase, policy_version=self.version.to_proto())
+        return trainer_pb2.GetTrainerStateResponse(
+            phase=self.phase, policy_version=self.version.to_proto(), advantage_estimator=self.estimator
+        )
 
     async def WatchSteps(self, request, context):
         number, epoch = request.from_number, self.version.epoch

@@ -413,3 +413,20 @@ async def test_a_replica_may_announce_itself_and_leave(tmp_path) -> None:
             await scene.until_run(client, lambda run: len(run.replicas) == 2)
         replicas[0].gate.set()
         await task
+
+
+async def test_where_the_trainer_estimates_rewards_travel_without_advantages(scene) -> None:
+    scene.trainer.estimator = "gae"
+    await scene.run(advantage="gae", group_size=1, batch_size=4)
+    assert {header.advantage_estimator for header in scene.trainer.headers} == {"gae"}
+    sent = [each for batch in scene.trainer.history.values() for each in batch]
+    assert len(sent) == 16
+    assert all(each.HasField("reward") and not each.advantages for each in sent)
+
+
+@pytest.mark.parametrize(("advantage", "own"), [("centered", "gae"), ("gae", "")])
+async def test_a_trainer_that_estimates_something_else_ends_the_run_at_its_start(scene, advantage, own) -> None:
+    scene.trainer.estimator = own
+    with pytest.raises(FailedForGoodError, match=r"orchestrator\.advantage"):
+        await scene.run(advantage=advantage)
+    assert not scene.trainer.epochs

@@ -40,6 +40,7 @@ def sample(
         loss_mask=mask,
         behaviour_logprobs=torch.where(mask, logprob, torch.nan),
         advantages=torch.where(mask, advantage or 0.0, 0.0),
+        reward=reward,
         group_id=group,
         episode_id=episode or name,
         trajectory_id=name,
@@ -130,6 +131,13 @@ def test_a_missing_reward_takes_part_in_no_statistic_and_is_answered() -> None:
 
 def test_a_missing_reward_with_given_advantages_is_trained() -> None:
     assert outcomes(consumed(sample("m", reward=None, advantage=1.0))) == {"m": "TRAINED"}
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_pp", "process"])
+def test_what_the_update_estimates_waits_for_it_and_still_needs_a_reward(estimator: str) -> None:
+    result = consumed(sample("a", reward=0.0), sample("lone", group="h"), sample("m", reward=None), estimator=estimator)
+    assert advantages(result) == {"a": 0.0, "lone": 0.0}
+    assert outcomes(result)["m"] == "MISSING_REWARD"
 
 
 def test_branches_of_an_episode_count_once() -> None:

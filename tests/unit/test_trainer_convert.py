@@ -76,6 +76,30 @@ def test_a_missing_logprob_is_kept_as_missing() -> None:
 def test_a_truncated_episode_is_known_by_its_finish_reason() -> None:
     (sample,), _ = convert([trajectory(finish_reason=tokens_pb2.FINISH_REASON_LENGTH)], EXPECTED)
     assert sample.truncated
+    assert sample.sequence.truncated
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"token_rewards": [1, 2, 3, 4, 5]}, [1, 2, 3, 4, 5]),
+        ({"turn_rewards": [(0, 0.25), (1, 0.5)], "turn_runs": [3, 2], "reward": 0.75}, [0, 0, 0.25, 0, 0.5]),
+        ({"turn_rewards": [(0, 0.25)], "turn_runs": [3, 2], "reward": 1.0}, [0, 0, 0.25, 0, 0.75]),
+        ({"turn_rewards": [(0, 0.5)], "reward": 0.5}, [0, 0, 0, 0, 0.5]),
+    ],
+    ids=["episode", "tokens", "turns", "turns and episode", "one turn"],
+)
+def test_rewards_stand_where_they_were_earned(changes: dict[str, Any], expected: list[float] | None) -> None:
+    changes = dict(changes)
+    if "turn_rewards" in changes:
+        pairs = changes["turn_rewards"]
+        changes["turn_rewards"] = [tokens_pb2.TurnReward(turn=turn, reward=reward) for turn, reward in pairs]
+    (sample,), wrong = convert([trajectory(**changes)], EXPECTED)
+    assert not wrong
+    found = sample.sequence.token_rewards
+    assert (found if found is None else found[sample.sequence.loss_mask].tolist()) == expected
+    assert sample.sequence.reward == changes.get("reward", 0.5)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +128,10 @@ def test_a_truncated_episode_is_known_by_its_finish_reason() -> None:
         ("advantages", {"advantages": [1.0, 2.0]}),
         ("advantages", {"advantages": [float("inf")]}),
         ("token_rewards", {"token_rewards": [1.0]}),
+        ("token_rewards", {"token_rewards": [1.0, 2.0, 3.0, 4.0, float("nan")]}),
         ("turn_runs", {"turn_runs": [3, 3]}),
+        ("turn_rewards", {"turn_runs": [3, 2], "turn_rewards": [tokens_pb2.TurnReward(turn=2, reward=1.0)]}),
+        ("turn_rewards", {"turn_rewards": [tokens_pb2.TurnReward(turn=0, reward=float("inf"))]}),
         ("ref_logprobs", {"ref_logprobs": [-1.0]}),
         ("teacher_logprobs", {"teacher_logprobs": [-1.0]}),
     ],
@@ -133,3 +160,19 @@ def test_what_the_objective_reads_must_be_there() -> None:
     strict = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=False, needs_reference=True)
     assert set(faults(trajectory(), expected=strict)) == {"trajectories[0].advantages", "trajectories[0].ref_logprobs"}
     assert not faults(trajectory(advantages=[1.0], ref_logprobs=[-1.0] * 5), expected=strict)
+
+
+def test_a_trainer_that_estimates_takes_no_advantages() -> None:
+    own = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=False, estimates="process")
+    rewarded = trajectory(turn_rewards=[tokens_pb2.TurnReward(turn=0, reward=0.5)])
+    assert not faults(rewarded, expected=own)
+    assert set(faults(trajectory(advantages=[1.0]), expected=own)) == {
+        "trajectories[0].advantages",
+        "trajectories[0].turn_rewards",
+    }
+
+
+def test_a_teacher_that_is_not_loaded_must_have_spoken() -> None:
+    distilled = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=True, needs_teacher=True)
+    assert set(faults(trajectory(), expected=distilled)) == {"trajectories[0].teacher_logprobs"}
+    assert not faults(trajectory(teacher_logprobs=[-1.0] * 5), expected=distilled)

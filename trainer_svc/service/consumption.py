@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.advantages import Advantages, Episode, estimate
+from sluice.advantages import TRAINER_ESTIMATORS, Advantages, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
 from trainer_svc.engine.batch import Sequence
@@ -52,7 +52,7 @@ class Batch:
         max_staleness: Oldest token that may be trained, in versions.
         on_stale: What happens to a trajectory with older ones.
         estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost
-            one; empty keeps what was given.
+            one; one of those that the update itself runs; or empty, which keeps what was given.
         samples: Its trajectories.
     """
 
@@ -143,6 +143,8 @@ def _give_advantages(fates: list[Fate], estimator: str) -> tuple[list[Fate], Adv
     """Estimate where none were given, and anew in groups that lost an episode to its age."""
     if not estimator:
         return fates, None
+    if estimator in TRAINER_ESTIMATORS:
+        return [_without_reward(fate) if _lacks_reward(fate.sequence) else fate for fate in fates], None
     lost = (STALE, RETIRED_EPOCH)
     shrunk = {fate.sample.sequence.group_id for fate in fates if fate.reason in lost}
     estimated = estimate(estimator, _episodes([fate.sample for fate in fates if fate.reason not in lost]))
@@ -159,8 +161,16 @@ def _give_advantages(fates: list[Fate], estimator: str) -> tuple[list[Fate], Adv
         elif fate.sample.has_advantages:
             given.append(fate)
         else:
-            given.append(replace(fate, sequence=None, reason=MISSING_REWARD, ages=fate.ages[:0]))
+            given.append(_without_reward(fate))
     return given, estimated
+
+
+def _lacks_reward(sequence: Sequence | None) -> bool:
+    return sequence is not None and sequence.reward is None and sequence.token_rewards is None
+
+
+def _without_reward(fate: Fate) -> Fate:
+    return replace(fate, sequence=None, reason=MISSING_REWARD, ages=fate.ages[:0])
 
 
 def _episodes(samples: Rows[Sample]) -> list[Episode]:
@@ -182,7 +192,8 @@ def check_estimator(estimator: str, samples: Rows[Sample]) -> None:
     Raises:
         ValueError: if there is no such estimator, or it cannot take these rewards.
     """
-    estimate(estimator, _episodes(samples))
+    if estimator not in TRAINER_ESTIMATORS:
+        estimate(estimator, _episodes(samples))
 
 
 def _reward_metrics(samples: Rows[Sample]) -> dict[str, float]:

@@ -58,14 +58,18 @@ class Expectations:
     Attributes:
         vocabulary: Token ids lie below it.
         newest: Version of the weights that the batch is applied to; no token can be newer.
-        has_estimator: Whether the header names an advantage estimator.
-        needs_reference: Whether the objective reads reference log-probabilities.
+        has_estimator: Whether advantages may be absent: the header names an estimator, or the objective reads none.
+        estimates: Estimator that the trainer itself runs; empty if it runs none.
+        needs_reference: Whether trajectories must bring reference log-probabilities.
+        needs_teacher: Whether they must bring a teacher's.
     """
 
     vocabulary: int
     newest: Version
     has_estimator: bool
+    estimates: str = ""
     needs_reference: bool = False
+    needs_teacher: bool = False
 
 
 def convert(trajectories: Rows[tokens_pb2.Trajectory], expected: Expectations) -> tuple[list[Sample], dict[str, str]]:
@@ -146,6 +150,12 @@ def _faulty_lengths(trajectory: tokens_pb2.Trajectory, trained: int) -> Iterator
             )
     if trajectory.turn_runs and sum(trajectory.turn_runs) != trained:
         yield "turn_runs", f"add up to {sum(trajectory.turn_runs)}, but {trained} tokens are trained"
+    turns = len(trajectory.turn_runs) or 1
+    if any(each.turn >= turns for each in trajectory.turn_rewards):
+        yield (
+            "turn_rewards",
+            f"name turn {max(each.turn for each in trajectory.turn_rewards)}; there are {turns}, from 0",
+        )
 
 
 def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]]:
@@ -155,7 +165,11 @@ def _faulty_values(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str
         yield "reward", f"is {trajectory.reward}; leave it unset where it is missing"
     if not np.isfinite(np.array(trajectory.advantages, dtype=np.float32)).all():
         yield "advantages", "hold a value that is not finite"
-    for name in ("logprobs", "ref_logprobs"):
+    if not np.isfinite(np.array(trajectory.token_rewards, dtype=np.float32)).all():
+        yield "token_rewards", "hold a value that is not finite"
+    if not all(math.isfinite(each.reward) for each in trajectory.turn_rewards):
+        yield "turn_rewards", "hold a value that is not finite"
+    for name in ("logprobs", "ref_logprobs", "teacher_logprobs"):
         if (np.array(getattr(trajectory, name), dtype=np.float32) > LOGPROB_ROUNDING).any():
             yield name, "hold a value above 0; give natural logarithms of probabilities"
 
@@ -184,10 +198,22 @@ def _faulty_spans(spans: Rows[tokens_pb2.VersionSpan], trained: int, newest: Ver
 
 
 def _missing(trajectory: tokens_pb2.Trajectory, expected: Expectations) -> Iterator[tuple[str, str]]:
-    if not trajectory.advantages and not expected.has_estimator:
+    if trajectory.advantages and expected.estimates:
+        yield "advantages", f"are given, but this trainer computes {expected.estimates}; leave them empty"
+    if not trajectory.advantages and not expected.has_estimator and not expected.estimates:
         yield "advantages", "are absent; send them, or name header.advantage_estimator"
+    if expected.estimates == "process" and not trajectory.token_rewards and not trajectory.turn_rewards:
+        yield "turn_rewards", "are absent, and token_rewards too; the estimator process needs one of them"
     if expected.needs_reference and not trajectory.ref_logprobs:
-        yield "ref_logprobs", "are absent, but the objective has a KL term; send them, or set objective.kl_coef to 0"
+        yield (
+            "ref_logprobs",
+            "are absent, but the objective has a KL term; send them, set trainer.reference.model, or objective.kl_coef to 0",
+        )
+    if expected.needs_teacher and not trajectory.teacher_logprobs:
+        yield (
+            "teacher_logprobs",
+            "are absent, but the objective follows a teacher; send them, or set trainer.teacher.model",
+        )
 
 
 def _contradictions(trajectories: Iterable[tokens_pb2.Trajectory]) -> dict[str, str]:
@@ -223,10 +249,12 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
         loss_mask=torch.from_numpy(mask),
         behaviour_logprobs=_spread(trajectory.logprobs, places, len(mask), np.nan),
         advantages=_spread(trajectory.advantages, places, len(mask), 0.0),
-        reference_logprobs=_spread(trajectory.ref_logprobs, places, len(mask), np.nan)
-        if trajectory.ref_logprobs
-        else None,
+        reference_logprobs=_column(trajectory.ref_logprobs, places, len(mask)),
+        teacher_logprobs=_column(trajectory.teacher_logprobs, places, len(mask)),
+        token_rewards=_token_rewards(trajectory, places, len(mask)),
         versions=tuple(VersionSpan(int(places[span.start]), span.version) for span in spans),
+        reward=_reward(trajectory),
+        truncated=trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH,
         temperature=trajectory.temperature,
         group_id=trajectory.group_id,
         episode_id=trajectory.episode_id,
@@ -236,10 +264,33 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
         sequence=sequence,
         spans=spans,
         trained_tokens=len(places),
-        reward=_reward(trajectory),
+        reward=sequence.reward,
         has_advantages=len(trajectory.advantages) > 0,
-        truncated=trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH,
+        truncated=sequence.truncated,
     )
+
+
+def _column(values: Any, places: NDArray[np.int64], length: int) -> torch.Tensor | None:  # noqa: ANN401  a protobuf container
+    """An optional column of log-probabilities; None where the trajectory does not have it."""
+    return _spread(values, places, length, np.nan) if len(values) else None
+
+
+def _token_rewards(trajectory: tokens_pb2.Trajectory, places: NDArray[np.int64], length: int) -> torch.Tensor | None:
+    """Reward at each trained token; None where the environment rewards the episode as a whole.
+
+    A turn's reward stands at its last trained token. What the episode's reward has beyond its turns' stands at the last one.
+    """
+    if len(trajectory.token_rewards):
+        return _spread(trajectory.token_rewards, places, length, 0.0)
+    if not trajectory.turn_rewards or not places.size:
+        return None
+    rewards = np.zeros(len(places), dtype=np.float64)
+    ends = np.cumsum(np.array(trajectory.turn_runs or [len(places)], dtype=np.int64)) - 1
+    for each in trajectory.turn_rewards:
+        rewards[max(0, int(ends[each.turn]))] += each.reward
+    if trajectory.HasField("reward"):
+        rewards[-1] += trajectory.reward - math.fsum(each.reward for each in trajectory.turn_rewards)
+    return _spread(rewards, places, length, 0.0)
 
 
 def _spread(values: Any, places: NDArray[np.int64], length: int, elsewhere: float) -> torch.Tensor:  # noqa: ANN401  a protobuf container

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from sluice.advantages import ESTIMATORS
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.v1.trainer_pb2 import BatchHeader, SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import Version
+from trainer_svc.config import TrainerConfig
 from trainer_svc.service.admission import RefusedError, Ticket
 from trainer_svc.service.consumption import Batch, OnStale, check_estimator
 from trainer_svc.service.convert import MAX_NAME, Expectations, Sample, convert
 from trainer_svc.service.queue import BatchQueue
 from trainer_svc.service.trainer import Trainer
+from trainer_svc.update.models import IN_BATCH
 
 __all__ = ["Intake"]
 
@@ -93,7 +95,7 @@ class Intake:
         ticket = _ticket(header)
         if _decide(queue, ticket):
             return _response(queue, ticket, duplicate=True)
-        _check_header(header)
+        _check_header(header, self._trainer.config)
         arrived = await _receive(header, requests)
         async with self._entering:
             if _decide(queue, ticket):  # a repeat overtook this stream
@@ -110,12 +112,8 @@ class Intake:
 
     def _convert_and_keep(self, arrived: Arrived, ticket: Ticket) -> Batch:
         header = arrived.header
-        expected = Expectations(
-            vocabulary=self._trainer.learner.vocabulary,
-            newest=Version(ticket.target.epoch, ticket.target.number - 1),
-            has_estimator=bool(header.advantage_estimator),
-            needs_reference=self._trainer.config.objective.choices.needs_reference,
-        )
+        estimates = _own_estimator(self._trainer.config)
+        expected = _expectations(header, ticket, self._trainer.config, self._trainer.learner.vocabulary)
         samples, violations = convert(arrived.trajectories, expected)
         violations = violations or _oversize(arrived) or _estimator_faults(header, samples)
         if violations:
@@ -140,7 +138,7 @@ class Intake:
             target=ticket.target,
             max_staleness=header.max_staleness,
             on_stale=OnStale(header.on_stale),
-            estimator=header.advantage_estimator,
+            estimator=estimates or header.advantage_estimator,
             samples=tuple(samples),
         )
 
@@ -164,17 +162,42 @@ def _ticket(header: BatchHeader) -> Ticket:
     )
 
 
-def _check_header(header: BatchHeader) -> None:
+def _own_estimator(config: TrainerConfig) -> str:
+    """The estimator that the update runs; empty if batches bring advantages or name one of rewards alone."""
+    choices = config.objective.choices
+    return choices.advantage if choices.runs_estimator else ""
+
+
+def _expectations(header: BatchHeader, ticket: Ticket, config: TrainerConfig, vocabulary: int) -> Expectations:
+    choices = config.objective.choices
+    return Expectations(
+        vocabulary=vocabulary,
+        newest=Version(ticket.target.epoch, ticket.target.number - 1),
+        has_estimator=bool(header.advantage_estimator) or not choices.advantage,
+        estimates=_own_estimator(config),
+        needs_reference=choices.needs_reference and config.reference.model == IN_BATCH,
+        needs_teacher=choices.preset.needs_teacher and config.teacher.model == IN_BATCH,
+    )
+
+
+def _check_header(header: BatchHeader, config: TrainerConfig) -> None:
     if header.on_stale not in {policy.value for policy in OnStale}:
         raise SluiceError.invalid_argument("header.on_stale", "say what happens to stale trajectories")
     if not 0 < header.trajectory_count <= MAX_TRAJECTORIES:
         raise SluiceError.invalid_argument(
             "header.trajectory_count", f"is {header.trajectory_count}; give 1 to {MAX_TRAJECTORIES}"
         )
-    if header.advantage_estimator and header.advantage_estimator not in ESTIMATORS:
+    named, own = header.advantage_estimator, _own_estimator(config)
+    if named and named not in (*ESTIMATORS, *TRAINER_ESTIMATORS):
         raise SluiceError.invalid_argument(
             "header.advantage_estimator",
-            f"there is no {header.advantage_estimator!r}; choose one of {', '.join(ESTIMATORS)}",
+            f"there is no {named!r}; choose one of {', '.join((*ESTIMATORS, *TRAINER_ESTIMATORS))}",
+        )
+    if named and named != own and (own or named in TRAINER_ESTIMATORS):
+        raise SluiceError.invalid_argument(
+            "header.advantage_estimator",
+            f"is {named}, but this trainer (objective {config.objective.preset}) computes {own or 'none by itself'}: "
+            f"set orchestrator.advantage to {own or 'one that needs rewards alone'}, or choose another trainer.objective",
         )
 
 

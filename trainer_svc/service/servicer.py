@@ -67,6 +67,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if trainer.queue is None:
             return trainer_pb2.GetTrainerStateResponse(phase=trainer.phase)
         admission = trainer.queue.admission
+        choices = trainer.config.objective.choices
         return trainer_pb2.GetTrainerStateResponse(
             phase=trainer.phase,
             policy_version=(admission.version or trainer.learner.version).to_proto(),
@@ -77,6 +78,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             optimizer_steps=trainer.learner.optimizer_steps,
             newest_checkpoint=trainer.learner.newest_checkpoint,
             last_error=trainer.last_error,
+            advantage_estimator=choices.advantage if choices.runs_estimator else "",
         )
 
     async def WatchSteps(  # noqa: N802 - gRPC's name

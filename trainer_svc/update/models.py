@@ -15,7 +15,7 @@ from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.update.critic import Critic
 from trainer_svc.update.policy import Passes, PolicyUpdate
 
-__all__ = ["FrozenModels", "TrainedModels", "policy_update"]
+__all__ = ["IN_BATCH", "FrozenModels", "TrainedModels", "policy_update"]
 
 BASE = "base"
 """In the settings: the model that the run starts from."""
