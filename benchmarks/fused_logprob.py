@@ -1,0 +1,123 @@
+"""Forward and backward pass of an output layer: fused, against full logits, log_softmax and autograd.
+
+Both sides get the same states, weight and targets and give the gradients of both. Every measurement is a process of its
+own: its peak of resident memory, less what was resident when the inputs lay ready, and the time of its second pass. The
+sides take turns within each round; a ratio is the median of the rounds'.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.trainer_sides.memory import PeakMemory
+from trainer_svc.engine.fused_logprob import Entropy, fused_logprobs
+from trainer_svc.engine.output_layer import logprobs_of_logits
+
+__all__ = ["measure_fused_logprob"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    vocabulary: int
+    tokens: int
+    width: int
+    entropy: Entropy
+    cells: int
+    threads: int
+
+
+class _Inputs(NamedTuple):
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    targets: torch.Tensor
+    temperatures: torch.Tensor
+
+
+def measure_fused_logprob(
+    vocabulary: int = 151_936,
+    *,
+    tokens: int = 2048,
+    width: int = 1024,
+    entropy: Entropy = "none",
+    cells: int = 1 << 25,
+    rounds: int = 3,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Peak memory and time of the fused layer over those of plain autograd.
+
+    Args:
+        vocabulary: Token ids; by default Qwen3's.
+        tokens: Loss tokens of the micro-batch.
+        width: Size of a hidden state; 1,024 is that of a model of 0.6 B parameters.
+        entropy: What is wanted of the entropy; plain autograd computes it from its log-probabilities.
+        cells: Logits that the fused layer may keep alive; the trainer's default.
+        rounds: Measurements of each side.
+        threads: Compute threads of each side; None: as many as cores.
+    """
+    sizes = _Sizes(vocabulary, tokens, width, entropy, cells, threads or len(os.sched_getaffinity(0)))
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in SIDES}
+    for number in range(1, rounds + 1):
+        for name, measurements in found.items():
+            measurements.append(_in_child(_measure, name, sizes))
+        line = "  ".join(f"{name} {each[-1][0] / 1e6:.0f} MB {each[-1][1]:.2f} s" for name, each in found.items())
+        print(f"fused log-probability, round {number}: {line}", flush=True)
+    memory, seconds = (
+        statistics.median(
+            ours[which] / plain[which] for ours, plain in zip(found["fused"], found["naive"], strict=True)
+        )
+        for which in (0, 1)
+    )
+    return {
+        "fused_logprob_peak_memory_over_naive": round(memory, 3),
+        "fused_logprob_time_over_naive": round(seconds, 3),
+        "sizes": asdict(sizes),
+        "peak_mb": {name: [round(peak / 1e6) for peak, _ in each] for name, each in found.items()},
+        "seconds": {name: [round(time_s, 2) for _, time_s in each] for name, each in found.items()},
+    }
+
+
+def _in_child(work: Callable[..., tuple[int, float]], *arguments: Any) -> tuple[int, float]:  # noqa: ANN401
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(work, *arguments).result()
+
+
+def _measure(side: str, sizes: _Sizes) -> tuple[int, float]:
+    """Peak bytes above the inputs over two passes, and seconds of the second."""
+    torch.set_num_threads(sizes.threads)
+    torch.manual_seed(0)
+    inputs = _Inputs(
+        hidden=torch.randn(sizes.tokens, sizes.width, requires_grad=True),
+        weight=torch.empty(sizes.vocabulary, sizes.width).normal_(std=sizes.width**-0.5).requires_grad_(),
+        targets=torch.randint(sizes.vocabulary, (sizes.tokens,)),
+        temperatures=torch.full((sizes.tokens,), 0.9),
+    )
+    arriving = torch.randn(sizes.tokens)
+    memory = PeakMemory()
+    memory.restart()
+    for _ in range(2):
+        inputs.hidden.grad = inputs.weight.grad = None
+        begun = time.perf_counter()
+        (SIDES[side](inputs, sizes) * arriving).sum().backward()
+        seconds = time.perf_counter() - begun
+    return memory.bytes, seconds
+
+
+def _naive(inputs: _Inputs, sizes: _Sizes) -> torch.Tensor:
+    logits = inputs.hidden @ inputs.weight.t()
+    return logprobs_of_logits(logits, inputs.targets, inputs.temperatures, entropy=sizes.entropy)[0]
+
+
+def _fused(inputs: _Inputs, sizes: _Sizes) -> torch.Tensor:
+    return fused_logprobs(*inputs, entropy=sizes.entropy, cells=sizes.cells)[0]
+
+
+SIDES = {"naive": _naive, "fused": _fused}
