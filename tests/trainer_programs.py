@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 
 from sluice.cli.init_model import ModelShape, init_model
@@ -19,7 +20,7 @@ from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
 
 RUN = "proc"
-START_S = 60.0
+START_S = 180.0
 
 
 def free_port() -> int:
@@ -77,16 +78,18 @@ class Programs:
 
 
 async def ready(client: TrainerClient, process: asyncio.subprocess.Process) -> trainer_pb2.GetTrainerStateResponse:
-    """Ask until the model is loaded."""
+    """Ask until the model is loaded and no epoch has begun."""
     async with asyncio.timeout(START_S):
         while True:
             assert process.returncode is None, "the trainer ended while starting"
             try:
                 state = await client.state(RUN)
-            except SluiceError:
+            except SluiceError as error:
+                if error.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise
                 await asyncio.sleep(0.1)
                 continue
-            if state.phase != trainer_pb2.TRAINER_PHASE_STARTING:
+            if state.phase == trainer_pb2.TRAINER_PHASE_READY:
                 return state
             await asyncio.sleep(0.1)
 
@@ -99,9 +102,9 @@ async def reached(client: TrainerClient, phase: trainer_pb2.TrainerPhase.ValueTy
             await asyncio.sleep(0.01)
 
 
-def header(number: int, epoch: int, digest: str, count: int) -> trainer_pb2.BatchHeader:
+def header(number: int, epoch: int, digest: str, count: int, run: str = RUN) -> trainer_pb2.BatchHeader:
     return trainer_pb2.BatchHeader(
-        run=f"runs/{RUN}",
+        run=f"runs/{run}",
         batch_id=f"b{number}",
         sequence_no=number,
         target_version=Version(epoch, number).to_proto(),
@@ -113,8 +116,17 @@ def header(number: int, epoch: int, digest: str, count: int) -> trainer_pb2.Batc
     )
 
 
-async def train(client: TrainerClient, number: int, epoch: int, digest: str) -> trainer_pb2.StepReport:
+async def train(client: TrainerClient, number: int, epoch: int, digest: str, run: str = RUN) -> trainer_pb2.StepReport:
     """Submit the batch of this number, the same in every epoch, and wait for its report."""
+    await submit(client, number, epoch, digest, run)
+    async with aclosing(client.watch_steps(run, number, timeout_s=60)) as watch:
+        async for response in watch:
+            return response.step
+    raise AssertionError("the stream ended without a report")
+
+
+async def submit(client: TrainerClient, number: int, epoch: int, digest: str, run: str = RUN) -> None:
+    """Submit the batch of this number."""
     rows = []
     for member in range(4):
         random = np.random.default_rng(100 * number + member)
@@ -132,8 +144,4 @@ async def train(client: TrainerClient, number: int, epoch: int, digest: str) -> 
                 reward=float(member % 2),
             )
         )
-    await client.submit_batch(header(number, epoch, digest, len(rows)), rows)
-    async with aclosing(client.watch_steps(RUN, number, timeout_s=60)) as watch:
-        async for response in watch:
-            return response.step
-    raise AssertionError("the stream ended without a report")
+    await client.submit_batch(header(number, epoch, digest, len(rows), run), rows)
