@@ -162,7 +162,7 @@ class Choices:
             raise ValueError(f"{self.name} reads no behaviour policy: remove correction.off_policy_sequence_mask")
 
 
-def _preset(name: str, params: Mapping[str, float]) -> Preset:
+def _preset(name: str, params: Mapping[str, Any]) -> Preset:
     if ":" in name:
         if not _IMPORT_PATH.fullmatch(name):
             raise ValueError(f"preset {name!r} is no import path: write package.module:function")

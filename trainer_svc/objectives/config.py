@@ -47,7 +47,7 @@ class ObjectiveConfig(Section):
         "aipo",
         description=f"Row of the objectives' table: {', '.join(PRESETS)}; or `module:function`, a surrogate of your own.",
     )
-    params: dict[str, float] = Field(
+    params: dict[str, float | bool | str] = Field(
         default_factory=dict, description="Keyword arguments of a surrogate of your own; other presets have named ones."
     )
     advantage: str | None = Field(

@@ -122,7 +122,15 @@ def test_golden_with_other_parameters(preset):
     expect(preset, formula, params)
 
 
-def test_golden_loglinear_proximal_policy():
+@pytest.mark.parametrize(
+    ("correction", "weight"),
+    [
+        ({"kind": "none"}, lambda token: 1.0),
+        ({"kind": "token_tis", "cap": 1.1}, lambda token: min(token.rho, 1.1)),
+    ],
+    ids=["none", "token_tis"],
+)
+def test_golden_loglinear_proximal_policy(correction, weight):
     """log o = b + a (t - b), a = (age - 1) / age, constant in t: the gradient flows through t alone."""
     versions = [[3, 4, 5, 6, 7, 8, 8], [8, 7, 5, 2, 0], [6, 6, 6], [1]]
 
@@ -140,9 +148,9 @@ def test_golden_loglinear_proximal_policy():
 
     def formula(token, row):
         value, slope = clip_form(token.r, token.a, 0.2, 0.28)
-        return token.rho * value, token.rho * slope
+        return weight(token) * value, weight(token) * slope
 
-    case = _with_versions(versions)
+    case = _with_versions(versions, correction)
     result = result_of(case)
     tokens = [(token, row) for row in batch for token in row]
     flat = [formula(token, row) if token.taken else (0.0, 0.0) for token, row in tokens]
@@ -150,8 +158,7 @@ def test_golden_loglinear_proximal_policy():
     assert [g for row in result["grad"] for g in row] == pytest.approx([slope / 13 for _, slope in flat], rel=1e-12)
 
 
-def _with_versions(versions: list[list[int]]) -> dict:
-    correction = {"kind": "token_tis", "cap": 1e9}
+def _with_versions(versions: list[list[int]], correction: dict) -> dict:
     case = as_case("dapo", {"proximal": "loglinear", "correction": correction})
     sequences = [each | {"versions": row} for each, row in zip(case["sequences"], versions, strict=True)]
     return case | {"version": 8, "sequences": sequences}

@@ -130,9 +130,9 @@ def test_golden_objective_by_import_path_with_its_own_parameters():
 
 
 def test_an_own_objective_is_configured_like_any_other():
-    config = ObjectiveConfig(preset="my_objective:squared_ratio", params={"strength": 2.0}, aggregation="prompt")
-    objective = Objective.of(config)
-    assert objective.choices.parameters == {"strength": 2.0}
+    params = {"strength": 2.0, "side": "low", "hard": True}
+    objective = Objective.of(ObjectiveConfig(preset="my_objective:squared_ratio", params=params, aggregation="prompt"))
+    assert objective.choices.parameters == params
     assert objective.needs_behaviour
     assert not objective.vanishes_without_advantage
 
