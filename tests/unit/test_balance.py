@@ -68,7 +68,7 @@ def test_a_group_is_split_where_one_rank_would_wait_for_it():
 
 
 def test_attention_makes_one_long_row_cost_more_than_its_tokens():
-    rows = [row([1] * 100, [2] * 2), *(row([1] * 10, [2] * 2) for _ in range(10))]
+    rows = [row([1] * 100, [2] * 2), *(row([1] * 10, [2] * 2) for _ in range(20))]
     assert balance(rows, 2, cost=Cost(token=1.0, pair=1.0))[0] == [0]
     assert len(balance(rows, 2)[0]) > 1
 
