@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trainer_svc.engine.shapes import Block, Indices
+from trainer_svc.engine.varlen_attention import Ragged, varlen_attention
 
 __all__ = ["PACKED_ATTENTION", "AttentionPlan", "packed_attention"]
 
@@ -39,6 +40,7 @@ class AttentionPlan:
         longest: Tokens of the longest sequence.
         padded_tokens: Block cells in all.
         real_tokens: Block cells that are not padding; a token shared by several sequences counts in each.
+        ragged: The same for the kernel that takes rows of varying length; None where the sequences do not lie so.
     """
 
     blocks: tuple[Block, ...]
@@ -46,6 +48,7 @@ class AttentionPlan:
     longest: int
     padded_tokens: int
     real_tokens: int
+    ragged: Ragged | None
 
     @classmethod
     def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self:
@@ -69,13 +72,21 @@ class AttentionPlan:
                 sources[row] = np.arange(start, start + len(row))
             blocks.append(torch.from_numpy(block))
             cells += block.size
-        return cls(tuple(blocks), torch.from_numpy(sources), max(map(len, segments)), cells, sum(map(len, segments)))
+        return cls(
+            tuple(blocks),
+            torch.from_numpy(sources),
+            max(map(len, segments)),
+            cells,
+            sum(map(len, segments)),
+            Ragged.of(segments, packed_tokens),
+        )
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Copy the indices to a device."""
         blocks = tuple(block.to(device, non_blocking=non_blocking) for block in self.blocks)
         sources = self.sources.to(device, non_blocking=non_blocking)
-        return type(self)(blocks, sources, self.longest, self.padded_tokens, self.real_tokens)
+        ragged = None if self.ragged is None else self.ragged.to(device, non_blocking=non_blocking)
+        return replace(self, blocks=blocks, sources=sources, ragged=ragged)
 
 
 def _size_class(length: int) -> int:
@@ -86,6 +97,7 @@ def _size_class(length: int) -> int:
     return size
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each batch has other blocks: layers are compiled around it
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -94,6 +106,7 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     packed: AttentionPlan,
+    varlen: bool = False,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -108,6 +121,7 @@ def packed_attention(
         value: As `key`.
         attention_mask: Must be None: the plan says what attends to what.
         packed: The plan of the micro-batch.
+        varlen: Whether to use the kernel for sequences of varying length, which has no dropout.
         scaling: Factor on the scores; None means 1 / sqrt(head_dim).
         dropout: Probability of dropping a score.
         sliding_window: Tokens that a query sees, itself included; None means all earlier ones.
@@ -125,6 +139,9 @@ def packed_attention(
             f"{type(module).__name__} needs {wanted or 'an attention mask'}, which packed training does not offer"
         )
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if varlen and packed.ragged is not None and dropout == 0:
+        whole = varlen_attention(*rows, packed.ragged, scaling=scaling, sliding_window=sliding_window)
+        return whole.unsqueeze(0), None
     outputs = []
     for block in packed.blocks:
         index = block.flatten()

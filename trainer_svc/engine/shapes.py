@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
 __all__ = [
     "Block",
+    "Bounds",
     "HeadBias",
     "HeadWeight",
     "IdsOfSequence",
     "Indices",
     "MaskOfSequence",
     "MaskPerToken",
+    "PackedHeads",
     "PackedIds",
     "PerPair",
     "PerSequenceToken",
@@ -42,3 +44,5 @@ Scalar: TypeAlias = Float[Tensor, ""]
 TokenStates: TypeAlias = Float[Tensor, "tokens width"]
 HeadWeight: TypeAlias = Float[Tensor, "vocabulary width"]
 HeadBias: TypeAlias = Float[Tensor, " vocabulary"]
+PackedHeads: TypeAlias = Float[Tensor, "packed heads head_dim"]
+Bounds: TypeAlias = Int32[Tensor, " bounds"]

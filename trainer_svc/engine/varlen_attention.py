@@ -1,0 +1,196 @@
+"""Attention over packed rows by the flash kernel for sequences of varying length, as `torch.nn.attention.varlen` has it.
+
+Queries are the packed rows as they lie: each sequence asks for its own tokens alone, and the first that has a common
+beginning asks for that too. Keys and values are gathered where sequences share a beginning. The kernel aligns the
+causal mask with the last key, so that a sequence's own tokens see all of the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+
+from trainer_svc.engine.shapes import Bounds, Indices, PackedHeads
+
+__all__ = ["Attention", "Ragged", "uses_varlen", "varlen_attention"]
+
+Attention = Literal["auto", "sdpa", "varlen"]
+
+PROBE_TOLERANCE = 0.05
+"""Largest accepted difference from stock attention in the probe, whose values are of size 1; bfloat16 has 8 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Where sequences begin and end among the rows of queries and of keys.
+
+    Attributes:
+        keys: Packed index of each row of keys; None where they are the packed rows in order.
+        query_bounds: Begin of each sequence's queries, and the end of all.
+        key_bounds: Begin of each sequence's keys, and the end of all.
+        tokens: Packed tokens.
+        longest_query: Most queries of a sequence.
+        longest_key: Most keys of a sequence.
+    """
+
+    keys: Indices | None
+    query_bounds: Bounds
+    key_bounds: Bounds
+    tokens: int
+    longest_query: int
+    longest_key: int
+
+    @classmethod
+    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self | None:
+        """Plan the sequences given as packed indices in order.
+
+        Args:
+            segments: As of `AttentionPlan.of`.
+            packed_tokens: Tokens in the packed row.
+
+        Returns:
+            The plan; None if the tokens that a sequence does not share with earlier ones do not follow theirs in the row.
+        """
+        end = 0
+        queries: list[int] = []
+        keys: list[NDArray[np.int64]] = []
+        for segment in segments:
+            own = int((segment >= end).sum())
+            if not np.array_equal(segment[len(segment) - own :], np.arange(end, end + own)):
+                return None
+            if own:  # one that adds no token asks for nothing
+                queries.append(own)
+                keys.append(segment)
+                end += own
+        if end != packed_tokens:
+            return None
+        gathered = np.concatenate(keys)
+        in_order = len(gathered) == packed_tokens
+        lengths = [len(each) for each in keys]
+        return cls(
+            keys=None if in_order else torch.from_numpy(gathered),
+            query_bounds=_bounds(queries),
+            key_bounds=_bounds(lengths),
+            tokens=packed_tokens,
+            longest_query=max(queries),
+            longest_key=max(lengths),
+        )
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
+        """Copy the indices to a device."""
+        keys = None if self.keys is None else self.keys.to(device, non_blocking=non_blocking)
+        bounds = (each.to(device, non_blocking=non_blocking) for each in (self.query_bounds, self.key_bounds))
+        return type(self)(keys, *bounds, self.tokens, self.longest_query, self.longest_key)
+
+
+def _bounds(lengths: list[int]) -> torch.Tensor:
+    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+
+
+def varlen_attention(
+    query: PackedHeads,
+    key: PackedHeads,
+    value: PackedHeads,
+    ragged: Ragged,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> PackedHeads:
+    """Attend causally inside each packed sequence; CUDA and half precision alone.
+
+    Args:
+        query: Shape [rows, heads, head_dim]; rows behind the packed tokens are left out.
+        key: Shape [rows, key-value heads, head_dim].
+        value: As `key`.
+        ragged: The sequences.
+        scaling: Factor on the scores; None means 1 / sqrt(head_dim).
+        sliding_window: Tokens that a query sees, itself included; None means all earlier ones.
+
+    Returns:
+        Shape [packed, heads, head_dim].
+    """
+    precision = query.device.type
+    dtype = torch.get_autocast_dtype(precision) if torch.is_autocast_enabled(precision) else value.dtype
+    if ragged.keys is None:
+        key, value = key[: ragged.tokens], value[: ragged.tokens]
+    else:
+        key, value = (each.to(dtype).index_select(0, ragged.keys) for each in (key, value))
+    seen = -1 if sliding_window is None or sliding_window >= ragged.longest_key else sliding_window - 1
+    output: torch.Tensor = varlen_attn(
+        query[: ragged.tokens].to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        ragged.query_bounds,
+        ragged.key_bounds,
+        ragged.longest_query,
+        ragged.longest_key,
+        scale=scaling,
+        window_size=(seen, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output
+
+
+def uses_varlen(setting: Attention, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
+    """Whether attention goes through the kernel for sequences of varying length.
+
+    Args:
+        setting: What the config says; auto takes the kernel where it gives what stock attention gives.
+        device: Where the network lies.
+        dtype: Precision of its forward pass.
+        shape: Its heads, key-value heads and head_dim.
+
+    Raises:
+        ValueError: if it is set to varlen and cannot be used.
+    """
+    if setting == "sdpa":
+        return False
+    obstacle = _obstacle(device, dtype, shape)
+    if obstacle and setting == "varlen":
+        raise ValueError(f"attention is varlen, but {obstacle}: set attention to auto or sdpa")
+    return obstacle is None
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+    if device.type != "cuda":
+        return "the kernel needs CUDA"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel takes half precision and the forward pass is {str(dtype).removeprefix('torch.')}"
+    try:
+        gap = _probe(device, dtype, shape)
+    except RuntimeError as error:  # an old device, or a head size without a kernel
+        return f"the kernel does not run here ({error})"
+    return None if gap <= PROBE_TOLERANCE else f"its results differ from stock attention's by {gap:.2g}"
+
+
+def _probe(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
+    """Largest difference from stock attention, values and gradients, for two sequences with a common beginning."""
+    heads, key_heads, head_dim = shape
+    segments = [np.arange(5), np.r_[0, 1, 5, 6, 7]]
+    plan = Ragged.of(segments, 8)
+    if plan is None:
+        raise AssertionError("the probe's own sequences lie in order")
+    ragged = plan.to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    rows = [
+        torch.randn(8, count, head_dim, generator=generator, device=device).to(dtype).requires_grad_()
+        for count in (heads, key_heads, key_heads)
+    ]
+    expected = []
+    for segment, own in zip(segments, (5, 3), strict=True):
+        picked = (each[segment].transpose(0, 1).unsqueeze(0) for each in rows)
+        whole = scaled_dot_product_attention(*picked, is_causal=True, enable_gqa=heads != key_heads)
+        expected.append(whole[0].transpose(0, 1)[-own:])
+    with torch.autocast(device.type, enabled=False):
+        found = varlen_attention(*rows, ragged)
+    pairs = [(found, torch.cat(expected))]
+    arriving = torch.randn(found.shape, generator=generator, device=device).to(dtype)
+    pairs += zip(*(torch.autograd.grad(each, rows, arriving) for each in pairs[0]), strict=True)
+    return max(float((ours.float() - stock.float()).abs().max()) for ours, stock in pairs)
