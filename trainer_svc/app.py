@@ -18,10 +18,11 @@ from trainer_svc.service.crew import Crew
 from trainer_svc.service.crew_link import CrewLink
 from trainer_svc.service.crew_publisher import CrewPublisher
 from trainer_svc.service.learner import Learner
+from trainer_svc.service.policy_publisher import PolicyPublisher
 from trainer_svc.service.rank_worker import RankWorker
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
-from weightsync.publisher import WeightPublisher
+from weightsync.publisher import AdapterPublisher, WeightPublisher
 
 __all__ = ["SERVICE"]
 
@@ -82,9 +83,10 @@ async def _lead(
     loop = asyncio.get_running_loop()
     crew.on_broken = lambda: loop.call_soon_threadsafe(failed.set)
     group = None if link is None else link.publishing
-    publisher = CrewPublisher(
+    weights = CrewPublisher(
         crew, channel, common.run, encoding=config.publish.encoding, local=config.publish.local, group=group
     )
+    publisher = PolicyPublisher(weights, AdapterPublisher(channel, common.run))
     trainer = Trainer(common, config, publisher, Learner(common, config, mesh, crew), compute)
     server = RpcServer(
         "trainer",
@@ -104,7 +106,7 @@ async def _lead(
     finally:
         ended = await trainer.stop(config.server.drain_s)
         crew.dismiss()
-        publisher.close()
+        weights.close()
         await channel.close()
     if crew.broken is not None:
         raise crew.broken
@@ -125,7 +127,7 @@ async def _follow(
     if link is None:
         raise RuntimeError("a rank beside the first one has a link to it")
     channel = connect(common.peers.weightsync, common.security)
-    publisher = WeightPublisher(
+    weights = WeightPublisher(
         channel,
         common.run,
         encoding=config.publish.encoding,
@@ -134,9 +136,9 @@ async def _follow(
     )
     learner = Learner(common, config, mesh, Crew(leads=False))
     try:
-        await RankWorker(learner, link, publisher).run(compute)
+        await RankWorker(learner, link, PolicyPublisher(weights)).run(compute)
     finally:
-        publisher.close()
+        weights.close()
         await channel.close()
 
 

@@ -17,6 +17,7 @@ from sluice.rpc import SluiceError
 from sluice.versions import Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
 from weightsync.format.names import run_resource
+from weightsync.publish.adapter_publisher import AdapterPublisher
 from weightsync.publish.baseline import Baseline, Diff
 from weightsync.publish.delta_trials import DeltaTrials
 from weightsync.publish.dense_push import push_dense
@@ -29,7 +30,7 @@ from weightsync.publish.slices import LocalSlice, local_slices
 from weightsync.publish.transfer import Destination
 from weightsync.publish.version_push import Update, VersionPush
 
-__all__ = ["PushReport", "Update", "WeightPublisher"]
+__all__ = ["AdapterPublisher", "PushReport", "Update", "WeightPublisher"]
 
 SHARD = "model"
 """Name of the only shard of a version that one process pushes."""

@@ -114,6 +114,20 @@ def _check(config: RunConfig) -> None:
     for name in NEEDED:
         config.section(name)
     check_model(config.model)
+    _check_adapters(config)
+
+
+def _check_adapters(config: RunConfig) -> None:
+    """Refuse a trainer whose versions no replica would serve."""
+    trained = getattr(config.section("trainer"), "lora", None)
+    served = getattr(config.section("rollout"), "lora", None)
+    if trained is None or served is None or not trained.rank or trained.merge:
+        return
+    if not served.enabled or served.max_rank < trained.rank:
+        raise ConfigError(
+            f"trainer.lora.rank = {trained.rank} publishes adapters, which the replicas would refuse: set rollout.lora.enabled = true"
+            f" and rollout.lora.max_rank = {trained.rank} or higher, or trainer.lora.merge = true to publish whole weights"
+        )
 
 
 @contextlib.contextmanager

@@ -18,11 +18,12 @@ from sluice.rpc import RpcServer, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc, weightsync_pb2_grpc
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
+from trainer_svc.service.policy_publisher import PolicyPublisher
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
 from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
-from weightsync.publisher import WeightPublisher
+from weightsync.publisher import AdapterPublisher, WeightPublisher
 from weightsync.store.service import WeightSyncServicer
 
 RUN = "test"
@@ -65,7 +66,9 @@ async def trainer_service(
 ) -> AsyncIterator[tuple[Trainer, str]]:
     """A trainer, loaded unless told otherwise; gives it and its address."""
     channel = connect(common.peers.weightsync, common.security)
-    trainer = Trainer(common, config, WeightPublisher(channel, common.run))
+    trainer = Trainer(
+        common, config, PolicyPublisher(WeightPublisher(channel, common.run), AdapterPublisher(channel, common.run))
+    )
     server = RpcServer("trainer", ServerConfig(), SecurityConfig(), run=common.run)
     server.add(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

@@ -37,11 +37,11 @@ from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.crew import Crew
 from trainer_svc.service.epochs import LineageFile, from_proto, to_proto
+from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
 from trainer_svc.service.staleness import Lineage
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
 from trainer_svc.update.whole_batch import with_whole_batch_facts
-from weightsync.publisher import Update, WeightPublisher
 
 __all__ = ["Applied", "Learner", "Restored"]
 
@@ -248,19 +248,18 @@ class Learner:
         """The weights under their Hugging Face names, as CPU copies in the published precision."""
         return self.engine.named_tensors(self._publish_dtype())
 
-    def encode(self, publisher: WeightPublisher, deadline_s: float) -> Update:
-        """Compare the weights with those of the version before, for their publication; later steps may change them.
+    def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Offer:
+        """Take what is published out of the policy: the difference from the version before, or its adapter. Later steps may change it.
 
         Args:
-            publisher: Keeps the copy to compare with.
+            publisher: Keeps what is to be published.
             deadline_s: Seconds to wait for the push before.
 
         Raises:
             SluiceError: DEADLINE_EXCEEDED if that goes on for longer.
         """
         with self.crew.together("encode", deadline_s=deadline_s, **self._standing()):
-            tensors = self.engine.live_tensors()
-            return publisher.encode(self.version, tensors, dtype=self._publish_dtype(), deadline_s=deadline_s)
+            return publisher.keep(self.engine, self.version, dtype=self._publish_dtype(), deadline_s=deadline_s)
 
     def save(self, journal_position: int) -> Checkpoint:
         """Write a checkpoint of the present version, unless there is one, and wait until it is on disk.

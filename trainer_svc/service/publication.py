@@ -10,7 +10,8 @@ import structlog
 
 from sluice.rpc import SluiceError
 from sluice.versions import Version
-from weightsync.publisher import PushReport, Update, WeightPublisher
+from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
+from weightsync.publisher import PushReport
 
 __all__ = ["Publication"]
 
@@ -37,29 +38,29 @@ class Publication:
     `idle` returned. Training goes on meanwhile.
 
     Args:
-        publisher: Pushes one version.
+        publisher: Takes versions out of the policy.
         deadline_s: Seconds for one version, retries included.
     """
 
-    def __init__(self, publisher: WeightPublisher, deadline_s: float) -> None:
+    def __init__(self, publisher: PolicyPublisher, deadline_s: float) -> None:
         self.publisher = publisher
         self._deadline_s = deadline_s
-        self._offered: asyncio.Queue[Update] = asyncio.Queue(maxsize=1)
+        self._offered: asyncio.Queue[Offer] = asyncio.Queue(maxsize=1)
         self._idle = asyncio.Event()
         self._idle.set()
         self.published: Version | None = None
         self.last_push: PushReport | None = None
 
-    def offer(self, update: Update) -> None:
+    def offer(self, offered: Offer) -> None:
         """Publish a version in the background.
 
         Raises:
             RuntimeError: if another one is on its way; await `idle` first.
         """
         if not self._idle.is_set():
-            raise RuntimeError(f"version {update.version} was offered while another is published")
+            raise RuntimeError(f"version {offered.version} was offered while another is published")
         self._idle.clear()
-        self._offered.put_nowait(update)
+        self._offered.put_nowait(offered)
 
     async def idle(self) -> None:
         """Return when no version is on its way. `run` ends the wait by its deadline, if need be with an error."""
@@ -75,7 +76,7 @@ class Publication:
             await self.publish(await self._offered.get())
             self._idle.set()
 
-    async def publish(self, update: Update) -> None:
+    async def publish(self, offered: Offer) -> None:
         """Push one version, again and again until the deadline.
 
         Raises:
@@ -85,13 +86,13 @@ class Publication:
         pause_s = FIRST_PAUSE_S
         while True:
             try:
-                self.last_push = await self.publisher.publish(update, deadline_s=deadline - monotonic())
+                self.last_push = await offered.push(deadline_s=deadline - monotonic())
             except SluiceError as error:
                 if error.code not in RETRIED or monotonic() + pause_s >= deadline:
-                    raise _unpublished(update.version, error, self._deadline_s) from error
-                log.warning("push failed, retrying", version=str(update.version), error=str(error), pause_s=pause_s)
+                    raise _unpublished(offered.version, error, self._deadline_s) from error
+                log.warning("push failed, retrying", version=str(offered.version), error=str(error), pause_s=pause_s)
             else:
-                self.published = update.version
+                self.published = offered.version
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

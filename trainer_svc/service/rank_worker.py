@@ -12,7 +12,7 @@ from sluice.versions import Version
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.crew_link import Command, CrewLink
 from trainer_svc.service.learner import Learner
-from weightsync.publisher import Update, WeightPublisher
+from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
 
 __all__ = ["RankWorker"]
 
@@ -31,9 +31,9 @@ class RankWorker:
         publisher: Pushes this rank's part of a version.
     """
 
-    def __init__(self, learner: Learner, link: CrewLink, publisher: WeightPublisher) -> None:
+    def __init__(self, learner: Learner, link: CrewLink, publisher: PolicyPublisher) -> None:
         self._learner, self._link, self._publisher = learner, link, publisher
-        self._update: Update | None = None
+        self._offer: Offer | None = None
         self._commands: dict[str, Callable[[Command], object]] = {
             "load": lambda _: learner.load(),
             "restore": self._restore,
@@ -71,7 +71,7 @@ class RankWorker:
 
     def _encode(self, command: Command) -> None:
         self._stand_at(command)
-        self._update = self._learner.encode(self._publisher, command["deadline_s"])
+        self._offer = self._learner.encode(self._publisher, command["deadline_s"])
 
     def _save(self, command: Command) -> None:
         self._stand_at(command)
@@ -85,13 +85,11 @@ class RankWorker:
     async def _publish(self) -> None:
         """Push this rank's part whenever rank 0 pushes its own; rank 0 hears of every failure and decides what is repeated."""
         while (command := await asyncio.to_thread(self._link.next, "publish"))["do"] != "stop":
-            update = self._update
-            if update is None or str(update.version) != command["version"]:
-                raise RuntimeError(
-                    f"rank 0 publishes {command['version']}, this rank holds {update and update.version}"
-                )
+            offer = self._offer
+            if offer is None or str(offer.version) != command["version"]:
+                raise RuntimeError(f"rank 0 publishes {command['version']}, this rank holds {offer and offer.version}")
             try:
-                await self._publisher.publish(update, deadline_s=command["deadline_s"])
+                await offer.push(deadline_s=command["deadline_s"])
             except SluiceError as error:
                 if error.reason == "RANK_LOST":
                     raise

@@ -19,11 +19,11 @@ from trainer_svc.service.batch_files import BatchFiles
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.learner import Learner, Restored
 from trainer_svc.service.loop import TrainingLoop
+from trainer_svc.service.policy_publisher import PolicyPublisher
 from trainer_svc.service.publication import Publication
 from trainer_svc.service.queue import BatchQueue
 from trainer_svc.service.reports import StepLog
 from trainer_svc.service.saving import Saving
-from weightsync.publisher import WeightPublisher
 
 __all__ = ["Trainer"]
 
@@ -50,7 +50,7 @@ class Trainer:
         self,
         common: CommonConfig,
         config: TrainerConfig,
-        publisher: WeightPublisher,
+        publisher: PolicyPublisher,
         learner: Learner | None = None,
         compute: ComputeThread | None = None,
     ) -> None:
