@@ -8,7 +8,7 @@ from typing import Self
 
 import structlog
 
-from trainer_svc.config import ComputeConfig, OptimizerConfig, TrainerConfig
+from trainer_svc.config import ComputeConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -134,7 +134,7 @@ def _critic_config(config: TrainerConfig) -> ComputeConfig:
 
 def _frozen(config: TrainerConfig, source: str | Path, name: str, mesh: Mesh) -> TrainEngine:
     # An optimizer that is never stepped holds nothing; the other kinds set memory aside.
-    settings = config.model_copy(update={"optimizer": "adamw", "optimizer_offload": False})
+    settings = config.model_copy(update={"optimizer": "adamw", "optimizer_offload": False, "lora": LoraConfig()})
     engine = TrainEngine(settings, source, head="language", mesh=mesh)
     parameters = sum(each.numel() for each in engine.network.model.parameters())
     log.info(

@@ -19,7 +19,7 @@ from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.critic import CRITIC, Critic, value_facts
 from trainer_svc.update.minibatches import split_by_group
 from trainer_svc.update.report import critic_report, update_report
-from trainer_svc.update.trainable import keep_trainable
+from trainer_svc.update.trainable import CAUSES, keep_trainable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,8 +90,8 @@ class PolicyUpdate:
             rows = self._with_frozen(sequences)
         rows, dropped = keep_trainable(rows, self.objective)
         rows = self._prepared(with_group_tokens(rows), seconds)
-        facts = self.engine.ranks.total(_advantage_sums(rows)) | {f"dropped_tokens/{k}": v for k, v in dropped.items()}
-        measured = _shares(facts)
+        losses = {f"dropped_tokens/{cause}": float(dropped.get(cause, 0)) for cause in CAUSES}
+        measured = _shares(self.engine.ranks.total(_advantage_sums(rows) | losses))
         if self.critic is not None:
             with_prefix = value_facts(rows, self.engine.ranks).items()
             measured |= {CRITIC + name: value for name, value in with_prefix}
@@ -178,8 +178,8 @@ def _advantage_sums(sequences: Rows[Sequence]) -> dict[str, float]:
 
 
 def _shares(facts: Mapping[str, float]) -> dict[str, float]:
-    """The shares of the loss tokens by the sign of their advantage, beside what is reported as it is."""
-    measured = dict(facts)
+    """The shares of the loss tokens by the sign of their advantage, beside what is reported as it is; tokens that were dropped."""
+    measured = {name: value for name, value in facts.items() if value or not name.startswith("dropped_tokens/")}
     tokens = measured.pop("tokens")
     positive, negative = measured.pop("positive"), measured.pop("negative")
     if tokens:

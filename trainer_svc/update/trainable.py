@@ -10,15 +10,17 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.shapes import PerSequenceToken
 from trainer_svc.objectives.objective import Objective
 
-__all__ = ["keep_trainable"]
+__all__ = ["CAUSES", "keep_trainable"]
+
+CAUSES = ("behaviour_not_finite", "advantage_not_finite", "reference_not_finite", "teacher_not_finite")
+"""Why a token leaves the loss; it counts under its first cause."""
 
 
 def keep_trainable(sequences: Rows[Sequence], objective: Objective) -> tuple[list[Sequence], dict[str, int]]:
     """Take tokens out of the loss, and out of its denominators, that lack what the objective reads.
 
     Returns:
-        The sequences with narrowed masks, and the number of dropped tokens by cause: `behaviour_not_finite`,
-        `advantage_not_finite`, `reference_not_finite`, `teacher_not_finite`. A token counts under its first cause.
+        The sequences with narrowed masks, and the number of dropped tokens by those of `CAUSES` that there were.
 
     Raises:
         ValueError: if a KL term is wanted and a sequence has no reference log-probabilities, or a teacher is and it has none
