@@ -103,7 +103,7 @@ def test_each_service_may_be_killed_once_and_the_run_goes_on_to_its_end(started)
 
 
 def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_nothing(started) -> None:
-    run = started("--orchestrator.max-steps", "100000", "--max-restarts", "0")
+    run = started("--orchestrator.max-steps", "100000", "--max-restarts", "0", "--allocation-mode", "d1+d2")
     run.until("step 1/")
     others = psutil.Process(run.process.pid).children(recursive=True)
     run.child("trainer").kill()
@@ -126,7 +126,7 @@ def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> 
     assert run.process.wait(timeout=10) == 130
     assert "--resume goes on from step_" in run.seen[-1]
     assert not psutil.wait_procs(children, timeout=5)[1]
-    resumed = started("--orchestrator.max-steps", "6", "--resume")
+    resumed = started("--orchestrator.max-steps", "6", "--resume", "--trainer.parallel.dp-shard", "2")
     assert resumed.end() == 0, "\n".join(resumed.seen)
 
 

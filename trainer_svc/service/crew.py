@@ -130,7 +130,8 @@ def _explain(error: BaseException, link: CrewLink) -> SluiceError:
         return _lost(error.message) if error.reason in ("COMPUTE_DEADLINE", "RANK_LOST") else error
     if isinstance(error, RankFailedError):
         return _lost(str(error))
-    return _lost(link.failure() or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    seen = str(error).partition("\n")[0].partition(". ")[0]  # the first sentence; gloo adds advice
+    return _lost(link.failure() or f"{type(error).__name__}: {seen}")
 
 
 def _lost(reason: str) -> SluiceError:
