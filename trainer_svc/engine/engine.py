@@ -20,7 +20,7 @@ from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import ComputeConfig
 from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.export import export_hf, live_tensors, named_tensors
+from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device, resolve_dtype
 from trainer_svc.engine.optimizers import build_optimizers
@@ -209,13 +209,26 @@ class TrainEngine:
     def export_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, or a PEFT adapter where one is trained; it appears whole or not at all.
 
+        All processes call it; rank 0 writes, and the directory is there when it returns on rank 0.
+
         Raises:
             FileExistsError: if the directory exists.
+            ValueError: if the layers lie in several stages.
         """
+        if self.mesh.dims.pp > 1:
+            raise ValueError(
+                "the layers lie in several stages: save a checkpoint, whose directory `hf` has all of them"
+            )
+        tensors = self.network.model.state_dict()
         if self.adapter is not None:
-            export_adapter(self.adapter, self.model_dir, directory, dtype)
+            tensors = {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}
+        weights = whole_tensors(tensors, keep=self.mesh.rank == 0)
+        if self.mesh.rank:
             return
-        export_hf(self.network.model, self.model_dir, directory, dtype)
+        if self.adapter is not None:
+            export_adapter(self.adapter, self.model_dir, directory, dtype, weights)
+        else:
+            export_hf(self.network.model, self.model_dir, directory, dtype, weights)
 
     def save(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a checkpoint, and wait until it is on disk; see `begin_save`.

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from trainer_svc.engine.whole_directory import whole_directory
 
-__all__ = ["export_hf", "live_tensors", "named_tensors"]
+__all__ = ["export_hf", "live_tensors", "named_tensors", "whole_tensors"]
 
 OWN_MODULES = ("value_head.",)
 """What training puts on a language model; files and engines do not know it."""
@@ -61,6 +61,21 @@ def named_tensors(
         weights: Its weights by their names in it.
     """
     return {name: _copy(tensor, dtype) for name, tensor in live_tensors(model, weights).items()}
+
+
+def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, gathered one by one by all processes that have parts of them.
+
+    Args:
+        tensors: As they lie in this process.
+        keep: Whether this process wants them: cut ones as CPU copies, others as they are. The others get nothing.
+    """
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        gathered = tensor.detach().full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
+        if keep:
+            whole[name] = gathered
+    return whole
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

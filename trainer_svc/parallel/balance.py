@@ -17,24 +17,23 @@ from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
 from trainer_svc.engine.batch import Sequence
 
-__all__ = ["TOKENS", "Cost", "Decoder", "balance"]
+__all__ = ["TOKENS", "Cost", "balance"]
 
-
-class Decoder(Protocol):
-    """Sizes of a model, as the configurations of transformers name them."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    vocab_size: int
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""Names that transformers' configurations give to the sizes of a decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +51,19 @@ class Cost:
     loss_token: float = 0.0
 
     @classmethod
-    def of(cls, model: Decoder) -> Self:
-        """The cost in floating-point operations for a decoder of these sizes."""
-        head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-        queries, keys = model.num_attention_heads * head, model.num_key_value_heads * head
-        weights = model.hidden_size * (2 * queries + 2 * keys + 3 * model.intermediate_size)
-        return cls(
-            token=2.0 * model.num_hidden_layers * weights,
-            pair=4.0 * model.num_hidden_layers * queries,
-            loss_token=2.0 * model.hidden_size * model.vocab_size,
-        )
+    def of(cls, model: object) -> Self:
+        """The cost in floating-point operations for a decoder's configuration; that of `TOKENS` if it names no such sizes.
+
+        Args:
+            model: A configuration of transformers. Experts count as one MLP.
+        """
+        sizes = [getattr(model, name, None) for name in SIZES]
+        if not all(isinstance(size, int) for size in sizes):
+            return cls(1.0)
+        hidden, inner, layers, heads, pairs_of_heads, vocabulary = (float(size) for size in sizes if size is not None)
+        width = float(getattr(model, "head_dim", None) or hidden // heads)
+        weights = hidden * (2 * heads * width + 2 * pairs_of_heads * width + 3 * inner)
+        return cls(token=2 * layers * weights, pair=4 * layers * heads * width, loss_token=2 * hidden * vocabulary)
 
 
 TOKENS = Cost(1.0)

@@ -93,6 +93,12 @@ def check_divides(model: PreTrainedModel, tp: int) -> None:
             f"tensor parallelism knows {', '.join(MODEL_TYPES)}, not {config.model_type}: set trainer.parallel.tp to 1 and"
             " use dp_shard or cp instead"
         )
+    wrapped = next((each for each in model.modules() if hasattr(each, "base_layer")), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"tensor parallelism cuts plain linear layers, not {type(wrapped).__name__} of an adapter: set"
+            " trainer.parallel.tp to 1 and use dp_shard or cp instead"
+        )
     sizes = {
         "attention heads": config.num_attention_heads,
         "key-value heads": config.num_key_value_heads,

@@ -33,6 +33,7 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.advice import bypass_warning
+from trainer_svc.parallel.balance import Cost
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.crew import Crew
@@ -359,6 +360,7 @@ class Learner:
         self._models = TrainedModels.load(self.config, self.common.model, self.common.seed, mesh=self.mesh)
         for engine in self._models.by_name.values():
             self._make_abandonable(engine)
+        self.crew.cost = Cost.of(self.engine.network.model.config.get_text_config())
         self._is_base = True
 
     def _make_abandonable(self, engine: TrainEngine) -> None:
