@@ -22,7 +22,7 @@ from trainer_svc.parallel.mesh import make_mesh
 from trainer_svc.service.crew import Crew
 from trainer_svc.service.crew_link import CrewLink, RankFailedError
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
 """What a collective, or the answer to a command, may take."""
 
 NOTES: dict[str, object] = {}
@@ -35,14 +35,14 @@ def row(name: str, length: int) -> Sequence:
     return Sequence(torch.arange(length), mask, values, values, trajectory_id=name)
 
 
-def lead(data: CrewLink, tensor: CrewLink) -> None:
+def lead(data: CrewLink, tensor: CrewLink, silent: CrewLink) -> None:
     rows = [row(name, length) for name, length in (("a", 9), ("b", 5), ("c", 4))]
     crew = Crew(data)
     with crew.together("train", rows) as share:
         NOTES["data"] = [each.trajectory_id for each in share]
     with Crew(tensor).together("train", rows) as share:
         NOTES["tensor"] = [each.trajectory_id for each in share]
-    time.sleep(1.5 * TIMEOUT_S)  # a run that pauses: nobody is in a collective meanwhile
+    time.sleep(1.2 * TIMEOUT_S)  # a run that pauses: nobody is in a collective meanwhile
     with crew.together("train", rows[:1]) as share:
         NOTES["after a pause"] = [each.trajectory_id for each in share]
     try:
@@ -59,9 +59,14 @@ def lead(data: CrewLink, tensor: CrewLink) -> None:
         except SluiceError as error:
             NOTES["failed"] = f"{error.code.name} {error.reason} {error.message}"
     NOTES["told"] = len(broken)
+    try:
+        with Crew(silent).together("load"):
+            pass
+    except SluiceError as error:
+        NOTES["silent"] = error.message
 
 
-def follow(data: CrewLink, tensor: CrewLink) -> None:
+def follow(data: CrewLink, tensor: CrewLink, _silent: CrewLink) -> None:
     for link, what in ((data, "data"), (tensor, "tensor"), (data, "after a pause")):
         link.next("compute")
         NOTES[what] = [each.trajectory_id for each in link.receive_rows()]
@@ -82,7 +87,7 @@ def main() -> None:
     timeout = timedelta(seconds=TIMEOUT_S)
     links = [
         CrewLink(make_mesh(dims, torch.device("cpu"), timeout), TIMEOUT_S)
-        for dims in (ParallelDims(dp_shard=2), ParallelDims(tp=2))
+        for dims in (ParallelDims(dp_shard=2), ParallelDims(tp=2), ParallelDims(pp=2))
     ]
     rank = dist.get_rank()
     (follow if rank else lead)(*links)

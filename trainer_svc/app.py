@@ -105,7 +105,8 @@ async def _lead(
         await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(config.server.drain_s)
-        crew.dismiss()
+        if ended:  # a thread that still waits for the others holds the line to them; they end when this process does
+            crew.dismiss()
         weights.close()
         await channel.close()
     if crew.broken is not None:

@@ -37,4 +37,5 @@ def test_ranks_share_rows_wait_beyond_a_timeout_and_fail_together(tmp_path: Path
         "UNAVAILABLE RANK_LOST a rank of the trainer failed (rank 1: ValueError: no such"
     )
     assert leader["told"] == 1
+    assert "ranks [1] did not answer within 3 s" in leader["silent"]
     assert "rank 0 is gone" in follower["left alone"]
