@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from safetensors import safe_open
 from trainer_stack import RUN, Stack, batch, stack, tiny_model
 
@@ -54,6 +55,30 @@ async def test_a_batch_with_rewards_alone_trains_policy_and_critic(model: Path, 
     assert {"mismatch_kl", "mismatch_kl_last", "seconds/values", "clip_fraction_high"} <= set(first)
     assert last["critic/value_error"] < first["critic/value_error"]
     assert not any("value" in name or "score" in name for name in published)
+
+
+async def test_a_restarted_trainer_has_its_critic_back(model: Path, tmp_path: Path) -> None:
+    options = {"objective": {"preset": "ppo"}, "critic": {"lr": 1e-2}, "epochs": 2, "minibatches": 2}
+
+    def weights(running: Stack) -> dict[str, torch.Tensor]:
+        engines = running.trainer.learner.models.by_name
+        return {f"{name}.{key}": value for name, each in engines.items() for key, value in each.named_tensors().items()}
+
+    async with stack(model, tmp_path, **options) as running:
+        await running.client.begin_epoch(RUN, 1)
+        await submit(running, 1)
+        await running.client.save_checkpoint(RUN)
+        await submit(running, 2)
+        expected = weights(running)
+    async with stack(model, tmp_path, **options) as running:
+        await running.client.begin_epoch(RUN, 2)
+        await running.submit(2, gae_batch(2), epoch=2, max_staleness=9, advantage_estimator="gae")
+        await running.report(2)
+        found = weights(running)
+        assert running.trainer.learner.models.critic.optimizer_steps == 8
+    assert found.keys() == expected.keys()
+    assert any(name.startswith("critic.") for name in found)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 async def test_an_estimator_that_the_objective_does_not_run_is_refused_with_the_remedy(

@@ -4,6 +4,9 @@ Metrics of a step by name; those of the optimizer step are the fields of `StepMe
 
     trajectories, truncated_trajectories, missing_rewards    of the batch as it came
     multi_version_trajectories                               those whose tokens several versions sampled
+    optimizer_steps, skipped_steps                           made and left out for this batch: epochs x minibatches
+    mismatch_kl, mismatch_kl_last                            trainer against engine, in the first step and in the last of several
+    critic/<name>                                            of the critic, where there is one; docs/ppo.md lists them
     reward_mean, reward_std                                  over episodes with a reward
     groups, degenerate_groups                                when the trainer estimated advantages
     staleness_mean, staleness_max, staleness_share_ge_1      over the tokens that entered the loss, in versions
