@@ -153,10 +153,18 @@ class ComputeConfig(OptimizerConfig):
     logit_cells: int = Field(
         1 << 25,
         ge=1,
-        description="Most logits (tokens x vocabulary) alive at once; more are computed in parts and recomputed in the backward pass.",
+        description="Most logits (tokens x vocabulary) alive at once, 4 bytes each; those beyond are made again in the backward pass.",
     )
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, a third more time."
+    )
+    attention: Literal["auto", "sdpa", "varlen"] = Field(
+        "auto",
+        description="sdpa: stock kernels over blocks of sequences of similar length; varlen: the flash kernel that takes a packed row as it lies (CUDA, bfloat16). auto: varlen where it works.",
+    )
+    compile: bool = Field(
+        False,
+        description="Make kernels for the decoder layers by torch.compile, which takes a minute or more at the start; attention stays as it is.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

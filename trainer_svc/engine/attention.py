@@ -140,7 +140,9 @@ def packed_attention(
         )
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     if varlen and packed.ragged is not None and dropout == 0:
-        whole = varlen_attention(*rows, packed.ragged, scaling=scaling, sliding_window=sliding_window)
+        whole = varlen_attention(
+            rows[0], rows[1], rows[2], packed.ragged, scaling=scaling, sliding_window=sliding_window
+        )
         return whole.unsqueeze(0), None
     outputs = []
     for block in packed.blocks:

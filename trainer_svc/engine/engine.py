@@ -21,6 +21,7 @@ from trainer_svc.config import ComputeConfig
 from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
+from trainer_svc.engine.kernels import choose_kernels
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device, resolve_dtype
 from trainer_svc.engine.optimizers import build_optimizers
@@ -85,7 +86,8 @@ class TrainEngine:
             gradient_checkpointing=config.gradient_checkpointing,
         )
         network, self.adapter = attach_adapter(network, config.lora)
-        self.network = spread(network, mesh, reshard=config.parallel.reshard)
+        laid_out = spread(network, mesh, reshard=config.parallel.reshard)
+        self.network = choose_kernels(laid_out, config.attention, compiled=config.compile)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
         self.runner: Runner = OneByOne(self.network, reshard=config.parallel.reshard)
         self.optimizer_steps = 0

@@ -71,6 +71,7 @@ class Network:
         head: What the whole network has on top.
         context: The processes that share each row of tokens, where there are several.
         root: What gathers sharded weights around the forward pass, where there are several processes.
+        varlen: Whether attention takes the kernel for sequences of varying length.
     """
 
     model: PreTrainedModel
@@ -82,6 +83,7 @@ class Network:
     head: Head = "language"
     context: Context | None = None
     root: Root | None = None
+    varlen: bool = False
 
     @property
     def vocabulary(self) -> int:
@@ -187,6 +189,7 @@ class Network:
             packed=batch.attention,
             use_cache=False,
             **({} if self.context is None else {"context": self.context}),
+            **({"varlen": True} if self.varlen else {}),
             **options,
         )
 
@@ -206,7 +209,7 @@ def load_network(
 ) -> Network:
     """Load a causal transformer with float32 weights and check that packed training is exact for it.
 
-    A value head that the directory does not hold is drawn from PyTorch's generator; seed it before.
+    A value head that the directory does not hold begins at 0.
 
     Args:
         path: A Hugging Face directory or hub id.
@@ -235,11 +238,15 @@ def load_network(
 
 def _load(path: str, head: Head) -> PreTrainedModel:
     if head == "value":
-        classifier = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, num_labels=1)
+        classifier, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, num_labels=1, output_loading_info=True
+        )
         if not isinstance(getattr(classifier, "score", None), torch.nn.Linear):
             raise ValueError(
                 f"{type(classifier).__name__} has no linear layer `score`: choose another model for values"
             )
+        if "score.weight" in loading["missing_keys"]:
+            torch.nn.init.zeros_(classifier.score.weight)  # a drawn one would begin with values far off all returns
         return classifier
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if head == "both":

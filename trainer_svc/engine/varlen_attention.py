@@ -189,7 +189,7 @@ def _probe(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
         whole = scaled_dot_product_attention(*picked, is_causal=True, enable_gqa=heads != key_heads)
         expected.append(whole[0].transpose(0, 1)[-own:])
     with torch.autocast(device.type, enabled=False):
-        found = varlen_attention(*rows, ragged)
+        found = varlen_attention(rows[0], rows[1], rows[2], ragged)
     pairs = [(found, torch.cat(expected))]
     arriving = torch.randn(found.shape, generator=generator, device=device).to(dtype)
     pairs += zip(*(torch.autograd.grad(each, rows, arriving) for each in pairs[0]), strict=True)
