@@ -110,6 +110,7 @@ def test_golden_process_rewards_credit_a_turn_with_what_follows_it():
     row = training_row(MASK, token_rewards=[0.0, 1.0, 0.0, 0.0, 4.0])
     config = choices(preset="grpo", advantage="process", turn_discount=0.5)
     assert turns_of(row.loss_mask).tolist() == [0, 0, 1, 1, 1]
+    assert turns_of(training_row([0, 1, 0, 1, 1]).loss_mask).tolist() == [0, 1, 1]
     assert at(with_advantages([row], config)[0], "advantages") == [3.0, 3.0, 4.0, 4.0, 4.0]
     undiscounted = choices(preset="grpo", advantage="process")
     assert at(with_advantages([row], undiscounted)[0], "advantages") == [0.0, 1.0, 0.0, 0.0, 4.0]
