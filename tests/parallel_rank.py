@@ -107,7 +107,21 @@ def train(case: Case, models: Path, mesh: Mesh) -> Run:
     forward = engine.forward(rows)
     facts = [known(case.step(engine, rows)) for _ in range(STEPS)]
     evaluated = engine.eval_batch(rows, lambda outputs, _: (-outputs.logprobs.sum(), {}), count_loss_tokens)
-    return Run(facts, gradients, engine.named_tensors(), forward, evaluated.loss)
+    weights = of_all_stages(engine.named_tensors(), mesh)
+    return Run(facts, [of_all_stages(each, mesh) for each in gradients], weights, forward, evaluated.loss)
+
+
+def of_all_stages(tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The tensors of this process and of those that hold the other layers; those of two stages must be equal."""
+    if mesh.stages is None:
+        return tensors
+    parts: list[Any] = [None] * mesh.dims.pp
+    dist.all_gather_object(parts, tensors, group=mesh.stages)
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        assert all(torch.equal(merged[name], part[name]) for name in merged.keys() & part.keys())
+        merged |= part
+    return merged
 
 
 def known(metrics: Any) -> dict[str, float]:

@@ -15,7 +15,7 @@ from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.step_metrics import StepRecord
 
-__all__ = ["LossOf", "OneByOne", "Runner"]
+__all__ = ["LossOf", "OneByOne", "Runner", "abandoned_on_error", "kept_company"]
 
 LossOf: TypeAlias = Callable[[Outputs, MicroBatch], Scalar]
 """A micro-batch's share of the global loss."""
@@ -54,7 +54,7 @@ class OneByOne:
 
     def train(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
         """See `Runner`."""
-        with self._abandoned_on_error():
+        with abandoned_on_error(self.network):
             for number, batch in enumerate(batches, 1):
                 if self.network.root is not None:
                     self.network.root.reduce(now=number == len(batches), keep=not self.reshard)
@@ -63,30 +63,32 @@ class OneByOne:
                     outputs = self.network.outputs(moved, entropy=entropy)
                     loss = loss_of(outputs, moved)
                 with record.phase("backward"):
-                    (loss if batch.sequences else _kept_company(loss, outputs)).backward()
+                    (loss if batch.sequences else kept_company(loss, outputs)).backward()
 
     def evaluate(
         self, batches: Rows[MicroBatch], take: Callable[[Outputs, MicroBatch], object], *, entropy: Entropy = "none"
     ) -> None:
         """See `Runner`."""
-        with self._abandoned_on_error(), torch.no_grad():
+        with abandoned_on_error(self.network), torch.no_grad():
             for batch in batches:
                 moved = batch.to(self.network.device)
                 take(self.network.outputs(moved, entropy=entropy), moved)
         if self.network.root is not None:
             self.network.root.settle()
 
-    @contextmanager
-    def _abandoned_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self.network.root is not None:
-                self.network.root.abandon()
-            raise
+
+@contextmanager
+def abandoned_on_error(network: Network) -> Iterator[None]:
+    """Drop what a pass that fails leaves behind in the network, so that another one can follow."""
+    try:
+        yield
+    except BaseException:
+        if network.root is not None:
+            network.root.abandon()
+        raise
 
 
-def _kept_company(loss: Scalar, outputs: Outputs) -> Scalar:
+def kept_company(loss: Scalar, outputs: Outputs) -> Scalar:
     """The loss of no tokens, with the backward pass that other ranks exchange gradients in."""
     given = (outputs.logprobs, outputs.entropy, outputs.values)
     return loss + sum(column.sum() for column in given if column is not None and column.requires_grad)

@@ -18,13 +18,16 @@ TINY = 1e-6
 """Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
-def total_norm(gradients: Iterable[torch.Tensor], mesh: Mesh, *, refused: bool = False) -> tuple[float, bool]:
+def total_norm(
+    gradients: Iterable[torch.Tensor], mesh: Mesh, *, refused: bool = False, in_two_stages: torch.Tensor | None = None
+) -> tuple[float, bool]:
     """The 2-norm of the whole gradient, every element counted once however many processes have it.
 
     Args:
         gradients: Plain tensors, which all processes of a pipeline stage have alike, and DTensors on any axes of the mesh.
         mesh: The processes; all of them call this.
         refused: Whether this process found something else that forbids the step.
+        in_two_stages: The one among them that another stage has as well.
 
     Returns:
         The norm, and whether it is finite and nobody refused: the same in every process.
@@ -32,7 +35,7 @@ def total_norm(gradients: Iterable[torch.Tensor], mesh: Mesh, *, refused: bool =
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
     for gradient in gradients:
         copies, local = _local(gradient, mesh)
-        by_copies[copies].append(local)
+        by_copies[copies * 2 if gradient is in_two_stages else copies].append(local)
     norms = {copies: torch.nn.utils.get_total_norm(parts, foreach=True) for copies, parts in by_copies.items()}
     sums = torch.zeros(2, dtype=torch.float64)
     sums[0] = sum(float(norm.double()) ** 2 / copies for copies, norm in norms.items())

@@ -7,12 +7,15 @@ from dataclasses import replace
 import torch
 
 from trainer_svc.engine.network import Network
+from trainer_svc.engine.runner import OneByOne, Runner
 from trainer_svc.parallel.context import EXCHANGED_ATTENTION, Context, check_heads
 from trainer_svc.parallel.fsdp import Root, shard_weights
 from trainer_svc.parallel.mesh import Mesh
+from trainer_svc.parallel.pipeline import Pipeline
+from trainer_svc.parallel.stages import cut_stage, tied_weight
 from trainer_svc.parallel.tensor import split_matrices
 
-__all__ = ["spread"]
+__all__ = ["runner_of", "shared_by_stages", "spread"]
 
 
 def spread(network: Network, mesh: Mesh, *, reshard: bool = True) -> Network:
@@ -28,11 +31,15 @@ def spread(network: Network, mesh: Mesh, *, reshard: bool = True) -> Network:
     """
     if mesh.weights is None or mesh.device is None:
         return network
-    if mesh.dims.tp > 1 and network.language and not network.own_head:
+    if network.language and not network.own_head and mesh.dims.tp * mesh.dims.pp > 1:
         raise ValueError(
-            f"{type(network.model).__name__} makes its logits in its own way, which tensor parallelism cannot cut: set"
-            " trainer.parallel.tp to 1"
+            f"{type(network.model).__name__} makes its logits in its own way, which tensor and pipeline parallelism cannot"
+            " cut: set trainer.parallel.tp and trainer.parallel.pp to 1"
         )
+    if mesh.stages is not None:
+        cut_stage(network.model, mesh.place["pp"], mesh.dims.pp)
+        last = mesh.place["pp"] == mesh.dims.pp - 1
+        network = replace(network, value_head=network.value_head if last else None)
     context = None
     if mesh.context is not None:
         check_heads(network.model.config.get_text_config().num_attention_heads, mesh.dims.tp, mesh.dims.cp)
@@ -46,3 +53,21 @@ def spread(network: Network, mesh: Mesh, *, reshard: bool = True) -> Network:
     else:
         root.to(mesh.device)
     return replace(network, device=torch.device(mesh.device), context=context, root=root)
+
+
+def runner_of(network: Network, mesh: Mesh, *, reshard: bool = True) -> Runner:
+    """What runs micro-batches through a network that `spread` gave.
+
+    Args:
+        network: This process's part.
+        mesh: The processes.
+        reshard: Whether weights that were gathered for a micro-batch are given back before the next.
+    """
+    if mesh.stages is None:
+        return OneByOne(network, reshard=reshard)
+    return Pipeline(network, mesh.stages, shared_by_stages(network, mesh), reshard=reshard)
+
+
+def shared_by_stages(network: Network, mesh: Mesh) -> torch.nn.Parameter | None:
+    """This process's copy of a weight that the first and the last stage both have, if there is one here."""
+    return None if mesh.stages is None else tied_weight(network.model, mesh.place["pp"], mesh.dims.pp)

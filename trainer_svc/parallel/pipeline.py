@@ -17,11 +17,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.network import Entropy, Network
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.runner import LossOf
+from trainer_svc.engine.runner import LossOf, abandoned_on_error, kept_company
 from trainer_svc.engine.step_metrics import StepRecord
 
 __all__ = ["Pipeline"]
@@ -44,10 +45,19 @@ class Pipeline:
         network: This stage's part of the network, cut by `cut_stage`.
         group: One process per stage, in order.
         tied: This stage's copy of a weight that the first and the last stage share.
+        reshard: Whether sharded weights that were gathered for a micro-batch are given back before the next.
     """
 
-    def __init__(self, network: Network, group: dist.ProcessGroup, tied: torch.nn.Parameter | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        group: dist.ProcessGroup,
+        tied: torch.nn.Parameter | None = None,
+        *,
+        reshard: bool = True,
+    ) -> None:
         self.network = network
+        self.reshard = reshard
         self._group = group
         stage, stages = dist.get_rank(group), dist.get_world_size(group)
         self._before = stage - 1 if stage > 0 else None
@@ -59,22 +69,28 @@ class Pipeline:
         """See `trainer_svc.engine.runner.Runner`."""
         moved = [batch.to(self.network.device) for batch in batches]
         outputs: list[Outputs] = []
+        open_backwards = len(moved)
 
         def forward(batch: MicroBatch, states: torch.Tensor | None) -> _UnderWay:
             with record.phase("forward"):
-                hidden = self.network.hidden(batch, states=states)
                 if self._behind is not None:
-                    return _UnderWay(states, hidden)
-                output = self.network.read(hidden, batch, entropy=entropy)
+                    return _UnderWay(states, self.network.under_root(self._states, batch, states))
+                output = Outputs(*self.network.under_root(self._outputs, batch, states, entropy))
                 outputs.append(output)
-                return _UnderWay(states, loss_of(output, batch))
+                loss = loss_of(output, batch)
+                return _UnderWay(states, loss if batch.sequences else kept_company(loss, output))
 
         def backward(done: _UnderWay, gradient: torch.Tensor | None) -> torch.Tensor | None:
+            nonlocal open_backwards
+            open_backwards -= 1
+            if self.network.root is not None:
+                self.network.root.reduce(now=open_backwards == 0, keep=not self.reshard)
             with record.phase("backward"):
                 torch.autograd.backward(done.result, None if gradient is None else gradient.to(done.result.dtype))
                 return None if done.states is None else done.states.grad
 
-        self._one_forward_one_backward(moved, forward, backward)
+        with abandoned_on_error(self.network):
+            self._one_forward_one_backward(moved, forward, backward)
         with torch.no_grad():
             for batch, output in zip(moved, self._told(moved, outputs, entropy), strict=True):
                 if self._behind is not None:
@@ -87,14 +103,26 @@ class Pipeline:
         """See `trainer_svc.engine.runner.Runner`."""
         moved = [batch.to(self.network.device) for batch in batches]
         outputs: list[Outputs] = []
-        with torch.no_grad():
+        with abandoned_on_error(self.network), torch.no_grad():
             for batch in moved:
-                hidden = self.network.hidden(batch, states=self._pass(self._before, receive=batch))
+                states = self._pass(self._before, receive=batch)
                 if self._behind is None:
-                    outputs.append(self.network.read(hidden, batch, entropy=entropy))
-                self._pass(self._behind, send=hidden)
+                    outputs.append(Outputs(*self.network.under_root(self._outputs, batch, states, entropy)))
+                else:
+                    self._pass(self._behind, send=self.network.under_root(self._states, batch, states))
             for batch, output in zip(moved, self._told(moved, outputs, entropy), strict=True):
                 take(output, batch)
+        if self.network.root is not None:
+            self.network.root.settle()
+
+    def _states(self, batch: MicroBatch, states: torch.Tensor | None) -> torch.Tensor:
+        return self.network.hidden(batch, states=states)
+
+    def _outputs(
+        self, batch: MicroBatch, states: torch.Tensor | None, entropy: Entropy
+    ) -> tuple[torch.Tensor | None, ...]:
+        read = self.network.read(self._states(batch, states), batch, entropy=entropy)
+        return read.logprobs, read.entropy, read.values
 
     def _one_forward_one_backward(
         self,
@@ -111,7 +139,7 @@ class Pipeline:
             under_way.append((batch, current))
         steady = batches[ahead:]
         states = self._pass(self._before, receive=steady[0]) if steady else None
-        for batch, upcoming in zip(steady, [*steady[1:], None], strict=True):
+        for batch, upcoming in zip(steady, [*steady, None][1:], strict=True):
             current = forward(batch, states)
             under_way.append((batch, current))
             oldest, done = under_way.popleft()
@@ -167,8 +195,10 @@ class Pipeline:
         if self._tied is None:
             return
         gradient = self._tied.grad if self._tied.grad is not None else torch.zeros_like(self._tied)
+        if isinstance(gradient, DTensor):  # an embedding's may come whole where its weight is cut
+            gradient = gradient.redistribute(placements=self._tied.placements)
         self._tied.grad = gradient
-        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         other = torch.empty_like(own)
         peer = dist.get_world_size(self._group) - 1 if self._before is None else 0
         transfers = [

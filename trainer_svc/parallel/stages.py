@@ -39,6 +39,8 @@ def layer_shares(layers: int, stages: int) -> list[range]:
 def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     """Leave only what one stage needs: its layers, the embedding on the first, norm and heads on the last.
 
+    The last stage of a tied model has the embedding as well, which is its head's weight.
+
     Args:
         model: A whole model; changed in place.
         stage: Which one, from 0.
@@ -58,7 +60,7 @@ def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     for index in range(len(body.layers)):
         if index not in own:
             body.layers[index] = Absent()
-    if stage > 0:
+    if stage > 0 and not (stage == stages - 1 and _tied(model)):
         body.embed_tokens = None
     if stage < stages - 1:
         body.norm = nn.Identity()
@@ -69,9 +71,10 @@ def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
 
 def tied_weight(model: PreTrainedModel, stage: int, stages: int) -> nn.Parameter | None:
     """The embedding that the head of a tied model shares, on the two stages that hold a copy of it."""
-    if not model.config.get_text_config().tie_word_embeddings or stages == 1:
+    if stages == 1 or stage not in (0, stages - 1) or not _tied(model):
         return None
-    if stage == 0:
-        return model.base_model.embed_tokens.weight
-    head = getattr(model, "lm_head", None)
-    return head.weight if stage == stages - 1 and head is not None else None
+    return model.base_model.embed_tokens.weight
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    return "lm_head.weight" in model.all_tied_weights_keys

@@ -22,6 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
+from trainer_svc.parallel.stages import Absent
+
 __all__ = ["check_divides", "partial_parameters", "split_matrices", "sum_partial"]
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -42,19 +44,16 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         ValueError: if the architecture is not known, or its sizes do not divide.
     """
     check_divides(model, mesh.size())
-    tied = model.get_output_embeddings() is not None and (
-        model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    )
-    body = model.base_model
+    body, head = model.base_model, model.get_output_embeddings()
+    tied = head is not None and body.embed_tokens is not None and head.weight is body.embed_tokens.weight
     for layer in body.layers:
-        _cut(layer, mesh, _layer_plan())
-    _cut(body, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
-    head = model.get_output_embeddings()
-    if head is None:
-        return
+        if not isinstance(layer, Absent):
+            _cut(layer, mesh, _layer_plan())
+    if body.embed_tokens is not None:
+        _cut(body, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
     if tied:
-        head.weight = model.get_input_embeddings().weight
-    else:
+        head.weight = body.embed_tokens.weight
+    elif head is not None:
         _cut(model, mesh, {"lm_head": ColwiseParallel()})
 
 
