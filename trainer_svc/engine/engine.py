@@ -27,13 +27,12 @@ from trainer_svc.engine.network import Entropy, Head, load_network, resolve_devi
 from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.engine.packing import empty_batch, pack
-from trainer_svc.engine.runner import OneByOne, Runner
 from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
 from trainer_svc.parallel.gradients import clip, total_norm
-from trainer_svc.parallel.layout import spread
+from trainer_svc.parallel.layout import runner_of, shared_by_stages, spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.tensor import partial_parameters, sum_partial
 
@@ -89,7 +88,8 @@ class TrainEngine:
         laid_out = spread(network, mesh, reshard=config.parallel.reshard)
         self.network = choose_kernels(laid_out, config.attention, compiled=config.compile)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
-        self.runner: Runner = OneByOne(self.network, reshard=config.parallel.reshard)
+        self.runner = runner_of(self.network, mesh, reshard=config.parallel.reshard)
+        self._in_two_stages = shared_by_stages(self.network, mesh)
         self.optimizer_steps = 0
         """Optimizer steps applied; skipped ones do not count."""
 
@@ -186,7 +186,8 @@ class TrainEngine:
             sum_partial(partial_parameters(self.network.model), self.mesh.tensor.get_group())
         gradients = [parameter.grad for parameter in parameters]
         loss = record.totals()["step/loss"]
-        norm, finite = total_norm(gradients, self.mesh, refused=not math.isfinite(loss))
+        twice = None if self._in_two_stages is None else self._in_two_stages.grad
+        norm, finite = total_norm(gradients, self.mesh, refused=not math.isfinite(loss), in_two_stages=twice)
         record.gradient(norm, learning_rate(self.config, self.optimizer_steps), finite=finite)
         if record.skipped:
             self.optimizer.zero_grad(set_to_none=True)
