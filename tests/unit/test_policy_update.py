@@ -14,6 +14,7 @@ from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.attention import PACKED_ATTENTION
 from trainer_svc.engine.batch import Sequence, VersionSpan
+from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
@@ -42,6 +43,13 @@ def on_policy(update: PolicyUpdate, rows: list[Sequence]) -> list[Sequence]:
     return [replace(each, behaviour_logprobs=values) for each, values in zip(rows, logprobs, strict=True)]
 
 
+def opinionated(critic: TrainEngine) -> TrainEngine:
+    """A critic with values: a new one has none but 0."""
+    with torch.no_grad():
+        critic.network.value_head.weight.normal_(generator=torch.Generator().manual_seed(2))
+    return critic
+
+
 def rewarded(rows: list[Sequence]) -> list[Sequence]:
     """The rows with rewards, every third one cut off by its length."""
     return [replace(each, reward=float(i % 4) - 1.0, truncated=i % 3 == 0) for i, each in enumerate(rows)]
@@ -65,7 +73,7 @@ def gradients(update: PolicyUpdate) -> list[torch.Tensor]:
 
 
 def test_the_critic_gives_each_token_the_value_of_the_state_before_it_and_a_truncated_end_its_own(model_dir):
-    critic = TrainedModels.load(settings("ppo"), model_dir, seed=1).critic
+    critic = opinionated(TrainedModels.load(settings("ppo"), model_dir, seed=1).critic)
     whole = row([5, 6], [7, 8, 9, 10], name="whole")
     rows, after = with_values([replace(whole, truncated=True), whole], critic)
     model = critic.network.model
@@ -127,6 +135,7 @@ def _lover_of_odd_ids(directory: Path) -> Path:
 def test_gae_by_hand(model_dir):
     objective = {"gamma": 0.5, "gae_lambda": 0.5, "value_clip": 0.1}
     update = update_of(model_dir, settings("ppo", objective, lr=0.0))
+    opinionated(update.critic.engine)
     ended = row([5, 6], [7, 8, 9], name="ended")
     rows = on_policy(update, [replace(ended, reward=2.0), replace(ended, reward=2.0, truncated=True)])
     judged, after = with_values(rows, update.critic.engine)
