@@ -144,10 +144,9 @@ def test_gae_by_hand(model_dir):
         v = judged[0].values[2:].double().tolist()
         deltas = [0.5 * v[1] - v[0], 0.5 * v[2] - v[1], 2.0 + 0.5 * last - v[2]]
         expected = [deltas[0] + 0.25 * deltas[1] + 0.0625 * deltas[2], deltas[1] + 0.25 * deltas[2], deltas[2]]
-        torch.testing.assert_close(prepared.advantages[2:].double(), torch.tensor(expected).double())
-        torch.testing.assert_close(
-            prepared.returns[2:].double(), torch.tensor([a + b for a, b in zip(expected, v, strict=True)]).double()
-        )
+        returns = [a + value for a, value in zip(expected, v, strict=True)]
+        assert prepared.advantages[2:].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert prepared.returns[2:].tolist() == pytest.approx(returns, rel=1e-5, abs=1e-6)
     assert after[1] != 0.0
 
 
