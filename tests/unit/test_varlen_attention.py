@@ -1,0 +1,96 @@
+"""Packed rows as the varlen kernel takes them; the kernel itself runs in tests/gpu."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_policy import ragged_batch, tiny_model
+
+from trainer_svc.config import ComputeConfig
+from trainer_svc.engine import varlen_attention as module
+from trainer_svc.engine.attention import AttentionPlan, packed_attention
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.kernels import compile_layers
+from trainer_svc.engine.outputs import count_loss_tokens
+from trainer_svc.engine.packing import pack
+from trainer_svc.engine.varlen_attention import Ragged, uses_varlen
+
+
+def documented_kernel(  # noqa: PLR0917 - the kernel's own signature
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    """What `varlen_attn` says that it computes: the mask is aligned with the last query and the last key."""
+    outputs = []
+    for number in range(len(cu_seq_q) - 1):
+        own = slice(cu_seq_q[number], cu_seq_q[number + 1])
+        seen = slice(cu_seq_k[number], cu_seq_k[number + 1])
+        queries, keys = own.stop - own.start, seen.stop - seen.start
+        assert 0 < queries <= max_q
+        assert queries <= keys <= max_k
+        distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
+        mask = distance >= 0 if window_size[0] < 0 else (distance >= 0) & (distance <= window_size[0])
+        parts = (each.transpose(0, 1) for each in (query[own], key[seen], value[seen]))
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                *parts, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            ).transpose(0, 1)
+        )
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+@pytest.mark.parametrize("window", [None, 6])
+def test_rows_and_bounds_say_what_the_blocks_say(monkeypatch, fold, window):
+    monkeypatch.setattr(module, "varlen_attn", documented_kernel)
+    generator = torch.Generator().manual_seed(0)
+    for batch in pack(ragged_batch(seed=3), 200, fold=fold):
+        tokens = batch.packed_tokens
+        shapes = ((1, 4, tokens, 8), (1, 2, tokens, 8), (1, 2, tokens, 8))
+        rows = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        options = {"packed": batch.attention, "sliding_window": window}
+        expected, _ = packed_attention(torch.nn.Identity(), *rows, None, **options)
+        found, _ = packed_attention(torch.nn.Identity(), *rows, None, varlen=True, **options)
+        assert float((found - expected).abs().max()) < 1e-12
+
+
+def test_each_packed_token_asks_once_and_a_sequence_that_adds_none_not_at_all():
+    plan = Ragged.of([np.arange(5), np.r_[0, 1, 5, 6], np.r_[0, 1], np.arange(7, 9)], 9)
+    assert plan.query_bounds.tolist() == [0, 5, 7, 9]
+    assert plan.key_bounds.tolist() == [0, 5, 9, 11]
+    assert plan.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8]
+    assert (plan.longest_query, plan.longest_key) == (5, 5)
+    assert Ragged.of([np.arange(3), np.arange(3, 5)], 5).keys is None
+    assert Ragged.of([np.arange(3, 5), np.arange(3)], 5) is None
+    assert AttentionPlan.of([np.arange(3, 5), np.arange(3)], 5).ragged is None
+
+
+def test_the_kernel_is_refused_where_it_cannot_run_and_auto_does_without():
+    cpu, shape = torch.device("cpu"), (4, 2, 8)
+    assert not uses_varlen("auto", cpu, torch.bfloat16, shape)
+    assert not uses_varlen("sdpa", cpu, torch.bfloat16, shape)
+    with pytest.raises(ValueError, match=r"needs CUDA: set attention to auto or sdpa"):
+        uses_varlen("varlen", cpu, torch.bfloat16, shape)
+    with pytest.raises(ValueError, match=r"half precision and the forward pass is float32"):
+        uses_varlen("varlen", torch.device("cuda"), torch.float32, shape)
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_what_eager_ones_do_whatever_the_number_of_tokens(tmp_path):
+    config = ComputeConfig(device="cpu", lr=1e-3, gradient_checkpointing=True)
+    model_dir = tiny_model(tmp_path)
+    eager, compiled = TrainEngine(config, model_dir), TrainEngine(config, model_dir)
+    # inductor compiles for a minute; what it is given, and what breaks off before attention, is the same
+    compile_layers(compiled.network.model, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+    for seed in (1, 2, 3):
+        rows = ragged_batch(seed=seed)
+        ours, expected = (
+            engine.train_batch(rows, lambda outputs, _: (-outputs.logprobs.sum(), {}), count_loss_tokens)
+            for engine in (compiled, eager)
+        )
+        assert ours.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 0 < graphs[0] == graphs[2]  # one compilation fits all sizes
