@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from trainer_svc.engine.prefix_attention import PrefixPlan, fits, prefix_attention
 from trainer_svc.engine.shapes import Block, Indices
 from trainer_svc.engine.varlen_attention import Ragged, varlen_attention
 
@@ -38,9 +39,10 @@ class AttentionPlan:
         blocks: Packed indices of the sequences of similar length, one sequence a row, padded behind its end with 0.
         sources: For each packed token, its place in the concatenation of the flattened blocks.
         longest: Tokens of the longest sequence.
-        padded_tokens: Block cells in all.
-        real_tokens: Block cells that are not padding; a token shared by several sequences counts in each.
-        ragged: The same for the kernel that takes rows of varying length; None where the sequences do not lie so.
+        padded_tokens: Block cells in all, of `prefixes` where there are some.
+        real_tokens: Block cells that are not padding; in `blocks` a token shared by several sequences counts in each.
+        prefixes: The same as parts and shared beginnings, for a CPU; None where the sequences do not lie so.
+        ragged: The same for the kernel that takes rows of varying length; None likewise.
     """
 
     blocks: tuple[Block, ...]
@@ -48,6 +50,7 @@ class AttentionPlan:
     longest: int
     padded_tokens: int
     real_tokens: int
+    prefixes: PrefixPlan | None
     ragged: Ragged | None
 
     @classmethod
@@ -72,12 +75,14 @@ class AttentionPlan:
                 sources[row] = np.arange(start, start + len(row))
             blocks.append(torch.from_numpy(block))
             cells += block.size
+        prefixes = PrefixPlan.of(segments, packed_tokens)
         return cls(
             tuple(blocks),
             torch.from_numpy(sources),
             max(map(len, segments)),
-            cells,
-            sum(map(len, segments)),
+            cells if prefixes is None else prefixes.padded_tokens,
+            sum(map(len, segments)) if prefixes is None else packed_tokens,
+            prefixes,
             Ragged.of(segments, packed_tokens),
         )
 
@@ -144,6 +149,9 @@ def packed_attention(
             rows[0], rows[1], rows[2], packed.ragged, scaling=scaling, sliding_window=sliding_window
         )
         return whole.unsqueeze(0), None
+    if packed.prefixes is not None and fits(query, key, value) and dropout == 0 and _sees_all(sliding_window, packed):
+        whole = prefix_attention(rows[0], rows[1], rows[2], packed.prefixes, scaling=scaling)
+        return whole.unsqueeze(0), None
     outputs = []
     for block in packed.blocks:
         index = block.flatten()
@@ -161,6 +169,10 @@ def packed_attention(
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, packed.sources).unsqueeze(0), None
+
+
+def _sees_all(window: int | None, packed: AttentionPlan) -> bool:
+    return window is None or window >= packed.longest
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
