@@ -6,6 +6,7 @@ import asyncio
 import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -26,6 +27,8 @@ from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
 from sluice.v1 import trainer_pb2
 from sluice.versions import Version
+from trainer_svc.checkpoint import saver
+from trainer_svc.checkpoint.shards import write_shards
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +160,29 @@ async def test_checkpoints_are_written_on_schedule_and_listed_newest_first(model
         assert [each.name for each in rest.checkpoints] == ["step_2"]
         assert not rest.next_page_token
         assert all(each.size_bytes > 0 and each.last_batch_id for each in listed.checkpoints)
+
+
+async def test_training_does_not_wait_for_a_checkpoint_on_schedule_but_the_next_checkpoint_does(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = threading.Event()
+
+    def slow(*arguments: Any) -> list[Path]:
+        assert disk.wait(30.0)
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(saver, "write_shards", slow)
+    async with stack(model, tmp_path, checkpoint={"every_steps": 2}) as running:
+        await running.client.begin_epoch(RUN, 1)
+        await trained(running, 1, 2, 3, 4)
+        asked = asyncio.create_task(running.client.save_checkpoint(RUN))
+        state = await running.client.state(RUN)
+        assert (state.policy_version.number, state.newest_checkpoint.name) == (4, "")
+        disk.set()
+        assert (await asked).checkpoint.name == "step_4"
+        await running.trainer.saving.settled(30.0)
+        listed = await running.client._stub.ListCheckpoints(trainer_pb2.ListCheckpointsRequest(run=f"runs/{RUN}"))
+        assert [each.name for each in listed.checkpoints] == ["step_4", "step_2"]
 
 
 async def test_an_unknown_checkpoint_is_not_found_and_the_next_call_may_do_better(model: Path, tmp_path: Path) -> None:

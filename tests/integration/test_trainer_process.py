@@ -9,38 +9,85 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_programs import RUN, START_S, Programs, header, reached, ready, train
+from trainer_programs import RUN, START_S, Programs, header, reached, ready, submit, train
 
+from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
+from trainer_svc.checkpoint.shards import read_below
 
 pytestmark = pytest.mark.slow
 
 
-async def test_a_killed_trainer_resumes_exactly_and_a_stopped_one_ends_cleanly(tmp_path: Path) -> None:
+HELD = Path(__file__).parents[1] / "held_program.py"
+
+
+class Held:
+    """A place at which a program stops for good."""
+
+    def __init__(self, directory: Path, place: str, nth: int = 1) -> None:
+        self.reached = directory / f"reached-{place.rpartition(':')[2]}"
+        self.launcher = (str(HELD), place, str(nth), str(self.reached))
+
+    async def there(self) -> None:
+        """Wait until the program is at the place."""
+        async with asyncio.timeout(START_S):
+            while not self.reached.exists():  # noqa: ASYNC110 - a file of another process
+                await asyncio.sleep(0.01)
+
+
+async def test_a_trainer_killed_in_a_checkpoint_and_in_a_step_ends_where_one_ends_that_was_not(tmp_path: Path) -> None:
     programs = Programs(tmp_path)
     checkpoints = tmp_path / "outputs" / RUN / "checkpoints"
+
+    def written(name: str) -> dict[str, torch.Tensor]:
+        exported = load_file(checkpoints / name / "hf" / "model.safetensors")
+        return read_below("policy.", checkpoints / name / "state") | exported
+
     async with programs.program("weightsync"), programs.client() as client:
-        async with programs.program("trainer") as trainer:
+        saving = Held(tmp_path, "trainer_svc.checkpoint.saver:write_manifest", nth=3)
+        async with programs.program("trainer", launcher=saving.launcher) as trainer:
             digest = (await ready(client, trainer)).tokenizer_digest
             await client.begin_epoch(RUN, 1)
-            await train(client, 1, 1, digest)
+            for number in (1, 2, 3):
+                await train(client, number, 1, digest)
             await client.save_checkpoint(RUN)
-            await train(client, 2, 1, digest)
-            await train(client, 3, 1, digest)
+            for number in (4, 5):
+                await train(client, number, 1, digest)
             await client.save_checkpoint(RUN)
-            uninterrupted = load_file(checkpoints / "step_3" / "hf" / "model.safetensors")
+            uninterrupted = written("step_5")
+            await client.begin_epoch(RUN, 2, checkpoint="step_3")
+            await train(client, 4, 2, digest)
+            asked = asyncio.create_task(client.save_checkpoint(RUN))
+            await saving.there()
+            await train(client, 5, 2, digest)  # while all but the manifest is on disk
             trainer.kill()
-            await trainer.wait()
+            with pytest.raises(SluiceError):
+                await asked
+
+        stepping = Held(tmp_path, "trainer_svc.engine.engine:TrainEngine.step", nth=2)
+        async with programs.program("trainer", launcher=stepping.launcher) as trainer:
+            await ready(client, trainer)
+            begun = await client.begin_epoch(RUN, 3)
+            assert Version.from_proto(begun.restored_version) == Version(1, 3), (
+                "step_4 was not whole, step_5 left behind"
+            )
+            await train(client, 4, 3, digest)
+            await submit(client, 5, 3, digest)
+            await stepping.there()
+            trainer.kill()
+
         async with programs.program("trainer") as trainer:
             await ready(client, trainer)
-            begun = await client.begin_epoch(RUN, 2, checkpoint="step_1")
-            assert Version.from_proto(begun.policy_version) == Version(2, 1)
-            await train(client, 2, 2, digest)
-            await train(client, 3, 2, digest)
+            begun = await client.begin_epoch(RUN, 4)
+            assert Version.from_proto(begun.policy_version) == Version(4, 3)
+            for number in (4, 5):
+                await train(client, number, 4, digest)
             await client.save_checkpoint(RUN)
-            resumed = load_file(checkpoints / "step_3" / "hf" / "model.safetensors")
+            resumed = written("step_5")
+            assert resumed.keys() == uninterrupted.keys()
             assert all(torch.equal(resumed[name], tensor) for name, tensor in uninterrupted.items())
+            assert not list(checkpoints.glob(".*")), "what the kill left behind is swept"
             trainer.send_signal(signal.SIGTERM)
             async with asyncio.timeout(10):
                 assert await trainer.wait() == 0

@@ -169,17 +169,16 @@ class Saver:
         return {piece: tensor for piece, tensor in held.items() if piece in shares[self.writers.index]}
 
     def _copies(self, pieces: Mapping[Piece, torch.Tensor]) -> dict[Piece, torch.Tensor]:
-        """Contiguous copies in host memory; page-locked memory, which is slow to get, is used again and again."""
+        """Copies in host memory that is used again for the next checkpoint: new memory takes five times as long to fill."""
         copies: dict[Piece, torch.Tensor] = {}
         for piece, tensor in pieces.items():
-            if not tensor.is_cuda:
-                copies[piece] = tensor.clone(memory_format=torch.contiguous_format)
-                continue
-            if piece not in self._buffers:
-                self._buffers[piece] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies[piece] = self._buffers[piece].copy_(tensor, non_blocking=True)
+            buffer = self._buffers.get(piece)
+            if buffer is None or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            copies[piece] = buffer.copy_(tensor, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self._buffers = copies
         return copies
 
     def _run(self, snapshot: _Snapshot, future: Future[CheckpointManifest]) -> None:
