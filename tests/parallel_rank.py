@@ -1,7 +1,7 @@
 """One rank of a trainer of several processes, as a program: trains in every layout and compares with one process.
 
-Arguments: directory of the models, file for the results of rank 0, layouts. A layout names its axes as
-``dp_shard=2,tp=2``. Rank, count and meeting point come from the environment, as torchrun gives them.
+Arguments: directory of the models, file for the results of rank 0, layouts. A layout names its axes, and the cases if they
+are not all: ``dp_shard=2,tp=2/grpo qwen3,one sequence``; ``checks`` runs those of `parallel_checks.py`. Rank, count and meeting point come from the environment, as torchrun gives them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from parallel_checks import checks
 from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 
@@ -187,8 +188,12 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     try:
         for layout in layouts:
-            mesh = make_mesh(dims_of(layout), torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
-            found[layout] = {name: compare(name, Path(models), mesh) for name in CASES}
+            if layout == "checks":
+                found[layout] = checks(Path(models), Path(results).parent)
+                continue
+            axes, _, cases = layout.partition("/")
+            mesh = make_mesh(dims_of(axes), torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
+            found[axes] = {name: compare(name, Path(models), mesh) for name in (cases.split(",") if cases else CASES)}
     except BaseException:
         traceback.print_exc()
         raise

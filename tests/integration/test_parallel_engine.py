@@ -1,0 +1,148 @@
+"""Several processes train what one process trains: on every axis of parallelism, and on axes together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from sluice.cli.init_model import ModelShape, init_model
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parents[1]
+DEADLINE_S = 280.0
+TOLERANCE = 1e-5
+"""Relative to the norm of what is compared, in float32."""
+
+SHAPE = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=512)
+CASES = ("grpo qwen3", "gspo llama", "grpo tied", "values qwen3", "one sequence")
+SOME = ("grpo qwen3", "gspo llama", "one sequence")
+TWO = dict.fromkeys(("dp_shard=2", "dp_replicate=2", "tp=2", "cp=2"), CASES)
+FOUR = {
+    "dp_shard=2,tp=2": SOME,
+    "dp_shard=2,cp=2": SOME,
+    "tp=2,cp=2": SOME,
+    "dp_replicate=2,dp_shard=2": SOME,
+    "cp=4": ("gspo llama",),  # more processes than key-value heads
+}
+
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    init_model(root / "qwen3", SHAPE, seed=3)
+    init_model(root / "tied", replace(SHAPE, tie=True), seed=4)
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        vocab_size=129,  # no multiple of the processes
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_bias=True,
+    )
+    AutoModelForCausalLM.from_config(llama).save_pretrained(root / "llama")
+    return root
+
+
+def run_ranks(count: int, models: Path, results: Path, *layouts: str) -> Found:
+    """Start the ranks, wait for all, and read what rank 0 found."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = str(listening.getsockname()[1])
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "unit"), os.environ.get("PYTHONPATH", "")])
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": paths}
+    arguments = [sys.executable, str(TESTS / "parallel_rank.py"), str(models), str(results), *layouts]
+    logs = [results.with_suffix(f".{rank}.log") for rank in range(count)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            environment = os.environ | shared | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            ranks.append(subprocess.Popen(arguments, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(DEADLINE_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
+    found: Found = json.loads(results.read_text())
+    return found
+
+
+def named(layouts: dict[str, tuple[str, ...]]) -> list[str]:
+    return [f"{layout}/{','.join(cases)}" for layout, cases in layouts.items()]
+
+
+@pytest.fixture(scope="module")
+def two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(2, models, tmp_path_factory.mktemp("two") / "found.json", *named(TWO), "checks")
+
+
+@pytest.fixture(scope="module")
+def four(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(4, models, tmp_path_factory.mktemp("four") / "found.json", *named(FOUR))
+
+
+def assert_exact(differences: dict[str, float]) -> None:
+    assert {"loss", "grad_norm", "gradients", "weights", "forward", "evaluated"} <= differences.keys()
+    assert {name: each for name, each in differences.items() if not each <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(("layout", "case"), [(layout, case) for layout, cases in TWO.items() for case in cases])
+def test_two_processes_train_what_one_trains(two: Found, layout: str, case: str) -> None:
+    assert_exact(two[layout][case])
+
+
+@pytest.mark.parametrize(("layout", "case"), [(layout, case) for layout, cases in FOUR.items() for case in cases])
+def test_four_processes_train_what_one_trains(four: Found, layout: str, case: str) -> None:
+    assert_exact(four[layout][case])
+
+
+def test_gradients_are_summed_once_per_step_however_many_micro_batches_it_has(two: Found) -> None:
+    groups = SHAPE.layers + 1
+    resharding, keeping = two["checks"]["exchanges"]["reshard True"], two["checks"]["exchanges"]["reshard False"]
+    assert min(resharding["micro_batches"], keeping["micro_batches"]) >= 4
+    assert resharding["reduce_scatter_single"] == keeping["reduce_scatter_single"] == groups
+    assert keeping["all_gather_single"] == groups
+    assert resharding["all_gather_single"] > groups
+
+
+def test_a_batch_that_one_rank_refuses_is_refused_by_all(two: Found) -> None:
+    other, own = two["checks"]["refused"]
+    assert "another rank refused" in other
+    assert "outside of the vocabulary" in own
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(two: Found) -> None:
+    assert two["checks"]["not finite"] == [[True, True], [True, True]]
+
+
+def test_ranks_hold_pieces_under_the_same_names_that_make_up_the_model(two: Found) -> None:
+    found = two["checks"]["pieces"]
+    assert found["names"][0] == found["names"][1]
+    assert "lm_head.weight" not in found["names"][0]
+    assert found["elements"] == found["whole"]
+
+
+def test_an_export_of_a_cut_model_is_whole_and_tied(two: Found) -> None:
+    assert two["checks"]["export"] == {"same weights": True, "tied": True}
+
+
+def test_bfloat16_has_masters_in_float32_and_the_loss_of_one_process(two: Found) -> None:
+    found = two["checks"]["bfloat16"]
+    assert found["masters"] == ["torch.float32"]
+    assert found["loss"] == pytest.approx(found["of one"], rel=2e-3)

@@ -1,0 +1,160 @@
+"""What else several processes of a trainer must agree on; run by every rank of `parallel_rank.py`, noted by rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_policy import ragged_batch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from trainer_svc.config import TrainerConfig
+from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.outputs import Outputs, count_loss_tokens
+from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.parallel.mesh import SINGLE, Mesh, make_mesh
+
+TIMEOUT_S = 60.0
+
+
+def checks(models: Path, scratch: Path) -> dict[str, Any]:
+    """Every check, by name."""
+    count = dist.get_world_size()
+    sharded = make_mesh(ParallelDims(dp_shard=count), torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
+    cut = make_mesh(ParallelDims(tp=count), torch.device("cpu"), timedelta(seconds=TIMEOUT_S))
+    return {
+        "exchanges": exchanges(models, sharded),
+        "refused": refused(models, sharded),
+        "not finite": not_finite(models, sharded),
+        "pieces": pieces(models, sharded),
+        "export": export(models, scratch, cut),
+        "bfloat16": half(models, sharded),
+    }
+
+
+def likelihood(outputs: Outputs, _: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -outputs.logprobs.sum(), {}
+
+
+def engine(model: Path, mesh: Mesh, **settings: Any) -> TrainEngine:
+    return TrainEngine(
+        TrainerConfig(**({"lr": 1e-3, "device": "cpu", "token_budget": 100} | settings)), model, mesh=mesh
+    )
+
+
+def share(mesh: Mesh, seed: int = 3) -> list[Sequence]:
+    return ragged_batch(seed=seed)[mesh.rank :: mesh.dims.data_parallel]
+
+
+def gathered(value: object) -> list[Any]:
+    """What every rank has to say."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+@contextmanager
+def counted(*names: str) -> Iterator[dict[str, int]]:
+    """How often functions of torch.distributed are called."""
+    counts = dict.fromkeys(names, 0)
+    kept = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            counts[name] += 1
+            return kept[name](*arguments, **options)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+
+
+def exchanges(models: Path, mesh: Mesh) -> dict[str, dict[str, int]]:
+    """Gathers of weights and sums of gradients in one step."""
+    found = {}
+    for reshard in (True, False):
+        trainer = engine(models / "qwen3", mesh, parallel={"reshard": reshard})
+        with counted("reduce_scatter_single", "all_gather_single") as counts:
+            metrics = trainer.train_batch(share(mesh), likelihood, count_loss_tokens)
+        found[f"reshard {reshard}"] = counts | {"micro_batches": metrics.micro_batches}
+    return found
+
+
+def refused(models: Path, mesh: Mesh) -> list[str]:
+    """What each rank says of a batch of which one of them has a token that does not exist."""
+    rows = share(mesh)
+    if mesh.rank == mesh.dims.world_size - 1:
+        rows[0] = replace(rows[0], input_ids=rows[0].input_ids + 10_000)
+    try:
+        engine(models / "qwen3", mesh).train_batch(rows, likelihood, count_loss_tokens)
+    except ValueError as error:
+        return gathered(str(error))
+    return gathered("")
+
+
+def not_finite(models: Path, mesh: Mesh) -> list[tuple[bool, bool]]:
+    """Whether each rank skips a step whose loss is not finite on one of them, and keeps its weights."""
+    trainer = engine(models / "qwen3", mesh)
+    before = {name: each.clone() for name, each in trainer.named_tensors().items()}
+
+    def loss(outputs: Outputs, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        total, sums = likelihood(outputs, batch)
+        return (total * torch.inf if mesh.rank == 0 else total), sums
+
+    skipped = trainer.train_batch(share(mesh), loss, count_loss_tokens).skipped
+    after = trainer.named_tensors()
+    return gathered((skipped, all(torch.equal(before[name], after[name]) for name in before)))
+
+
+def pieces(models: Path, mesh: Mesh) -> dict[str, Any]:
+    """The names of each rank's tensors, and the elements of all of them beside those of the whole model."""
+    found = engine(models / "tied", mesh).live_tensors()
+    local = sum(each.to_local().numel() if isinstance(each, DTensor) else 0 for each in found.values())
+    return {
+        "names": gathered(sorted(found)),
+        "elements": sum(gathered(local)),
+        "whole": sum(each.numel() for each in found.values()),
+    }
+
+
+def export(models: Path, scratch: Path, mesh: Mesh) -> dict[str, bool]:
+    """Whether transformers reads what was exported as the weights in training."""
+    trainer = engine(models / "tied", mesh)
+    trainer.train_batch(ragged_batch(seed=3), likelihood, count_loss_tokens)
+    directory = scratch / "export"
+    trainer.export_hf(directory)
+    weights = trainer.named_tensors()
+    if mesh.rank:
+        return {}
+    read = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    return {
+        "same weights": all(torch.equal(read[name], tensor) for name, tensor in weights.items()),
+        "tied": bool(torch.equal(read["lm_head.weight"], read["model.embed_tokens.weight"])),
+    }
+
+
+def half(models: Path, mesh: Mesh) -> dict[str, Any]:
+    """The loss in bfloat16 with masters in float32, beside that of one process."""
+    trainer = engine(models / "qwen3", mesh, dtype="bfloat16")
+    loss = trainer.train_batch(share(mesh), likelihood, count_loss_tokens).loss
+    masters = {str(each.dtype) for each in trainer.network.model.parameters()}
+    one = engine(models / "qwen3", SINGLE, dtype="bfloat16")
+    return {
+        "loss": loss,
+        "of one": one.eval_batch(ragged_batch(seed=3), likelihood, count_loss_tokens).loss,
+        "masters": [*masters],
+    }
