@@ -86,6 +86,17 @@ class OptimizerConfig(Section):
         return self
 
 
+def _check_decay(config: OptimizerConfig) -> None:
+    if config.schedule != "constant" and config.max_steps <= config.warmup_steps:
+        raise ValueError(
+            f"schedule {config.schedule} ends at max_steps: set max_steps above warmup_steps ({config.warmup_steps})"
+        )
+    if config.schedule == "wsd" and config.warmup_steps + config.decay_steps > config.max_steps:
+        raise ValueError(
+            f"warmup_steps and decay_steps ({config.warmup_steps} and {config.decay_steps}) are more than max_steps ({config.max_steps}): lower one of them"
+        )
+
+
 class ParallelConfig(Section):
     """How many processes share the model and the batch; their product is the number of processes."""
 
@@ -234,6 +245,11 @@ class CriticConfig(OptimizerConfig):
         0.5, ge=0, description="Weight of the value loss beside the policy's loss; read with `shared = true`."
     )
 
+    @model_validator(mode="after")
+    def _decay_has_an_end(self) -> Self:
+        _check_decay(self)
+        return self
+
 
 class CheckpointConfig(Section):
     """When checkpoints are written and how many stay."""
@@ -315,14 +331,7 @@ class TrainerConfig(ComputeConfig):
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> Self:
-        if self.schedule != "constant" and self.max_steps <= self.warmup_steps:
-            raise ValueError(
-                f"schedule {self.schedule} ends at max_steps: set max_steps above warmup_steps ({self.warmup_steps})"
-            )
-        if self.schedule == "wsd" and self.warmup_steps + self.decay_steps > self.max_steps:
-            raise ValueError(
-                f"warmup_steps and decay_steps ({self.warmup_steps} and {self.decay_steps}) are more than max_steps ({self.max_steps}): lower one of them"
-            )
+        _check_decay(self)
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,50 @@
+"""Settings of the update: an objective that lacks a model is refused when the settings are read, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from orchestrator_svc.config import OrchestratorConfig
+from trainer_svc.config import TrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"objective": {"preset": "grpo", "kl_coef": 0.1}}, r"reference\.model to base"),
+        ({"objective": {"preset": "reinforce_pp"}}, r"reference\.model to base"),
+        ({"objective": {"preset": "distill"}}, r"set teacher\.model"),
+        ({"objective": {"preset": "ppo"}, "critic": {"model": ""}}, r"set critic\.model to base"),
+        ({"critic": {"shared": True}}, "remove the table critic"),
+        ({"objective": {"preset": "ppo"}, "critic": {"schedule": "linear"}}, "ends at max_steps"),
+        ({"epochs": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_what_the_objective_lacks_is_told_at_the_start(settings: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValidationError, match=remedy):
+        TrainerConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": {"preset": "grpo", "kl_coef": 0.1}, "reference": {"model": "batch"}},
+        {"objective": {"preset": "reinforce_pp", "kl_coef": 0.0}},
+        {"objective": {"preset": "distill"}, "teacher": {"model": "somewhere"}},
+        {"objective": {"preset": "ppo"}},
+        {"objective": {"preset": "ppo"}, "critic": {"shared": True, "model": ""}},
+    ],
+)
+def test_what_has_all_it_needs_is_taken(settings: dict[str, Any]) -> None:
+    config = TrainerConfig(**settings)
+    assert TrainerConfig(**config.model_dump()) == config, "a resolved file is one that can be read again"
+
+
+@pytest.mark.parametrize("advantage", ["gae", "reinforce_pp", "process", "none"])
+def test_what_the_trainer_estimates_needs_no_group(advantage: str) -> None:
+    assert OrchestratorConfig(advantage=advantage, group_size=1).advantage == advantage
+    with pytest.raises(ValidationError, match="set group_size to 2"):
+        OrchestratorConfig(advantage="lite_ppo", group_size=1)
