@@ -108,3 +108,26 @@ async def test_a_reference_model_makes_a_kl_that_grows(model: Path, tmp_path: Pa
             await submit(running, 3, "gae")
     assert drift[0] == pytest.approx(0.0, abs=1e-6)
     assert drift[1] > 1e-5
+
+
+async def test_a_teacher_needs_no_rewards_and_no_advantages(model: Path, tmp_path: Path) -> None:
+    options = {"objective": {"preset": "distill"}, "teacher": {"model": str(model)}}
+    async with stack(model, tmp_path, **options) as running:
+        await running.client.begin_epoch(RUN, 1)
+        await running.submit(1, gae_batch(1), advantage_estimator="")
+        report = await running.report(1)
+    assert [each.reason for each in report.results] == [""] * 8
+    assert report.metrics["teacher_kl"] == pytest.approx(0.0, abs=1e-6), "the student is its own teacher yet"
+
+
+async def test_the_log_linear_form_reads_the_age_of_each_token(model: Path, tmp_path: Path) -> None:
+    decoupled = {"preset": "grpo", "proximal": "loglinear", "correction": {"kind": "token_tis"}}
+    async with stack(model, tmp_path, objective=decoupled) as running:
+        await running.client.begin_epoch(RUN, 1)
+        spread = []
+        for number, sampled_by in ((1, 0), (2, 0), (3, 0)):
+            rows = batch(number, version=Version(1, sampled_by))
+            await running.submit(number, rows, max_staleness=9)
+            spread.append((await running.report(number)).metrics["correction_chi_square"])
+    assert spread[:2] == pytest.approx([0.0, 0.0], abs=1e-9), "o is b up to one version of age"
+    assert abs(spread[2]) > 1e-3
