@@ -33,6 +33,7 @@ def checks(models: Path, scratch: Path) -> dict[str, Any]:
     return {
         "exchanges": exchanges(models, sharded),
         "refused": refused(models, sharded),
+        "other rows": other_rows(models, cut),
         "not finite": not_finite(models, sharded),
         "pieces": pieces(models, sharded),
         "export": export(models, scratch, cut),
@@ -86,11 +87,11 @@ def counted(*names: str) -> Iterator[dict[str, int]]:
 def exchanges(models: Path, mesh: Mesh) -> dict[str, dict[str, int]]:
     """Gathers of weights and sums of gradients in one step."""
     found = {}
-    for reshard in (True, False):
-        trainer = engine(models / "qwen3", mesh, parallel={"reshard": reshard})
+    for name, settings in {"default": {}, "kept": {"reshard": False}, "sharded": {"accumulate": "sharded"}}.items():
+        trainer = engine(models / "qwen3", mesh, parallel=settings)
         with counted("reduce_scatter_single", "all_gather_single") as counts:
             metrics = trainer.train_batch(share(mesh), likelihood, count_loss_tokens)
-        found[f"reshard {reshard}"] = counts | {"micro_batches": metrics.micro_batches}
+        found[name] = counts | {"micro_batches": metrics.micro_batches}
     return found
 
 
@@ -101,6 +102,15 @@ def refused(models: Path, mesh: Mesh) -> list[str]:
         rows[0] = replace(rows[0], input_ids=rows[0].input_ids + 10_000)
     try:
         engine(models / "qwen3", mesh).train_batch(rows, likelihood, count_loss_tokens)
+    except ValueError as error:
+        return gathered(str(error))
+    return gathered("")
+
+
+def other_rows(models: Path, mesh: Mesh) -> list[str]:
+    """What each rank says of rows that it should share with another one that has different ones."""
+    try:
+        engine(models / "qwen3", mesh).forward(ragged_batch(seed=mesh.rank))
     except ValueError as error:
         return gathered(str(error))
     return gathered("")

@@ -65,13 +65,23 @@ def values_and_tokens(engine: TrainEngine, rows: list[Sequence]) -> Any:
     return engine.train_batch(rows, loss, count_loss_tokens)
 
 
+def values_alone(engine: TrainEngine, rows: list[Sequence]) -> Any:
+    def loss(outputs: Outputs, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return ((outputs.values - batch.advantages) ** 2).sum(), {}
+
+    return engine.train_batch(rows, loss, count_loss_tokens)
+
+
 GRPO = rl(preset="grpo", kl_coef=0.05, entropy_coef=0.01)
 GSPO = rl(preset="gspo", eps_low=0.5, eps_high=0.5, proximal="bypass")
 CASES = {
     "grpo qwen3": Case("qwen3", GRPO, ragged_batch(seed=4), {"token_budget": 150}),
-    "gspo llama": Case("llama", GSPO, ragged_batch(seed=5), {"token_budget": 150}),
+    "gspo llama": Case(
+        "llama", GSPO, ragged_batch(seed=5), {"token_budget": 150, "parallel": {"accumulate": "sharded"}}
+    ),
     "grpo tied": Case("tied", GRPO, ragged_batch(seed=6), {"token_budget": 150, "gradient_checkpointing": True}),
     "values qwen3": Case("qwen3", values_and_tokens, ragged_batch(seed=7), {"token_budget": 300}, "both"),
+    "critic llama": Case("llama", values_alone, ragged_batch(seed=9), {"token_budget": 300}, "value"),
     "one sequence": Case("llama", GRPO, ragged_batch(seed=8)[:1], {"parallel": {"reshard": False}}),
 }
 
@@ -107,7 +117,7 @@ def train(case: Case, models: Path, mesh: Mesh) -> Run:
     engine.optimizer.register_step_pre_hook(keep)
     forward = engine.forward(rows)
     facts = [known(case.step(engine, rows)) for _ in range(STEPS)]
-    evaluated = engine.eval_batch(rows, lambda outputs, _: (-outputs.logprobs.sum(), {}), count_loss_tokens)
+    evaluated = engine.eval_batch(rows, lambda outputs, _: (-outputs.main.sum(), {}), count_loss_tokens)
     weights = of_all_stages(engine.named_tensors(), mesh)
     return Run(facts, [of_all_stages(each, mesh) for each in gradients], weights, forward, evaluated.loss)
 

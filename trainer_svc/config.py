@@ -117,6 +117,10 @@ class ParallelConfig(Section):
         True,
         description="Give gathered weights back after each layer and gather them again for its backward pass. false: keep them for the whole step, faster but with the memory of the whole model.",
     )
+    accumulate: Literal["whole", "sharded"] = Field(
+        "whole",
+        description="Gradients of a step's micro-batches: whole, every process adds up its own and they are summed over processes once, for 4 bytes per parameter (of its stage and its tp slice); sharded, they are summed after each micro-batch and each process keeps its slice.",
+    )
     timeout_s: float = Field(
         600.0, gt=0, description="Seconds that a process waits for the others in one exchange before it gives up."
     )

@@ -25,7 +25,7 @@ TOLERANCE = 1e-5
 """Relative to the norm of what is compared, in float32."""
 
 SHAPE = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=512)
-CASES = ("grpo qwen3", "gspo llama", "grpo tied", "values qwen3", "one sequence")
+CASES = ("grpo qwen3", "gspo llama", "grpo tied", "values qwen3", "critic llama", "one sequence")
 SOME = ("grpo qwen3", "gspo llama", "one sequence")
 TWO = dict.fromkeys(("dp_shard=2", "dp_replicate=2", "tp=2", "cp=2"), CASES)
 FOUR = {
@@ -114,17 +114,23 @@ def test_four_processes_train_what_one_trains(four: Found, layout: str, case: st
 
 def test_gradients_are_summed_once_per_step_however_many_micro_batches_it_has(two: Found) -> None:
     groups = SHAPE.layers + 1
-    resharding, keeping = two["checks"]["exchanges"]["reshard True"], two["checks"]["exchanges"]["reshard False"]
-    assert min(resharding["micro_batches"], keeping["micro_batches"]) >= 4
-    assert resharding["reduce_scatter_single"] == keeping["reduce_scatter_single"] == groups
-    assert keeping["all_gather_single"] == groups
-    assert resharding["all_gather_single"] > groups
+    default, kept, sharded = (two["checks"]["exchanges"][name] for name in ("default", "kept", "sharded"))
+    each_rank = default["micro_batches"] // 2
+    assert each_rank >= 4
+    assert default["reduce_scatter_single"] == kept["reduce_scatter_single"] == groups
+    assert sharded["reduce_scatter_single"] == groups * each_rank
+    assert kept["all_gather_single"] == groups
+    assert default["all_gather_single"] > groups
 
 
 def test_a_batch_that_one_rank_refuses_is_refused_by_all(two: Found) -> None:
     other, own = two["checks"]["refused"]
     assert "another rank refused" in other
     assert "outside of the vocabulary" in own
+
+
+def test_ranks_that_share_rows_must_have_the_same(two: Found) -> None:
+    assert all("ranks 0, 1 share their rows" in said for said in two["checks"]["other rows"])
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(two: Found) -> None:

@@ -31,6 +31,7 @@ from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
+from trainer_svc.parallel.agreement import check_same_rows
 from trainer_svc.parallel.gradients import clip, total_norm
 from trainer_svc.parallel.layout import runner_of, shared_by_stages, spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -85,7 +86,7 @@ class TrainEngine:
             gradient_checkpointing=config.gradient_checkpointing,
         )
         network, self.adapter = attach_adapter(network, config.lora)
-        laid_out = spread(network, mesh, reshard=config.parallel.reshard)
+        laid_out = spread(network, mesh, config.parallel)
         self.network = choose_kernels(laid_out, config.attention, compiled=config.compile)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
         self.runner = runner_of(self.network, mesh, reshard=config.parallel.reshard)
@@ -346,6 +347,7 @@ class TrainEngine:
         whole_groups: bool = False,
     ) -> tuple[list[MicroBatch], float]:
         """The micro-batches, as many on every rank, and the weight of the global batch: 1 where it is 0, as nothing is divided then."""
+        check_same_rows(sequences, self.mesh)
         batches: list[MicroBatch] = []
         weight, refusal = 0.0, None
         try:

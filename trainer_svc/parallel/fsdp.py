@@ -1,7 +1,7 @@
 """Fully sharded data parallelism (FSDP2): each process keeps a slice of the weights, gradients and optimizer state.
 
 Weights of a layer are gathered before it runs and given back after; gradients are *summed* over the processes, once
-per step: between micro-batches each process adds up its own.
+per step: between micro-batches each process adds up its own, unless it is to keep no more than its slice of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ class Root(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
 
     Args:
         model: The model.
+        every_time: Sum gradients over processes after every backward pass, not once per step.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, every_time: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.every_time = every_time
 
     def forward(self, compute: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
         """What a function makes of the arguments with the model: a tensor, or a tuple of tensors and None."""
@@ -43,7 +45,8 @@ class Root(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
             keep: Whether gathered weights stay until the last.
         """
         if isinstance(self, FSDPModule):
-            self.set_requires_gradient_sync(now)
+            self.set_requires_gradient_sync(now or self.every_time)
+            self.set_requires_all_reduce(now)
             self.set_is_last_backward(now)
             self.set_reshard_after_backward(now or not keep)
 

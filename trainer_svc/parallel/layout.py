@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from trainer_svc.config import ParallelConfig
 from trainer_svc.engine.network import Network
 from trainer_svc.engine.runner import OneByOne, Runner
 from trainer_svc.parallel.context import EXCHANGED_ATTENTION, Context, check_heads
@@ -18,13 +19,13 @@ from trainer_svc.parallel.tensor import split_matrices
 __all__ = ["runner_of", "shared_by_stages", "spread"]
 
 
-def spread(network: Network, mesh: Mesh, *, reshard: bool = True) -> Network:
+def spread(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -> Network:
     """Lay a network out over a mesh, in place; every process gives the same whole network.
 
     Args:
         network: On the CPU where there are several processes.
         mesh: The processes.
-        reshard: Give a layer's gathered weights back after its forward pass.
+        config: What FSDP keeps, and when it adds gradients up; None: the defaults.
 
     Raises:
         ValueError: if the model does not fit the mesh.
@@ -47,9 +48,10 @@ def spread(network: Network, mesh: Mesh, *, reshard: bool = True) -> Network:
         network.model.set_attn_implementation(EXCHANGED_ATTENTION)
     if mesh.tensor is not None:
         split_matrices(network.model, mesh.tensor)
-    root = Root(network.model)
+    config = config or ParallelConfig()
+    root = Root(network.model, every_time=config.accumulate == "sharded")
     if mesh.data is not None:
-        shard_weights(root, mesh.data, dtype=network.compute_dtype, reshard=reshard)
+        shard_weights(root, mesh.data, dtype=network.compute_dtype, reshard=config.reshard)
     else:
         root.to(mesh.device)
     return replace(network, device=torch.device(mesh.device), context=context, root=root)
