@@ -1,6 +1,7 @@
-"""One rank of a sharded engine, as a program: loads a checkpoint of one process, steps, saves, fails, dies; notes what it saw.
+"""One rank of an engine, as a program: loads a checkpoint of one process, steps, saves, fails, dies; notes what it saw.
 
-Arguments: directory with the checkpoint `one` and for the notes, model. Rank, count and meeting point come from the
+Arguments: directory, then in turn a directory in it with `model` and its checkpoint `one` and the axis that has two
+processes, as ``tied/pp``. Rank, count and meeting point come from the
 environment, as torchrun gives them.
 """
 
@@ -11,12 +12,11 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
@@ -28,8 +28,8 @@ from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import ParallelConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.optimizers import build_optimizers
-from trainer_svc.parallel.mesh import join
+from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.parallel.mesh import Mesh, join, make_mesh
 
 DEADLINE_S = 60.0
 CONFIG = TrainerConfig(optimizer="muon", lr=1e-2, weight_decay=0.1, device="cpu", threads=1)
@@ -47,16 +47,6 @@ def step(engine: TrainEngine) -> None:
     engine.optimizer_steps += 1
 
 
-def sharded(model: str) -> TrainEngine:
-    engine = TrainEngine(CONFIG, model)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in engine.network.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(engine.network.model, mesh=mesh)
-    engine.optimizer = build_optimizers(CONFIG, engine.network.model, engine.device)
-    return engine
-
-
 def fail(*_: object) -> list[Path]:
     raise OSError("No space left on device")
 
@@ -66,35 +56,48 @@ def die(*_: object) -> list[Path]:
     raise AssertionError
 
 
-def main() -> None:
-    directory, model = Path(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    mesh = join(ParallelConfig(), "cpu")
-    engine, saver = sharded(model), Saver(Writers.of(mesh, DEADLINE_S), DEADLINE_S)
-    saver.load(directory / "one", {"policy": engine})
+def relay(layout: str, directory: Path, mesh: Mesh) -> dict[str, object]:
+    """Go on from what one process wrote, step, and write what one process goes on from."""
+    engine = TrainEngine(CONFIG, directory / "model", mesh=mesh)
+    engine.load(directory / "one")
     stored = read_below("policy.", directory / "one" / "state")
     held = engine.state_tensors()
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in held.items()}
-    notes: dict[str, object] = {
-        "same": all(torch.equal(tensor, stored[name]) for name, tensor in whole.items()),
-        "uneven": sorted(
-            {tuple(piece.sizes) for piece in held_pieces(held) if piece.name.endswith("0.mlp.up_proj.weight")}
-        ),
-    }
+    same = all(torch.equal(tensor, stored[name]) for name, tensor in whole.items())
     step(engine)
+    writing = engine.begin_save(directory / layout)
+    step(engine)  # the checkpoint is of the moment before
+    writing.result(DEADLINE_S)
+    return {
+        "same": same,
+        "up_proj": [
+            list(piece.sizes) for piece in held_pieces(held) if piece.name == "model.model.layers.0.mlp.up_proj.weight"
+        ],
+    }
 
-    def save(name: str, meanwhile: Callable[[], None] = lambda: None) -> str:
-        state = training_state({"policy": engine}, mesh.rank)
-        begun = saver.begin(directory / name, CheckpointManifest(), state, export=engine.export_state)
-        meanwhile()
-        error = begun.exception(DEADLINE_S)
-        return "" if error is None else f"{type(error).__name__}: {error}"
 
-    notes["two"] = save("two", meanwhile=lambda: step(engine))
-    for name, fault in (("three", fail), ("four", die)):
+def save(saver: Saver, engine: TrainEngine, directory: Path) -> str:
+    """Write a checkpoint; what went wrong."""
+    begun = saver.begin(directory, CheckpointManifest(), training_state({"policy": engine}, dist.get_rank()))
+    error = begun.exception(DEADLINE_S)
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    directory, *relays = Path(sys.argv[1]), *sys.argv[2:]
+    torch.set_num_threads(1)
+    mesh = join(ParallelConfig(), "cpu")
+    notes: dict[str, object] = {}
+    for each in relays:
+        model, axis = each.split("/")
+        laid_out = make_mesh(ParallelDims(**{axis: 2}), torch.device("cpu"), timedelta(seconds=DEADLINE_S))
+        notes[each] = relay(axis, directory / model, laid_out)
+    engine = TrainEngine(CONFIG, directory / model / "model", mesh=mesh)
+    saver = Saver(Writers.of(mesh, DEADLINE_S), DEADLINE_S)
+    for name, fault in (("full", fail), ("killed", die)):
         if mesh.rank == 1:
             saving.write_shards = fault
-        notes[name] = save(name)
+        notes[name] = save(saver, engine, directory / name)
     (directory / f"{mesh.rank}.json").write_text(json.dumps(notes))
     os._exit(0)  # a group whose member was killed cannot be taken down in order
 

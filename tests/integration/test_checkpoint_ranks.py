@@ -27,15 +27,22 @@ TOLERANCE = 1e-7
 pytestmark = pytest.mark.slow
 
 
+UP_PROJ = {
+    "tied/dp_shard": [[24, 32]],
+    "tied/dp_replicate": [[47, 32]],
+    "tied/cp": [[24, 32]],
+    "tied/pp": [[47, 32]],
+    "untied/tp": [[24, 32]],
+    "untied/pp": [[48, 32]],
+}
+"""What rank 0 holds of a matrix of 47 or 48 rows, by model and by the axis that has two processes."""
+
+
 def test_one_two_and_one_rank_share_checkpoints_and_a_death_costs_none_of_them(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    init_model(model, ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=47), seed=3)
-    straight = TrainEngine(CONFIG, model)
-    step(straight)
-    step(straight)
-    straight.save(tmp_path / "one")
+    straight = {"tied": one_process(tmp_path / "tied", mlp=47, tie=True)}
+    straight["untied"] = one_process(tmp_path / "untied", mlp=48, tie=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(tmp_path), str(model)]
+    command = [sys.executable, str(PROGRAM), str(tmp_path), *UP_PROJ]
     ranks = [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(2)]
     try:
         assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, -signal.SIGKILL]
@@ -43,25 +50,42 @@ def test_one_two_and_one_rank_share_checkpoints_and_a_death_costs_none_of_them(t
         for rank in ranks:
             rank.kill()
     seen = json.loads((tmp_path / "0.json").read_text())
-    assert seen["same"], "each rank holds its part of what one process wrote"
-    assert seen["uneven"] == [[24, 32]], "of 47 rows"
-    assert seen["two"] == ""
-    assert seen["three"] == "PartFailedError: rank 1 failed: OSError: No space left on device"
-    assert seen["four"], "the death of a rank is told within the deadline"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.json", "model", "one", "two"]
+    assert seen.pop("full") == "PartFailedError: rank 1 failed: OSError: No space left on device"
+    assert seen.pop("killed"), "the death of a rank is told within the deadline"
+    assert seen == {each: {"same": True, "up_proj": held} for each, held in UP_PROJ.items()}
+    assert {path.name for path in tmp_path.iterdir()} == {"0.json", *straight}
+    for each in UP_PROJ:
+        goes_on(straight[each.split("/")[0]], tmp_path / each)
 
-    step(straight)
-    state = tmp_path / "two" / "state"
+
+def one_process(directory: Path, **shape: int) -> TrainEngine:
+    """Two steps of one process and their checkpoint, then the step that the others repeat."""
+    init_model(directory / "model", ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, **shape), seed=3)
+    engine = TrainEngine(CONFIG, directory / "model")
+    step(engine)
+    step(engine)
+    engine.save(directory / "one")
+    step(engine)
+    return engine
+
+
+def goes_on(straight: TrainEngine, directory: Path) -> None:
+    """One process goes on from what two wrote as if it had made their step."""
+    state = directory / "state"
     assert len(list(state.iterdir())) == 2, "each rank wrote its share"
     assert {"random.cpu.0", "random.cpu.1"} <= stored_tensors(state).keys()
-    resumed = TrainEngine(CONFIG, model)
-    resumed.load(tmp_path / "two")
+    resumed = TrainEngine(CONFIG, directory.parent / "model")
+    resumed.load(directory)
     expected, found = straight.state_tensors(), resumed.state_tensors()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE, msg=f"{directory.name} {name}")
     assert resumed.optimizer_steps == 3
-    exported = load_file(tmp_path / "two" / "hf" / "model.safetensors")
-    assert all(torch.equal(exported[name], tensor) for name, tensor in resumed.named_tensors().items())
-    described = json.loads((tmp_path / "two" / "hf" / "config.json").read_text())
-    assert described["architectures"] == ["Qwen3ForCausalLM"]
+    exported = load_file(directory / "hf" / "model.safetensors")
+    named = resumed.named_tensors()
+    assert exported.keys() == named.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in named.items())
+    described = json.loads((directory / "hf" / "config.json").read_text())
+    original = json.loads((directory.parent / "model" / "config.json").read_text())
+    for key in ("architectures", "num_hidden_layers", "tie_word_embeddings"):
+        assert described[key] == original[key]
