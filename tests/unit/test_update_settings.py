@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from orchestrator_svc.config import OrchestratorConfig
+from sluice.config import load_run
 from trainer_svc.config import TrainerConfig
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
 
 
 @pytest.mark.parametrize(
@@ -48,3 +52,8 @@ def test_what_the_trainer_estimates_needs_no_group(advantage: str) -> None:
     assert OrchestratorConfig(advantage=advantage, group_size=1).advantage == advantage
     with pytest.raises(ValidationError, match="set group_size to 2"):
         OrchestratorConfig(advantage="lite_ppo", group_size=1)
+
+
+def test_the_example_names_one_estimator_on_both_sides() -> None:
+    run = load_run(["@", str(EXAMPLE / "ppo.toml"), "--model", "anything"])
+    assert run.orchestrator.advantage == run.trainer.objective.choices.advantage == "gae"

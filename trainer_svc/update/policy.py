@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
@@ -20,9 +19,6 @@ from trainer_svc.update.critic import CRITIC, Critic, value_facts
 from trainer_svc.update.minibatches import split_by_group
 from trainer_svc.update.report import critic_report, update_report
 from trainer_svc.update.trainable import CAUSES, keep_trainable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = ["Passes", "PolicyUpdate"]
 
@@ -93,8 +89,8 @@ class PolicyUpdate:
         losses = {f"dropped_tokens/{cause}": float(dropped.get(cause, 0)) for cause in CAUSES}
         measured = _shares(self.engine.ranks.total(_advantage_sums(rows) | losses))
         if self.critic is not None:
-            with_prefix = value_facts(rows, self.engine.ranks).items()
-            measured |= {CRITIC + name: value for name, value in with_prefix}
+            judged = value_facts(rows, self.engine.ranks)
+            measured |= {CRITIC + name: value for name, value in judged.items()}
         metrics = self._train(rows)
         return replace(
             metrics,
