@@ -21,6 +21,7 @@ from trainer_svc.offline.loop import train, with_length
 from trainer_svc.offline.progress import Report, Summary
 from trainer_svc.offline.rows import DataError
 from trainer_svc.offline.start import build_engine, load_examples, renderer_of
+from trainer_svc.parallel.mesh import SINGLE, Mesh
 
 __all__ = ["TeacherLoss", "distill", "teacher_figures"]
 
@@ -61,12 +62,13 @@ def teacher_figures(sums: Mapping[str, float]) -> dict[str, float]:
     return {"kl": sums["teacher_gap"] / sums["tokens"], "distance": sums["distance"] / sums["tokens"]}
 
 
-def distill(config: DistillConfig, report: Report) -> Summary:
+def distill(config: DistillConfig, report: Report, mesh: Mesh = SINGLE) -> Summary:
     """Train and write the model.
 
     Args:
         config: The settings.
         report: Called every `log_every` steps and with each evaluation of held-out texts.
+        mesh: The processes that train together.
 
     Raises:
         FileExistsError: if the output directory exists; nothing is trained then.
@@ -76,14 +78,16 @@ def distill(config: DistillConfig, report: Report) -> Summary:
     _check_vocabulary(config, renderer.tokenizer)
     data = load_examples(config, Demonstrations.load, renderer)
     settings = with_length(config, len(data.train))
-    data = _taught(settings, data)
+    data = _taught(settings, data, mesh)
     loss = TeacherLoss(config.divergence)
-    return train(build_engine(settings), Lesson(loss, loss.objective.weight, teacher_figures), data, config, report)
+    return train(
+        build_engine(settings, mesh=mesh), Lesson(loss, loss.objective.weight, teacher_figures), data, config, report
+    )
 
 
-def _taught(config: DistillConfig, data: Data) -> Data:
+def _taught(config: DistillConfig, data: Data, mesh: Mesh) -> Data:
     """The data with the teacher's log-probabilities; the teacher is gone when this returns."""
-    teacher = build_engine(config.model_copy(update={"lora": LoraConfig()}), config.teacher)
+    teacher = build_engine(config.model_copy(update={"lora": LoraConfig()}), config.teacher, mesh=mesh)
 
     def asked(examples: Examples) -> Examples:
         return with_logprobs(teacher, examples, "teacher_logprobs")

@@ -20,6 +20,7 @@ from trainer_svc.offline.loop import train, with_length
 from trainer_svc.offline.pairs import Preferences, count_pairs, pair_places
 from trainer_svc.offline.progress import Report, Summary
 from trainer_svc.offline.start import build_engine, load_examples, renderer_of
+from trainer_svc.parallel.mesh import SINGLE, Mesh
 
 __all__ = ["PreferenceLoss", "prefer", "preference_figures"]
 
@@ -81,19 +82,20 @@ def preference_figures(sums: Mapping[str, float]) -> dict[str, float]:
     return {name: sums[key] / sums["pairs"] for name, key in names.items()} | {"kl": sums["kl"] / sums["tokens"]}
 
 
-def prefer(config: DpoConfig, report: Report) -> Summary:
+def prefer(config: DpoConfig, report: Report, mesh: Mesh = SINGLE) -> Summary:
     """Train and write the model.
 
     Args:
         config: The settings.
         report: Called every `log_every` steps and with each evaluation of held-out pairs.
+        mesh: The processes that train together.
 
     Raises:
         FileExistsError: if the output directory exists; nothing is trained then.
         DataError: if the pairs cannot be used.
     """
     data = load_examples(config, Preferences.load, renderer_of(config))
-    engine = build_engine(with_length(config, len(data.train)))
+    engine = build_engine(with_length(config, len(data.train)), mesh=mesh)
 
     def referred(examples: Examples) -> Examples:
         return with_logprobs(engine, examples, "reference_logprobs")

@@ -18,6 +18,7 @@ from trainer_svc.offline.pairs import Preferences, ScoredAnswers, count_pairs, p
 from trainer_svc.offline.progress import Report, Summary
 from trainer_svc.offline.reward_model_config import RewardModelConfig
 from trainer_svc.offline.start import build_engine, load_examples, renderer_of
+from trainer_svc.parallel.mesh import SINGLE, Mesh
 
 __all__ = ["ScoreLoss", "score_figures", "train_scorer"]
 
@@ -61,12 +62,13 @@ def score_figures(sums: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def train_scorer(config: RewardModelConfig, report: Report) -> Summary:
+def train_scorer(config: RewardModelConfig, report: Report, mesh: Mesh = SINGLE) -> Summary:
     """Train and write the classifier.
 
     Args:
         config: The settings.
         report: Called every `log_every` steps and with each evaluation of held-out pairs.
+        mesh: The processes that train together.
 
     Raises:
         FileExistsError: if the output directory exists; nothing is trained then.
@@ -82,7 +84,7 @@ def train_scorer(config: RewardModelConfig, report: Report) -> Summary:
         return ScoredAnswers(pairs, padding)
 
     data = load_examples(config, load, renderer)
-    engine = build_engine(with_length(config, len(data.train)), head="value")
+    engine = build_engine(with_length(config, len(data.train)), head="value", mesh=mesh)
     # transformers finds the last token of a padded batch by it, and refuses batches where it is not set.
     engine.network.model.config.get_text_config().pad_token_id = padding
     lesson = Lesson(ScoreLoss(config.centering), count_pairs, score_figures, whole_groups=True)

@@ -47,6 +47,10 @@ class OfflineConfig(ComputeConfig):
         for name in ("model", "data"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is not set: give --{name}, or {name} = ... in the file")
+        if self.parallel.pp > 1:
+            raise ValueError(
+                "the model is written at the end, which takes all layers in one stage: set parallel.pp to 1"
+            )
         if self.eval_data and self.eval_share:
             raise ValueError("eval_data and eval_share both say what is held out: remove one of them")
         return self

@@ -7,11 +7,13 @@ from typing import Protocol
 
 from transformers import AutoTokenizer
 
+from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.network import Head
 from trainer_svc.offline.examples import Data, Examples, hold_out
 from trainer_svc.offline.settings import OfflineConfig
+from trainer_svc.parallel.mesh import SINGLE, Mesh
 
 __all__ = ["Load", "Loaded", "build_engine", "load_examples", "renderer_of"]
 
@@ -63,12 +65,21 @@ def load_examples(config: OfflineConfig, load: Load, renderer: ChatRenderer) -> 
     return Data(*hold_out(data, config.eval_share, config.seed), data.dropped_long)
 
 
-def build_engine(config: OfflineConfig, model: str = "", *, head: Head = "language") -> TrainEngine:
+def build_engine(
+    config: OfflineConfig, model: str = "", *, head: Head = "language", mesh: Mesh = SINGLE
+) -> TrainEngine:
     """The engine of this process.
 
     Args:
         config: The settings, with the number of steps filled in.
         model: Directory or hub id to load; empty for the model to start from.
         head: What the network has on top.
+        mesh: The processes that train together.
+
+    Raises:
+        ConfigError: if the settings do not fit the model, the device or the processes.
     """
-    return TrainEngine(config, model or config.model, config.seed, head=head)
+    try:
+        return TrainEngine(config, model or config.model, config.seed, head=head, mesh=mesh)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
