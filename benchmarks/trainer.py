@@ -1,7 +1,8 @@
 """One GRPO update: ours, TRL's GRPOTrainer and a plain padded transformers loop on the same model and batch.
 
 Each side is a process of its own with both cores; they take turns, and ratios are medians over rounds of neighbours in
-time. Tokens are the batch's real ones, prompts included, padding not: the ratio of tokens/s is that of seconds.
+time. Tokens are the batch's real ones, prompts included, padding not: the ratio of tokens/s is that of seconds. Beside
+it: two data-parallel processes of one thread against one, and the fused log-probability against the naive one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _require_trl() -> None:
     from benchmarks.trainer_sides.update import has_trl  # noqa: PLC0415
 
     if not has_trl():
-        raise ConfigError("TRL is not installed: run `make install-bench`")
+        raise ConfigError(
+            "TRL is not installed: run `make install-bench`, or leave it out with `--only scaling --only fused`"
+        )
 
 
 def _prepare(options: argparse.Namespace, directory: Path) -> dict[str, float]:
@@ -79,6 +82,20 @@ def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return asyncio.run(measure)
 
 
+def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    from benchmarks.trainer_sides.scaling import measure_scaling  # noqa: PLC0415
+
+    return asyncio.run(measure_scaling(directory, rounds=options.rounds))
+
+
+def _fused(_: argparse.Namespace, __: Path) -> dict[str, Any]:
+    from benchmarks.fused_logprob import measure_fused_logprob  # noqa: PLC0415
+
+    measured = dict(measure_fused_logprob())
+    ratios = {name: measured.pop(name) for name in list(measured) if name.endswith("_over_naive")}
+    return {"ratios": ratios, **measured}
+
+
 def _in_child(work: Callable[[argparse.Namespace, Path], dict[str, Any]], *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
     """Run in a process of its own: this one keeps neither threads nor memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -87,4 +104,6 @@ def _in_child(work: Callable[[argparse.Namespace, Path], dict[str, Any]], *argum
 
 PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "update": _update,
+    "scaling": _scaling,
+    "fused": _fused,
 }

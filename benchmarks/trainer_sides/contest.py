@@ -14,10 +14,11 @@ from typing import Any
 
 from benchmarks.trainer_sides.orders import UPDATE
 
-__all__ = ["Contestant", "Side", "contestant"]
+__all__ = ["UPDATE_S", "Contestant", "Side", "contestant"]
 
 START_S = 180.0
 UPDATE_S = 300.0
+"""Seconds that an update may take."""
 STOP_S = 20.0
 LINE_LIMIT = 1 << 20
 """Bytes. asyncio's default of 64 KiB would do for numbers, not for a warning that a library prints in one line."""

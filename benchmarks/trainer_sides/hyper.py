@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-__all__ = ["ADAM_EPS", "BETAS", "CLIP", "GRAD_CLIP", "LEARNING_RATE", "side_arguments"]
+__all__ = ["ADAM_EPS", "BATCH", "BETAS", "CLIP", "GRAD_CLIP", "LEARNING_RATE", "NO_DEGENERATE", "side_arguments"]
 
 LEARNING_RATE = 1e-5
 BETAS = (0.9, 0.95)
@@ -13,6 +13,11 @@ ADAM_EPS = 1e-8
 CLIP = 0.2
 """The ratio is clipped to [1 - CLIP, 1 + CLIP]."""
 GRAD_CLIP = 1.0
+
+
+BATCH = "batch.safetensors"
+NO_DEGENERATE = "no_degenerate.safetensors"
+"""Files that `prepare` writes: the batch, and the same tokens with rewards of which no group's are all equal."""
 
 
 def side_arguments(description: str | None) -> argparse.ArgumentParser:

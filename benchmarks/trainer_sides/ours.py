@@ -5,43 +5,65 @@ from __future__ import annotations
 import time
 
 import torch
+import torch.distributed as dist
 
+from benchmarks.trainer_sides.contest import UPDATE_S
 from benchmarks.trainer_sides.hyper import ADAM_EPS, BETAS, CLIP, GRAD_CLIP, LEARNING_RATE, side_arguments
 from benchmarks.trainer_sides.memory import PeakMemory
 from benchmarks.trainer_sides.orders import Orders
 from benchmarks.trainer_sides.workload import Row, UpdateBatch
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import ObjectiveConfig, ParallelConfig, TrainerConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
+from trainer_svc.parallel.balance import Cost, balance
+from trainer_svc.parallel.mesh import Mesh, join
 from trainer_svc.update.policy import PolicyUpdate
 
 
 def main() -> None:
-    """Update on order."""
+    """Update on order; under torchrun each process trains its share."""
     parser = side_arguments(__doc__)
     parser.add_argument("--no-folding", action="store_true", help="forward each sample's prompt apart")
+    parser.add_argument("--replicate", type=int, default=1, help="copies of the model; other processes share one")
     arguments = parser.parse_args()
     orders = Orders()
     memory = PeakMemory()
-    settings = config(threads=arguments.threads, fold=not arguments.no_folding)
-    update = PolicyUpdate(TrainEngine(settings, arguments.model), Objective.of(settings.objective))
-    sequences = [sequence(row) for row in UpdateBatch.load(arguments.batch).rows()]
-    orders.answer(ready=True)
-    while orders.wait():
+    settings = config(threads=arguments.threads, fold=not arguments.no_folding, replicate=arguments.replicate)
+    mesh = join(settings.parallel, settings.device)
+    objective = Objective.of(settings.objective)
+    update = PolicyUpdate(TrainEngine(settings, arguments.model, mesh=mesh), objective)
+    rows = [sequence(row) for row in UpdateBatch.load(arguments.batch).rows()]
+    cost = Cost.of(update.engine.network.model.config)
+    shares = balance(rows, mesh.dims.data_parallel, cost=cost, contributes=objective.contributes)
+    share = [rows[place] for place in shares[mesh.dims.data_rank(mesh.rank)]]
+    if mesh.rank == 0:
+        orders.answer(ready=True)
+    while _go(orders, mesh):
         memory.restart()
-        start = time.perf_counter()
-        metrics = update.apply(sequences)
-        orders.answer(
-            seconds=time.perf_counter() - start,
-            loss=metrics.loss,
-            forward_tokens=metrics.forward_tokens,
-            peak_bytes=memory.bytes,
-            phases={name: round(value, 3) for name, value in metrics.seconds.items()},
-        )
+        start, busy = time.perf_counter(), time.process_time()
+        metrics = update.apply(share)
+        if mesh.rank == 0:
+            orders.answer(
+                seconds=time.perf_counter() - start,
+                cpu_seconds=time.process_time() - busy,
+                loss=metrics.loss,
+                forward_tokens=metrics.forward_tokens,
+                peak_bytes=memory.bytes,
+                phases={name: round(value, 3) for name, value in metrics.seconds.items()},
+            )
 
 
-def config(*, threads: int, fold: bool = True) -> TrainerConfig:
+def _go(orders: Orders, mesh: Mesh) -> bool:
+    """Whether to update: the first process hears it and tells the others."""
+    if mesh.everyone is None:
+        return orders.wait()
+    told = torch.tensor(int(mesh.rank == 0 and orders.wait()))
+    dist.broadcast(told, 0, group=mesh.everyone)
+    return bool(told)
+
+
+def config(*, threads: int, fold: bool = True, replicate: int = 1) -> TrainerConfig:
     """GRPO with the hyper-parameters of the other sides; all else as it comes."""
     return TrainerConfig(
         objective=ObjectiveConfig(preset="grpo", eps_low=CLIP, eps_high=CLIP),
@@ -52,6 +74,7 @@ def config(*, threads: int, fold: bool = True) -> TrainerConfig:
         device="cpu",
         threads=threads,
         fold_prompts=fold,
+        parallel=ParallelConfig(dp_replicate=replicate, timeout_s=UPDATE_S),
     )
 
 

@@ -28,9 +28,15 @@ def main() -> None:
     orders.answer(ready=True)
     while orders.wait():
         memory.restart()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         loss, cells = _update(model, optimizer, rows, arguments.micro_batch)
-        orders.answer(seconds=time.perf_counter() - start, loss=loss, forward_tokens=cells, peak_bytes=memory.bytes)
+        orders.answer(
+            seconds=time.perf_counter() - start,
+            cpu_seconds=time.process_time() - busy,
+            loss=loss,
+            forward_tokens=cells,
+            peak_bytes=memory.bytes,
+        )
 
 
 def _update(

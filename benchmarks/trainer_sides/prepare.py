@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.trainer_sides.hyper import BATCH, NO_DEGENERATE
 from benchmarks.trainer_sides.workload import MODEL, UpdateBatch, Workload
 from sluice.cli.init_model import init_model
 
@@ -24,8 +25,8 @@ def prepare(directory: Path, workload: Workload, seed: int) -> dict[str, float]:
     parameters = init_model(path, MODEL, seed=seed)
     batch = UpdateBatch.draw(workload, seed)
     batch = replace(batch, behaviour=_behaviour(path, batch, seed))
-    batch.save(directory / "batch.safetensors")
-    batch.without_degenerate().save(directory / "no_degenerate.safetensors")
+    batch.save(directory / BATCH)
+    batch.without_degenerate().save(directory / NO_DEGENERATE)
     padded = int(batch.prompt_lengths.max() + batch.completion_lengths.max()) * len(batch.groups)
     return {
         "parameters": float(parameters),

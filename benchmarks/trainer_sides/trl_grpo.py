@@ -35,7 +35,7 @@ class GivenSamplesTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
     def __init__(self, orders: Orders, batch: UpdateBatch, **arguments: Any) -> None:  # noqa: ANN401
         self.orders = orders
         self.samples = list(batch.rows())
-        self.preparing_s = 0.0
+        self.preparing = (0.0, 0.0)
         self.losses: list[torch.Tensor] = []
         self.forward_tokens = 0
         super().__init__(reward_funcs=[_given_reward], rollout_func=self._roll_out, **arguments)
@@ -50,11 +50,11 @@ class GivenSamplesTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
         }
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         output["old_per_token_logps"] = output["sampling_per_token_logps"]
         self.forward_tokens = output["prompt_ids"].numel() + output["completion_ids"].numel()
-        self.preparing_s = time.perf_counter() - start
+        self.preparing = (time.perf_counter() - start, time.process_time() - busy)
         return output
 
     def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:  # noqa: ANN401
@@ -68,7 +68,8 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]  # transformers is not t
     """Waits for the order before each optimizer step and answers after it."""
 
     def __init__(self, orders: Orders, memory: PeakMemory) -> None:
-        self.orders, self.memory, self.start = orders, memory, 0.0
+        self.orders, self.memory = orders, memory
+        self.start = self.busy = 0.0
         self.trainer: GivenSamplesTrainer | None = None
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
@@ -78,15 +79,17 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         if self.trainer is not None:
             self.trainer.losses.clear()
         self.memory.restart()
-        self.start = time.perf_counter()
+        self.start, self.busy = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """The optimizer has stepped and gradients are cleared."""
-        seconds, trainer = time.perf_counter() - self.start, self.trainer
+        seconds, busy = time.perf_counter() - self.start, time.process_time() - self.busy
+        trainer = self.trainer
         if trainer is None:
             raise RuntimeError("the stopwatch was given no trainer")
         self.orders.answer(
-            seconds=seconds - trainer.preparing_s,
+            seconds=seconds - trainer.preparing[0],
+            cpu_seconds=busy - trainer.preparing[1],
             loss=float(torch.stack(trainer.losses).sum()),
             forward_tokens=trainer.forward_tokens,
             peak_bytes=self.memory.bytes,

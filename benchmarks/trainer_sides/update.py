@@ -3,50 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.trainer_sides.contest import Side, contestant
+from benchmarks.trainer_sides.contest import contestant
+from benchmarks.trainer_sides.hyper import NO_DEGENERATE
+from benchmarks.trainer_sides.turns import BENCH_PACKAGES, Measured, side_of, take_turns
 
 __all__ = ["has_trl", "measure_update"]
-
-BENCH_PACKAGES = Path(__file__).parents[2] / ".venv-bench"
-"""Where `make install-bench` puts what only benchmarks compare with."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 """Sequences per forward pass that TRL and the plain loop are tried with; the fastest takes part. More are slower on a CPU."""
 
 MIB = 1 << 20
-
-BATCH = "batch.safetensors"
-NO_DEGENERATE = "no_degenerate.safetensors"
-
-
-@dataclass(slots=True)
-class Measured:
-    """What one side did in its counted updates.
-
-    Attributes:
-        first_loss: Loss of the first update, before which all sides have the same weights.
-        seconds: Of each counted update.
-        last: All that the last answer said.
-    """
-
-    first_loss: float
-    seconds: list[float] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
-    peak_bytes: int = 0
-
-    def add(self, answer: dict[str, Any]) -> None:
-        """Take in one update."""
-        self.seconds.append(answer["seconds"])
-        self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
-        self.last = answer
 
 
 def has_trl() -> bool:
@@ -69,63 +40,24 @@ async def measure_update(directory: Path, *, rounds: int, threads: int, micro_ba
     }
     print(f"sequences per forward pass of the others: {sizes}", flush=True)
     sides = (
-        _side("ours", "ours", directory, threads),
-        _side("trl", "trl_grpo", directory, threads, size=sizes["trl"]),
-        _side("plain", "plain", directory, threads, size=sizes["plain"]),
-        _side("ours_without_skipping", "ours", directory, threads, batch=NO_DEGENERATE),
-        _side("ours_packing_alone", "ours", directory, threads, batch=NO_DEGENERATE, extra=("--no-folding",)),
+        side_of("ours", "ours", directory, threads),
+        side_of("trl", "trl_grpo", directory, threads, size=sizes["trl"]),
+        side_of("plain", "plain", directory, threads, size=sizes["plain"]),
+        side_of("ours_without_skipping", "ours", directory, threads, batch=NO_DEGENERATE),
+        side_of("ours_packing_alone", "ours", directory, threads, batch=NO_DEGENERATE, extra=("--no-folding",)),
     )
-    found = await _contest(sides, directory, rounds)
+    found = await take_turns(sides, directory, rounds)
     return _report(found, sizes)
-
-
-def _side(
-    name: str,
-    module: str,
-    directory: Path,
-    threads: int,
-    *,
-    size: int = 0,
-    batch: str = BATCH,
-    extra: Sequence[str] = (),
-) -> Side:
-    paths = [str(BENCH_PACKAGES), os.environ.get("PYTHONPATH", "")] if module == "trl_grpo" else []
-    environment = {
-        # Threads that spin while they wait would slow the side whose turn it is.
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-    if paths:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = ["-m", f"benchmarks.trainer_sides.{module}", "--model", str(directory / "model")]
-    command += ["--batch", str(directory / batch), "--threads", str(threads), "--micro-batch", str(size), *extra]
-    return Side(name, command, environment)
 
 
 async def _fastest(module: str, directory: Path, threads: int) -> int:
     """The micro-batch size with which one update takes least."""
     seconds: dict[int, float] = {}
     for size in MICRO_BATCHES:
-        async with contestant(_side(f"{module}_{size}", module, directory, threads, size=size), directory) as side:
+        async with contestant(side_of(f"{module}_{size}", module, directory, threads, size=size), directory) as side:
             seconds[size] = (await side.update())["seconds"]
         print(f"{module}, {size} sequences per forward pass: {seconds[size]:.2f} s", flush=True)
     return min(seconds, key=seconds.__getitem__)
-
-
-async def _contest(sides: Sequence[Side], directory: Path, rounds: int) -> dict[str, Measured]:
-    async with AsyncExitStack() as stack:
-        started = [await stack.enter_async_context(contestant(side, directory)) for side in sides]
-        found = {each.side.name: Measured((await each.update())["loss"]) for each in started}
-        for number in range(rounds):
-            for each in started:
-                answer = await each.update()
-                found[each.side.name].add(answer)
-                print(f"round {number}, {each.side.name}: {answer}", flush=True)
-    return found
 
 
 def _report(found: Mapping[str, Measured], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -150,6 +82,7 @@ def _report(found: Mapping[str, Measured], sizes: Mapping[str, int]) -> dict[str
         "ratios": ratios,
         "first_loss": {name: each.first_loss for name, each in found.items()},
         "seconds": {name: round(median(each.seconds), 2) for name, each in found.items()},
+        "cpu_seconds": {name: round(median(each.cpu_seconds), 2) for name, each in found.items()},
         "forward_tokens": {name: each.last["forward_tokens"] for name, each in found.items()},
         "peak_mib": {name: round(each.peak_bytes / MIB) for name, each in found.items()},
         "sequences_per_forward_pass": dict(sizes),

@@ -67,6 +67,13 @@ def test_a_group_is_split_where_one_rank_would_wait_for_it():
     assert sorted(map(len, balance(rows, 2, whole_groups=True))) == [0, 4]
 
 
+def test_rows_that_are_not_forwarded_weigh_nothing():
+    rows = [row([1] * 4, [2] * 4, advantage=advantage, name=str(advantage)) for advantage in (0.0, 1.0, 0.0, 2.0)]
+    shares = balance(rows, 2, contributes=lambda each: bool(each.advantages.any()))
+    assert sorted(sum(bool(rows[place].advantages.any()) for place in share) for share in shares) == [1, 1]
+    assert sorted(place for share in shares for place in share) == [0, 1, 2, 3]
+
+
 def test_attention_makes_one_long_row_cost_more_than_its_tokens():
     rows = [row([1] * 100, [2] * 2), *(row([1] * 10, [2] * 2) for _ in range(20))]
     assert balance(rows, 2, cost=Cost(token=1.0, pair=1.0))[0] == [0]

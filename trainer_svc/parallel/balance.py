@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Self
@@ -66,6 +66,9 @@ class Cost:
         return cls(token=2 * layers * weights, pair=4 * layers * heads * width, loss_token=2 * hidden * vocabulary)
 
 
+NOTHING = np.zeros(0, dtype=np.int64)
+"""The forwarded tokens of a row that is left out."""
+
 TOKENS = Cost(1.0)
 """Tokens alone, for a model of unknown size."""
 
@@ -80,7 +83,13 @@ class _Row:
 
 
 def balance(
-    rows: Rows[Sequence], shares: int, *, cost: Cost = TOKENS, fold: bool = True, whole_groups: bool = False
+    rows: Rows[Sequence],
+    shares: int,
+    *,
+    cost: Cost = TOKENS,
+    fold: bool = True,
+    whole_groups: bool = False,
+    contributes: Callable[[Sequence], bool] | None = None,
 ) -> list[list[int]]:
     """Deal rows out to ranks.
 
@@ -90,6 +99,7 @@ def balance(
         cost: What a row costs.
         fold: Whether a group's common beginning is forwarded once per rank.
         whole_groups: Never split a group over ranks, for losses that compare its rows.
+        contributes: As of `TrainEngine.train_batch`: rows without a gradient are not forwarded and weigh nothing.
 
     Returns:
         Places of the rows in each share, ascending; the same rows give the same shares.
@@ -99,7 +109,7 @@ def balance(
     """
     if shares < 1:
         raise ValueError(f"rows cannot be dealt out to {shares} ranks: give 1 or more")
-    weighed, groups = _weigh(rows, cost, fold=fold)
+    weighed, groups = _weigh(rows, cost, contributes, fold=fold)
     largest = max(map(len, groups), default=1)
     pieces = [1]
     while not whole_groups and pieces[-1] < largest:
@@ -109,12 +119,14 @@ def balance(
     return [sorted(share) for share in best]
 
 
-def _weigh(rows: Rows[Sequence], cost: Cost, *, fold: bool) -> tuple[list[_Row], list[list[int]]]:
+def _weigh(
+    rows: Rows[Sequence], cost: Cost, contributes: Callable[[Sequence], bool] | None, *, fold: bool
+) -> tuple[list[_Row], list[list[int]]]:
     """The cost of each row, and the rows of each group; a row without a group is one of its own."""
     members: dict[object, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         members[row.group_id or place].append(place)
-    inputs = [_forwarded(row) for row in rows]
+    inputs = [_forwarded(row) if contributes is None or contributes(row) else NOTHING for row in rows]
     groups = list(members.values())
     weighed: dict[int, _Row] = {}
     for number, places in enumerate(groups):
@@ -122,7 +134,7 @@ def _weigh(rows: Rows[Sequence], cost: Cost, *, fold: bool) -> tuple[list[_Row],
         for place in places:
             tokens = len(inputs[place])
             attention = cost.pair * tokens * (tokens + 1) / 2
-            head = cost.loss_token * int(rows[place].loss_mask.sum())
+            head = cost.loss_token * int(rows[place].loss_mask.sum()) if tokens else 0.0
             shared = cost.token * min(prefix, tokens)
             weighed[place] = _Row(number, shared, cost.token * tokens - shared + attention + head)
     return [weighed[place] for place in range(len(rows))], groups
