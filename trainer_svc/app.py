@@ -28,6 +28,9 @@ __all__ = ["SERVICE"]
 
 SERVICE_NAME = "sluice.v1.TrainerService"
 
+PUSH_GRACE_S = 0.5
+"""Seconds that a push under way gets to end when the trainer stops."""
+
 
 log = structlog.get_logger(__name__)
 
@@ -107,7 +110,8 @@ async def _lead(
         ended = await trainer.stop(config.server.drain_s)
         if ended:  # a thread that still waits for the others holds the line to them; they end when this process does
             crew.dismiss()
-        weights.close()
+        if await weights.settle(PUSH_GRACE_S):
+            weights.close()
         await channel.close()
     if crew.broken is not None:
         raise crew.broken

@@ -124,6 +124,13 @@ async def test_two_ranks_train_what_one_process_trains_and_survive_the_death_of_
             await both_train(3, 2)
             await both_train(4, 2)
 
+            before = [rank(torchrun.pid, number).pid for number in (0, 1)]
+            await train(client, 5, 2, digest)  # its version is on its way when the epoch ends
+            again = await client.begin_epoch(RUN, 3)
+            assert Version.from_proto(again.policy_version) == Version(3, 2)
+            await train(client, 3, 3, digest)
+            assert [rank(torchrun.pid, number).pid for number in (0, 1)] == before, "the ranks went on"
+
         ranks = [rank(torchrun.pid, number) for number in (0, 1)]
         torchrun.kill()
         _, alive = await asyncio.to_thread(psutil.wait_procs, ranks, START_S)
