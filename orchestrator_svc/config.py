@@ -218,6 +218,10 @@ class OrchestratorConfig(Section):
                 f"{self.advantage} compares the episodes of a group: of a single one every advantage is 0 and nothing is"
                 " learned; set group_size to 2 or more"
             )
+        if self.filter.drop_degenerate and self.advantage not in ESTIMATORS:
+            raise ValueError(
+                f"filter.drop_degenerate drops groups of equal rewards, from which {self.advantage} still learns: set it to false"
+            )
         if self.max_concurrent < self.batch_size:
             raise ValueError(
                 f"max_concurrent ({self.max_concurrent}) below batch_size ({self.batch_size}) could never fill a batch"

@@ -50,6 +50,8 @@ def test_what_has_all_it_needs_is_taken(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("advantage", ["gae", "reinforce_pp", "process", "none"])
 def test_what_the_trainer_estimates_needs_no_group(advantage: str) -> None:
     assert OrchestratorConfig(advantage=advantage, group_size=1).advantage == advantage
+    with pytest.raises(ValidationError, match="still learns"):
+        OrchestratorConfig(advantage=advantage, filter={"drop_degenerate": True})
     with pytest.raises(ValidationError, match="set group_size to 2"):
         OrchestratorConfig(advantage="lite_ppo", group_size=1)
 
