@@ -28,6 +28,8 @@ from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import ParallelConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.offload import OffloadedAdamW
+from trainer_svc.engine.optimizers import Optimizers
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import Mesh, join, make_mesh
 
@@ -76,6 +78,29 @@ def relay(layout: str, directory: Path, mesh: Mesh) -> dict[str, object]:
     }
 
 
+def offload(directory: Path, mesh: Mesh) -> bool:
+    """Whether AdamW in host memory makes the steps of AdamW on parts of matrices, and its state goes on as AdamW's."""
+    config = CONFIG.model_copy(update={"optimizer": "adamw"})
+    plain, offloaded = (TrainEngine(config, directory / "model", mesh=mesh) for _ in range(2))
+    parameters = list(offloaded.network.model.parameters())
+    options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+    groups = [
+        {"params": [each for each in parameters if each.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    offloaded.optimizer = Optimizers(config, [OffloadedAdamW(groups, **options)])
+    for engine in (plain, offloaded):
+        step(engine)
+    offloaded.save(directory / "offloaded")
+    resumed = TrainEngine(config, directory / "model", mesh=mesh)
+    resumed.load(directory / "offloaded")
+    offloaded.load(directory / "offloaded")
+    for engine in (plain, offloaded, resumed):
+        step(engine)
+    states = [held_pieces(each.state_tensors()) for each in (plain, offloaded, resumed)]
+    return all(torch.equal(tensor, other[piece]) for other in states[1:] for piece, tensor in states[0].items())
+
+
 def save(saver: Saver, engine: TrainEngine, directory: Path) -> str:
     """Write a checkpoint; what went wrong."""
     begun = saver.begin(directory, CheckpointManifest(), training_state({"policy": engine}, dist.get_rank()))
@@ -92,6 +117,7 @@ def main() -> None:
         model, axis = each.split("/")
         laid_out = make_mesh(ParallelDims(**{axis: 2}), torch.device("cpu"), timedelta(seconds=DEADLINE_S))
         notes[each] = relay(axis, directory / model, laid_out)
+    notes["offload"] = offload(directory / model, mesh)
     engine = TrainEngine(CONFIG, directory / model / "model", mesh=mesh)
     saver = Saver(Writers.of(mesh, DEADLINE_S), DEADLINE_S)
     for name, fault in (("full", fail), ("killed", die)):

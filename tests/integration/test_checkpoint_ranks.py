@@ -52,6 +52,7 @@ def test_one_two_and_one_rank_share_checkpoints_and_a_death_costs_none_of_them(t
     seen = json.loads((tmp_path / "0.json").read_text())
     assert seen.pop("full") == "PartFailedError: rank 1 failed: OSError: No space left on device"
     assert seen.pop("killed"), "the death of a rank is told within the deadline"
+    assert seen.pop("offload"), "moments in host memory are those of AdamW, to the bit"
     assert seen == {each: {"same": True, "up_proj": held} for each, held in UP_PROJ.items()}
     assert {path.name for path in tmp_path.iterdir()} == {"0.json", *straight}
     for each in UP_PROJ:

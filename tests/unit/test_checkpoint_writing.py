@@ -117,6 +117,33 @@ def test_a_failed_write_is_told_and_leaves_nothing_behind(
     engine(model).load(tmp_path / "here")
 
 
+@pytest.mark.parametrize(("renames", "steps"), [(1, 0), (2, 1)])
+def test_a_kill_around_the_renames_leaves_the_old_checkpoint_or_the_new_one(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int, steps: int
+) -> None:
+    """The export gets its name first, then the old checkpoint makes room, then the new one takes its place."""
+    policy = engine(model)
+    policy.save(tmp_path / "x")
+    policy_step(policy, ragged_batch(seed=1, groups=1))
+    done: list[Path] = []
+
+    def killed(path: Path, target: Path) -> Path:
+        if len(done) == renames:
+            raise SystemExit("killed")
+        done.append(path)
+        return rename(path, target)
+
+    rename = Path.rename
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        patched.setattr(saver.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(SystemExit):
+            policy.save(tmp_path / "x")
+    resumed = engine(model)
+    resumed.load(tmp_path / "x")
+    assert resumed.optimizer_steps == steps
+
+
 def test_the_manifest_comes_after_all_else(model: Path, tmp_path: Path) -> None:
     """At the moment of the export the shards are there and the manifest is not; it names every other file."""
     seen: list[set[str]] = []

@@ -13,7 +13,7 @@ import torch
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from sluice.versions import Version
 from trainer_svc.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from trainer_svc.checkpoint.saver import Export, Saver
+from trainer_svc.checkpoint.saver import Export, Saver, recover
 from trainer_svc.checkpoint.state import Trained
 
 __all__ = ["Checkpoints"]
@@ -42,8 +42,9 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Remove what interrupted writes left behind; nothing is being written now."""
-        for path in self.directory.glob(".step_*"):
-            shutil.rmtree(path)
+        for path in list(self.directory.glob(".step_*")):
+            recover(self.directory / path.name.split(".")[1])
+            shutil.rmtree(path, ignore_errors=True)
 
     def find(self, name: str) -> CheckpointManifest | None:
         """The complete checkpoint of this name."""

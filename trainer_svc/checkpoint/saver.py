@@ -34,7 +34,7 @@ from trainer_svc.checkpoint.shards import write_shards
 from trainer_svc.checkpoint.state import Trained, restore_state
 from trainer_svc.checkpoint.writers import ALONE, PartFailedError, Writers
 
-__all__ = ["EXPORT", "STATE", "Export", "Saver"]
+__all__ = ["EXPORT", "STATE", "Export", "Saver", "recover"]
 
 STATE = "state"
 EXPORT = "hf"
@@ -137,22 +137,24 @@ class Saver:
             CheckpointDamagedError: if a file is missing or not as it was written; nothing has changed then.
             ValueError: if it is of other engines, models or optimizers; the state is undefined then.
         """
-        manifest = read_manifest(directory / MANIFEST)
-        if manifest is None:
-            raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a whole checkpoint")
-        files = [file for file in manifest.files if file.path.startswith(f"{STATE}/")]
-        mine = files[self.writers.index :: self.writers.size]
+        self.wait()
 
         def check() -> bytes:
-            check_files(mine, directory)
-            return b""
+            if self.writers.index == 0:
+                recover(directory)
+            manifest = read_manifest(directory / MANIFEST)
+            if manifest is None:
+                raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a whole checkpoint")
+            files = [file for file in manifest.files if file.path.startswith(f"{STATE}/")]
+            check_files(files[self.writers.index :: self.writers.size], directory)
+            return manifest.SerializeToString()
 
         try:
-            self.writers.agree(check)
+            manifests = self.writers.agree(check)
         except PartFailedError as error:
             raise CheckpointDamagedError(str(error)) from error
         restore_state(engines, directory / STATE, self.writers.index)
-        return manifest
+        return CheckpointManifest.FromString(manifests[0])
 
     def _own_share(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> dict[Piece, torch.Tensor]:
         """What this process is to write, where it lies; the directory is there when this returns."""
@@ -245,3 +247,9 @@ def _put_in_place(building: Path, target: Path) -> None:
     building.rename(target)
     sync_directory(target.parent)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def recover(target: Path) -> None:
+    """Finish what a kill between the two renames left: the new checkpoint is whole then, and has no name yet."""
+    if not target.exists() and (_building(target) / MANIFEST).exists():
+        _building(target).rename(target)
