@@ -27,12 +27,15 @@ TOLERANCE = 1e-5
 SHAPE = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=512)
 CASES = ("grpo qwen3", "gspo llama", "grpo tied", "values qwen3", "critic llama", "one sequence")
 SOME = ("grpo qwen3", "gspo llama", "one sequence")
-TWO = dict.fromkeys(("dp_shard=2", "dp_replicate=2", "tp=2", "cp=2"), CASES)
+TWO = dict.fromkeys(("dp_shard=2", "dp_replicate=2", "tp=2", "cp=2", "pp=2"), CASES)
 FOUR = {
     "dp_shard=2,tp=2": SOME,
     "dp_shard=2,cp=2": SOME,
     "tp=2,cp=2": SOME,
     "dp_replicate=2,dp_shard=2": SOME,
+    "pp=2,dp_shard=2": ("grpo tied", "one sequence"),
+    "pp=2,tp=2": ("grpo tied",),
+    "pp=2,cp=2": ("gspo llama",),
     "cp=4": ("gspo llama",),  # more processes than key-value heads
 }
 
