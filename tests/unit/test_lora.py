@@ -21,6 +21,7 @@ from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.config import ComputeConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.offline import dpo_command, merge_command, reward_model_command, sft_command
 
 LORA = {"rank": 4, "alpha": 8.0}
@@ -182,6 +183,21 @@ def test_settings_that_cannot_be_trained_are_refused(model_dir):
         engine(model_dir, lora={"target_modules": ["q_proj", "embed_tokens"]})
     with pytest.raises(ValidationError, match=r"set parallel.tp and parallel.pp to 1"):
         TrainerConfig(lora=LORA, parallel={"tp": 2})
+
+
+def test_a_value_head_on_the_policys_network_is_trained_and_not_published(model_dir):
+    trainer = TrainEngine(ComputeConfig(device="cpu", lr=1e-2, lora=LORA), model_dir, head="both")
+
+    def squared(outputs, batch):
+        return (outputs.values - batch.advantages).square().sum(), {}
+
+    before = trainer.network.value_head.weight.detach().clone()
+    losses = [trainer.train_batch(ragged_batch(1), squared, count_loss_tokens).loss for _ in range(10)]
+    assert losses[-1] < losses[0]
+    assert not torch.equal(trainer.network.value_head.weight, before)
+    assert "model.value_head.weight" in trainer.state_tensors()
+    assert all(".lora_" in name for name in trainer.adapter.tensors())
+    assert "value_head.weight" not in trainer.live_tensors()
 
 
 def test_repeated_steps_raise_what_is_rewarded(model_dir):
