@@ -195,6 +195,11 @@ class ComputeConfig(OptimizerConfig):
     threads: int = Field(
         0, ge=0, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
     )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="Peak of one device in TFLOP/s at the precision of `dtype`, for the metric `mfu`; unset takes the bf16 figure of a known GPU, and leaves `mfu` out elsewhere.",
+    )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Several processes for one model.")
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Train an adapter instead of all weights.")
 

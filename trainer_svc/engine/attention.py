@@ -41,6 +41,7 @@ class AttentionPlan:
         longest: Tokens of the longest sequence.
         padded_tokens: Block cells in all, of `prefixes` where there are some.
         real_tokens: Block cells that are not padding; in `blocks` a token shared by several sequences counts in each.
+        pairs: Tokens that attend to tokens, each packed token once with all before it in its sequence and itself.
         prefixes: The same as parts and shared beginnings, for a CPU; None where the sequences do not lie so.
         ragged: The same for the kernel that takes rows of varying length; None likewise.
     """
@@ -50,6 +51,7 @@ class AttentionPlan:
     longest: int
     padded_tokens: int
     real_tokens: int
+    pairs: int
     prefixes: PrefixPlan | None
     ragged: Ragged | None
 
@@ -76,12 +78,16 @@ class AttentionPlan:
             blocks.append(torch.from_numpy(block))
             cells += block.size
         prefixes = PrefixPlan.of(segments, packed_tokens)
+        seen = np.zeros(packed_tokens, dtype=np.int64)
+        for segment in segments:
+            seen[segment] = np.arange(1, len(segment) + 1)
         return cls(
             tuple(blocks),
             torch.from_numpy(sources),
             max(map(len, segments)),
             cells if prefixes is None else prefixes.padded_tokens,
             sum(map(len, segments)) if prefixes is None else packed_tokens,
+            int(seen.sum()),
             prefixes,
             Ragged.of(segments, packed_tokens),
         )

@@ -31,6 +31,7 @@ from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
+from trainer_svc.engine.throughput import Meter
 from trainer_svc.parallel.agreement import check_same_rows
 from trainer_svc.parallel.gradients import clip, total_norm
 from trainer_svc.parallel.layout import runner_of, shared_by_stages, spread
@@ -91,6 +92,13 @@ class TrainEngine:
         self.optimizer = build_optimizers(config, self.network.model, self.device)
         self.runner = runner_of(self.network, mesh, reshard=config.parallel.reshard)
         self._in_two_stages = shared_by_stages(self.network, mesh)
+        self.meter = Meter.of(
+            self.network.model.config.get_text_config(),
+            self.device,
+            frozen=self.adapter is not None,
+            devices=mesh.dims.world_size,
+            peak_tflops=config.peak_tflops,
+        )
         self.optimizer_steps = 0
         """Optimizer steps applied; skipped ones do not count."""
 
@@ -120,7 +128,7 @@ class TrainEngine:
         Raises:
             ValueError: if a token id is outside of the vocabulary.
         """
-        record = StepRecord(sequences, self.ranks)
+        record = StepRecord(sequences, self.ranks, self.meter)
         with record.phase("pack"):
             batches, weight = self._prepare(sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
         self.optimizer.zero_grad(set_to_none=True)

@@ -14,6 +14,7 @@ import torch
 
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.shapes import Scalar
+from trainer_svc.engine.throughput import Meter, Work
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 __all__ = ["StepMetrics", "StepRecord"]
@@ -37,6 +38,9 @@ class StepMetrics:
         seconds: Wall-clock seconds per phase: pack, forward, backward, optimizer, total.
         sums: What the loss function summed up, by name; ``max_...`` are maxima.
         measured: What whoever trains makes of them, by name.
+        flops: Floating-point operations that the forwarded tokens need, forward and backward; None if unknown.
+        peak_flops: FLOP/s that all devices together could make; None if unknown.
+        peak_memory_bytes: Of the process that reports: tensors on its GPU, or its largest resident set so far.
     """
 
     loss: float
@@ -52,14 +56,32 @@ class StepMetrics:
     seconds: Mapping[str, float]
     sums: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    flops: float | None = None
+    peak_flops: float | None = None
+    peak_memory_bytes: float | None = None
+
+    @property
+    def throughput(self) -> dict[str, float]:
+        """`tokens_per_s` and `forward_tokens_per_s`, `packing_efficiency`, and `mfu` where its parts are known."""
+        total_s = self.seconds.get("total", 0.0)
+        found = {"packing_efficiency": 1.0 - self.padding_fraction}
+        if total_s > 0:
+            found |= {
+                "tokens_per_s": self.tokens / total_s,
+                "forward_tokens_per_s": self.forward_tokens / total_s,
+            }
+            if self.flops is not None and self.peak_flops is not None:
+                found["mfu"] = self.flops / (total_s * self.peak_flops)
+        return found
 
     def as_flat(self) -> dict[str, float]:
         """Finite numbers by name; seconds as ``seconds/name``, what was measured under its own name."""
         flat: dict[str, float] = {f"seconds/{name}": each for name, each in self.seconds.items()}
         for each in fields(self):
-            if each.name not in ("seconds", "sums", "measured"):
-                flat[each.name] = float(getattr(self, each.name))
-        flat |= self.measured
+            value = getattr(self, each.name)
+            if each.name not in ("seconds", "sums", "measured", "peak_flops") and value is not None:
+                flat[each.name] = float(value)
+        flat |= self.throughput | dict(self.measured)
         return {name: value for name, value in flat.items() if math.isfinite(value)}
 
 
@@ -69,15 +91,20 @@ class StepRecord:
     Args:
         sequences: This rank's share of the batch as it was given.
         ranks: All ranks that have a share.
+        meter: What the network's training steps are measured by; None: they are not.
     """
 
-    def __init__(self, sequences: Rows[Sequence], ranks: Ranks = ALONE) -> None:
+    def __init__(self, sequences: Rows[Sequence], ranks: Ranks = ALONE, meter: Meter | None = None) -> None:
         self._start = perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
         self._loss: list[Scalar] = []
         self._sums: list[dict[str, Scalar]] = []
         self._sequences = sequences
         self._ranks = ranks
+        self._meter = meter
+        if meter is not None:
+            meter.restart()
+        self._pairs = self._scored = 0
         self._forward_tokens = self._cells = self._real_cells = self._micro_batches = 0
         self._totals: dict[str, float] | None = None
         self._grad_norm = 0.0
@@ -99,6 +126,8 @@ class StepRecord:
             return
         self._micro_batches += 1
         self._forward_tokens += batch.packed_tokens
+        self._pairs += batch.attention.pairs
+        self._scored += len(batch.predictors)
         self._cells += batch.attention.padded_tokens
         self._real_cells += batch.attention.real_tokens
 
@@ -120,6 +149,8 @@ class StepRecord:
                 "micro_batches": self._micro_batches,
                 "cells": self._cells,
                 "real_cells": self._real_cells,
+                "pairs": self._pairs,
+                "scored": self._scored,
             }
             self._totals = self._ranks.combine({f"step/{name}": value for name, value in own.items()} | self._summed())
         return self._totals
@@ -135,6 +166,10 @@ class StepRecord:
         """The report."""
         totals = dict(self.totals())
         cells, real_cells, loss = totals.pop("step/cells"), totals.pop("step/real_cells"), totals.pop("step/loss")
+        forward_tokens = int(totals.pop("step/forward_tokens"))
+        work = Work(forward_tokens, totals.pop("step/pairs"), totals.pop("step/scored"))
+        if self._meter is not None:
+            self._meter.wait()
         self._seconds["total"] = perf_counter() - self._start
         return StepMetrics(
             loss=loss,
@@ -146,7 +181,10 @@ class StepRecord:
             sequences=int(totals.pop("step/sequences")),
             tokens=int(totals.pop("step/tokens")),
             loss_tokens=int(totals.pop("step/loss_tokens")),
-            forward_tokens=int(totals.pop("step/forward_tokens")),
+            forward_tokens=forward_tokens,
             micro_batches=int(totals.pop("step/micro_batches")),
             sums=totals,
+            flops=None if self._meter is None else self._meter.flops(work),
+            peak_flops=None if self._meter is None else self._meter.peak,
+            peak_memory_bytes=None if self._meter is None else self._meter.peak_memory(),
         )

@@ -47,6 +47,8 @@ def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
         padding_fraction=_weighted([step.padding_fraction for step in steps], [step.forward_tokens for step in steps]),
         seconds=_summed([step.seconds for step in steps]),
         sums=_policy_sums(steps),
+        flops=None if steps[0].flops is None else sum(step.flops or 0.0 for step in steps),
+        peak_memory_bytes=max((step.peak_memory_bytes or 0.0 for step in steps), default=None),
         measured=measured
         | {
             "optimizer_steps": float(sum(not step.skipped for step in steps)),
