@@ -17,7 +17,14 @@ BENCHMARKS = {
     "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
     "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths"),
     "pause": ("benchmarks.pause", "a request that lives through updates, and the pause against an in-place copy"),
-    "trainer": ("benchmarks.trainer", "one GRPO update against TRL and a plain loop; two processes against one; memory"),
+    "trainer": (
+        "benchmarks.trainer",
+        "one GRPO update against TRL and a plain loop; two processes against one; memory",
+    ),
+    "fused_logprob": (
+        "benchmarks.fused_logprob",
+        "memory, time and accuracy of the fused output layer against plain autograd",
+    ),
     "weightsync": ("benchmarks.weightsync", "the weight path: transfers, deltas, pauses, fan-out, faults"),
 }
 """Module and one line per benchmark; the module exposes ``run(argv) -> Mapping`` whose ``ratios`` are the result."""

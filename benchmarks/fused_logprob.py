@@ -7,11 +7,12 @@ sides take turns within each round; a ratio is the median of the rounds'.
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -22,7 +23,9 @@ from benchmarks.trainer_sides.memory import PeakMemory
 from trainer_svc.engine.fused_logprob import Entropy, fused_logprobs
 from trainer_svc.engine.output_layer import logprobs_of_logits
 
-__all__ = ["measure_fused_logprob"]
+__all__ = ["measure_accuracy", "measure_fused_logprob", "run"]
+
+RESULTS = ("log-probability", "entropy", "gradient of hidden", "gradient of weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,30 @@ class _Inputs(NamedTuple):
     weight: torch.Tensor
     targets: torch.Tensor
     temperatures: torch.Tensor
+
+
+def run(argv: list[str]) -> Mapping[str, Any]:
+    """Measure and print; returns what the JSON line holds."""
+    parser = argparse.ArgumentParser(prog="sluice bench fused_logprob", description=__doc__)
+    parser.add_argument("--vocabulary", type=int, default=151_936, help="token ids; by default Qwen3's")
+    parser.add_argument("--tokens", type=int, default=2048, help="loss tokens of a micro-batch")
+    parser.add_argument("--width", type=int, default=1024, help="size of a hidden state")
+    parser.add_argument("--entropy", choices=("none", "measure", "train"), default="none", help="what of the entropy")
+    parser.add_argument("--cells", type=int, default=1 << 25, help="logits that may stay alive")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each side")
+    parser.add_argument("--accuracy", action="store_true", help="compare with float64 instead, for 64 tokens")
+    options = parser.parse_args(argv)
+    if options.accuracy:
+        return {"ratios": {}, "accuracy": measure_accuracy(options.vocabulary, width=options.width)}
+    found = measure_fused_logprob(
+        options.vocabulary,
+        tokens=options.tokens,
+        width=options.width,
+        entropy=options.entropy,
+        cells=options.cells,
+        rounds=options.rounds,
+    )
+    return {"ratios": {name: found.pop(name) for name in list(found) if name.endswith("_over_naive")}, **found}
 
 
 def measure_fused_logprob(
@@ -85,6 +112,36 @@ def measure_fused_logprob(
     }
 
 
+def measure_accuracy(vocabulary: int = 151_936, *, tokens: int = 64, width: int = 1024) -> dict[str, dict[str, float]]:
+    """Largest differences from float64, by precision of the inputs and way; gradients relative to their largest element."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) * 3 * width**-0.5
+    targets, temperatures = torch.randint(vocabulary, (tokens,)), torch.rand(tokens) + 0.5
+    arriving = torch.randn(2, tokens)
+    sizes = _Sizes(vocabulary, tokens, width, "train", 1 << 25, 0)
+
+    def results(side: str, dtype: torch.dtype, through: torch.dtype) -> list[torch.Tensor]:
+        learning = [each.to(through).to(dtype).requires_grad_() for each in (hidden, weight)]
+        logprobs, spread = SIDES[side](_Inputs(learning[0], learning[1], targets, temperatures), sizes)
+        assert spread is not None  # noqa: S101 - it was asked for
+        values = torch.stack([logprobs, spread])
+        gradients = torch.autograd.grad((values * arriving.to(values)).sum(), learning)
+        return [*values.detach().double(), *(each.double() for each in gradients)]
+
+    found: dict[str, dict[str, float]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        exact = results("naive", torch.float64, dtype)
+        for side in SIDES:
+            gaps = [
+                float((ours - each).abs().max()) for ours, each in zip(results(side, dtype, dtype), exact, strict=True)
+            ]
+            gaps[2:] = (gap / float(each.abs().max()) for gap, each in zip(gaps[2:], exact[2:], strict=True))
+            name = f"{str(dtype).removeprefix('torch.')} {side}"
+            found[name] = {which: float(f"{gap:.2g}") for which, gap in zip(RESULTS, gaps, strict=True)}
+            print(f"{name}: {found[name]}", flush=True)
+    return found
+
+
 def _in_child(work: Callable[..., tuple[int, float]], *arguments: Any) -> tuple[int, float]:  # noqa: ANN401
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *arguments).result()
@@ -106,18 +163,18 @@ def _measure(side: str, sizes: _Sizes) -> tuple[int, float]:
     for _ in range(2):
         inputs.hidden.grad = inputs.weight.grad = None
         begun = time.perf_counter()
-        (SIDES[side](inputs, sizes) * arriving).sum().backward()
+        (SIDES[side](inputs, sizes)[0] * arriving).sum().backward()
         seconds = time.perf_counter() - begun
     return memory.bytes, seconds
 
 
-def _naive(inputs: _Inputs, sizes: _Sizes) -> torch.Tensor:
+def _naive(inputs: _Inputs, sizes: _Sizes) -> tuple[torch.Tensor, torch.Tensor | None]:
     logits = inputs.hidden @ inputs.weight.t()
-    return logprobs_of_logits(logits, inputs.targets, inputs.temperatures, entropy=sizes.entropy)[0]
+    return logprobs_of_logits(logits, inputs.targets, inputs.temperatures, entropy=sizes.entropy)
 
 
-def _fused(inputs: _Inputs, sizes: _Sizes) -> torch.Tensor:
-    return fused_logprobs(*inputs, entropy=sizes.entropy, cells=sizes.cells)[0]
+def _fused(inputs: _Inputs, sizes: _Sizes) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return fused_logprobs(*inputs, entropy=sizes.entropy, cells=sizes.cells)
 
 
 SIDES = {"naive": _naive, "fused": _fused}

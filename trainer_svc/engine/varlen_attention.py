@@ -8,7 +8,7 @@ causal mask with the last key, so that a sequence's own tokens see all of the be
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 import numpy as np
@@ -86,8 +86,12 @@ class Ragged:
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
         """Copy the indices to a device."""
         keys = None if self.keys is None else self.keys.to(device, non_blocking=non_blocking)
-        bounds = (each.to(device, non_blocking=non_blocking) for each in (self.query_bounds, self.key_bounds))
-        return type(self)(keys, *bounds, self.tokens, self.longest_query, self.longest_key)
+        return replace(
+            self,
+            keys=keys,
+            query_bounds=self.query_bounds.to(device, non_blocking=non_blocking),
+            key_bounds=self.key_bounds.to(device, non_blocking=non_blocking),
+        )
 
 
 def _bounds(lengths: list[int]) -> torch.Tensor:
@@ -185,8 +189,8 @@ def _probe(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
     ]
     expected = []
     for segment, own in zip(segments, (5, 3), strict=True):
-        picked = (each[segment].transpose(0, 1).unsqueeze(0) for each in rows)
-        whole = scaled_dot_product_attention(*picked, is_causal=True, enable_gqa=heads != key_heads)
+        query, key, value = (each[segment].transpose(0, 1).unsqueeze(0) for each in rows)
+        whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
         expected.append(whole[0].transpose(0, 1)[-own:])
     with torch.autocast(device.type, enabled=False):
         found = varlen_attention(rows[0], rows[1], rows[2], ragged)
