@@ -69,6 +69,11 @@ class Mesh:
             return None
         return self.weights["fsdp"] if self.dims.dp_replicate == 1 else self.weights["dp_replicate", "fsdp"]
 
+    def leave(self) -> None:
+        """Take leave of the others; the last call of a process that joined them."""
+        if self.weights is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
 
 SINGLE = Mesh(ParallelDims(), 0, None, ALONE)
 """One process that has all of the weights and of the batch."""
@@ -77,8 +82,7 @@ SINGLE = Mesh(ParallelDims(), 0, None, ALONE)
 def join(config: ParallelConfig, device: str = "auto") -> Mesh:
     """Meet the other processes of this trainer, as torchrun's environment names them, and share out the work.
 
-    Call it once per process, before anything else of `torch.distributed`; `torch.distributed.destroy_process_group()`
-    takes leave. Without torchrun (no `WORLD_SIZE` in the environment) it is `SINGLE`.
+    Call it once per process, before anything else of `torch.distributed`, and `Mesh.leave` at the end. Without torchrun (no `WORLD_SIZE` in the environment) it is `SINGLE`.
 
     Args:
         config: The table `trainer.parallel`.
