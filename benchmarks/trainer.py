@@ -25,9 +25,11 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     """Measure and print; returns what the JSON line holds.
 
     Raises:
-        ConfigError: if TRL is not there.
+        ConfigError: if TRL or, with `--gpu`, a CUDA device is not there.
     """
     options = _parser().parse_args(argv)
+    if options.gpu:
+        return _gpu(options)
     parts = options.only or list(PARTS)
     if "update" in parts:
         _require_trl()
@@ -56,6 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         "--micro-batch", type=int, help="sequences per forward pass of TRL and the plain loop; tried out"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batch")
+    parser.add_argument("--gpu", action="store_true", help="a 0.6 B-shaped model on one GPU instead of all else")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[4096, 16384, 65536], help="with --gpu: tokens per sequence"
+    )
+    parser.add_argument("--compile", action="store_true", help="with --gpu: compile the decoder layers")
     return parser
 
 
@@ -94,6 +101,12 @@ def _fused(_: argparse.Namespace, __: Path) -> dict[str, Any]:
     measured = dict(measure_fused_logprob())
     ratios = {name: measured.pop(name) for name in list(measured) if name.endswith("_over_naive")}
     return {"ratios": ratios, **measured}
+
+
+def _gpu(options: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks.trainer_sides.gpu import measure_gpu  # noqa: PLC0415
+
+    return measure_gpu(options.tokens, rounds=options.rounds, compiled=options.compile)
 
 
 def _in_child(work: Callable[[argparse.Namespace, Path], dict[str, Any]], *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
