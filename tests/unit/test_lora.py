@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from trainer_svc.config import ComputeConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.offline import dpo_command, merge_command, reward_model_command, sft_command
+from trainer_svc.offline.sft import fine_tune
+from trainer_svc.offline.sft_config import SftConfig
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -223,6 +226,37 @@ def test_sft_writes_an_adapter_that_has_learned(model_dir, tmp_path):
         ids = torch.tensor([ChatRenderer(tokenizer).render([{"role": "user", "content": question}])])
         sampled = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
         assert tokenizer.decode(sampled[0, ids.shape[1] :]) == f"{answer}<|end|>"
+
+
+class KilledError(Exception):
+    pass
+
+
+def test_an_interrupted_run_goes_on_with_the_batches_and_the_dropout_it_would_have_had(model_dir, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat(letter, letter.upper()) for letter in "abcdefghijk"])
+    settings = {"model": str(model_dir), "data": str(rows), "device": "cpu", "lr": 1e-2, "batch_size": 3}
+    settings |= {"lora": LORA | {"dropout": 0.2}, "max_steps": 9, "log_every": 1}
+
+    def killed_late(progress):
+        if progress.step == 7:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
+            raise KilledError
+
+    fine_tune(SftConfig(**settings, output=tmp_path / "straight"), lambda _: None)
+    settings |= {"output": tmp_path / "resumed", "checkpoint_every": 3}
+    with pytest.raises(KilledError):
+        fine_tune(SftConfig(**settings), killed_late)
+    assert {path.name for path in (tmp_path / "resumed.checkpoints").iterdir()} == {"step_3", "step_6"}
+    with pytest.raises(FileExistsError, match="give --resume to go on"):
+        fine_tune(SftConfig(**settings), lambda _: None)
+    told = []
+    fine_tune(SftConfig(**settings, resume=True), told.append)
+    assert [progress.step for progress in told] == [7, 8, 9]
+    straight, resumed = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "resumed"))
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert not (tmp_path / "resumed.checkpoints").exists()
 
 
 def test_preferences_are_learned_by_an_adapter(model_dir, tmp_path, capsys):

@@ -68,6 +68,7 @@ def engine(model_dir: Path, **settings) -> TrainEngine:
         {"chosen": [QUESTION, answer("yes")], "rejected": [QUESTION, answer("no")]},
         {"prompt": "<|user|>ab<|end|><|assistant|>", "chosen": "yes", "rejected": "no"},
         {"prompt": "ab", "chosen": [answer("yes")], "rejected": [answer("no")]},
+        {"prompt": [QUESTION], "chosen": "yes", "rejected": "no"},
     ],
 )
 def test_every_kind_of_row_gives_the_same_pair(renderer, tmp_path, row):

@@ -106,6 +106,8 @@ def test_each_pass_shows_every_demonstration_once_in_another_order(model_dir, tm
         ([chat("a", "b" * 100)], r"r.jsonl:1 has \d+ tokens, more than max_length 50"),
         ([[1]], r"r.jsonl:1 is not a JSON object"),
         ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
+        ([chat("a", "b"), {"messages": [{"content": "x"}]}], "r.jsonl:2 holds messages that are none: KeyError"),
+        ([{"messages": "x"}], "r.jsonl:1 holds messages that are none"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named_by_their_line(model_dir, tmp_path, rows, message):

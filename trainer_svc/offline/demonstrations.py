@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.engine.batch import Sequence
-from trainer_svc.offline.rows import DataError, Row, described, read_rows
+from trainer_svc.offline.rows import DataError, Row, described, named, read_rows
 
 __all__ = ["Demonstrations", "render_row"]
 
@@ -66,10 +66,8 @@ class Demonstrations:
         masks: list[NDArray[np.bool_]] = []
         dropped = 0
         for name, row in read_rows(data, split):
-            try:
+            with named(name):
                 rendered = render_row(renderer, row)
-            except TemplateError as error:
-                raise DataError(f"{name}: {error}") from error
             if len(rendered.ids) > max_length:
                 if not drop_long:
                     raise DataError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
+from itertools import islice
 from time import perf_counter
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.offline.examples import Data, Examples, batches, every_row
 from trainer_svc.offline.lesson import Lesson
 from trainer_svc.offline.progress import Evaluation, Progress, Report, Summary
+from trainer_svc.offline.resuming import RunCheckpoints
 from trainer_svc.offline.settings import OfflineConfig
 
 __all__ = ["step_count", "train", "with_length"]
@@ -47,20 +49,25 @@ def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig
     """
     examples, held_out = data.train, data.held_out
     steps = step_count(config, len(examples))
-    tally, evaluations = _Tally(lesson, steps), []
+    checkpoints = RunCheckpoints(engine, config)
+    first = checkpoints.resume()
+    tally, evaluations = _Tally(lesson, first, steps), []
     start = perf_counter()
-    for step, rows in zip(range(steps), batches(examples, config.batch_size, config.seed, engine.ranks), strict=False):
+    drawn = islice(batches(examples, config.batch_size, config.seed, engine.ranks), first, steps)
+    for step, rows in enumerate(drawn, start=first):
         if held_out is not None and (step % config.eval_every == 0 if config.eval_every else step == 0):
             evaluations.append(evaluate(engine, lesson, held_out, step))
             report(evaluations[-1])
         tally.add(engine.train_batch(rows, lesson.loss, lesson.weight, whole_groups=lesson.whole_groups))
         if tally.steps % config.log_every == 0 or tally.steps == steps:
             report(tally.progress())
+        checkpoints.after(step + 1)
     if held_out is not None:
         evaluations.append(evaluate(engine, lesson, held_out, steps))
         report(evaluations[-1])
     seconds = perf_counter() - start
     engine.export_hf(config.output, getattr(torch, config.save_dtype))
+    checkpoints.remove()
     return Summary(
         output=config.output,
         steps=steps,
@@ -92,17 +99,17 @@ def evaluate(engine: TrainEngine, lesson: Lesson, examples: Examples, step: int)
 class _Tally:
     """What the steps so far add up to."""
 
-    def __init__(self, lesson: Lesson, steps: int) -> None:
-        self._lesson, self._planned = lesson, steps
+    def __init__(self, lesson: Lesson, first: int, steps: int) -> None:
+        self._lesson, self._first, self._planned = lesson, first, steps
         self._losses: list[float] = []
         self._learning_rate = 0.0
         self._sums: Counter[str] = Counter()
-        self._reported, self._reported_steps, self._reported_tokens = perf_counter(), 0, 0
+        self._reported, self._reported_losses, self._reported_tokens = perf_counter(), 0, 0
         self.tokens = self.learned_tokens = self.skipped = 0
 
     @property
     def steps(self) -> int:
-        return len(self._losses)
+        return self._first + len(self._losses)
 
     def add(self, metrics: StepMetrics) -> None:
         self._losses.append(metrics.loss)
@@ -115,7 +122,7 @@ class _Tally:
     def progress(self) -> Progress:
         """The report on the steps since the last one."""
         now = perf_counter()
-        recent = self._losses[self._reported_steps :]
+        recent = self._losses[self._reported_losses :]
         progress = Progress(
             step=self.steps,
             steps=self._planned,
@@ -125,13 +132,13 @@ class _Tally:
             skipped=self.skipped,
             figures=self._lesson.figures(self._sums),
         )
-        self._reported, self._reported_steps, self._reported_tokens = now, self.steps, self.tokens
+        self._reported, self._reported_losses, self._reported_tokens = now, len(self._losses), self.tokens
         self._sums.clear()
         return progress
 
     def final_loss(self) -> float:
-        last = self._losses[-max(1, self.steps // 10) :]
-        return sum(last) / len(last)
+        last = self._losses[-max(1, len(self._losses) // 10) :]
+        return sum(last) / len(last) if last else math.nan
 
 
 def _added(sums: Mapping[str, float]) -> dict[str, float]:

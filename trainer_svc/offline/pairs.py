@@ -13,7 +13,7 @@ from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.batch import Sequence as TrainingRow
 from trainer_svc.engine.shapes import Indices
-from trainer_svc.offline.rows import DataError, Row, described, read_rows
+from trainer_svc.offline.rows import DataError, Row, described, named, read_rows
 
 __all__ = ["Preferences", "ScoredAnswers", "count_pairs", "pair_places", "render_pair"]
 
@@ -28,6 +28,8 @@ def render_pair(renderer: ChatRenderer, row: Row) -> tuple[Rendered, Rendered]:
         TemplateError: if the row is no pair, or cannot be rendered.
     """
     prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+    if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         pair = (renderer.render_completion(prompt, chosen), renderer.render_completion(prompt, rejected))
     elif isinstance(chosen, list) and isinstance(rejected, list):
@@ -94,10 +96,8 @@ class Preferences:
         pairs: list[tuple[Rendered, Rendered]] = []
         dropped = 0
         for name, row in read_rows(data, split):
-            try:
+            with named(name):
                 pair = render_pair(renderer, row)
-            except TemplateError as error:
-                raise DataError(f"{name}: {error}") from error
             longest = max(len(answer.ids) for answer in pair)
             if longest <= max_length:
                 pairs.append(pair)

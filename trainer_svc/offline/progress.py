@@ -75,7 +75,7 @@ class Summary:
         dropped_long: Examples left out as too long.
         tokens: Tokens trained on, prompts included.
         learned_tokens: Those among them that entered the loss.
-        final_loss: Mean loss of the last tenth of the steps.
+        final_loss: Mean loss of the last tenth of the steps that this process made; NaN if it made none.
         skipped: Steps that were not finite and changed nothing.
         train_s: Seconds of training, evaluations included.
         evaluations: The held-out examples before, during and after training; empty where none are held out.

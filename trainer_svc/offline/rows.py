@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["DataError", "Row", "described", "read_rows"]
+from sluice.render import TemplateError
+
+__all__ = ["DataError", "Row", "described", "named", "read_rows"]
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -39,6 +42,23 @@ def read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
             if not isinstance(row, dict):
                 raise DataError(f"{data}:{number} is not a JSON object")
             yield f"{data}:{number}", row
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Say which row it was that could not be rendered.
+
+    Raises:
+        DataError: for what a row that is malformed in whatever way raises.
+    """
+    try:
+        yield
+    except TemplateError as error:
+        raise DataError(f"{name}: {error}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{name} holds messages that are none: {error!r}; give objects with role and content"
+        ) from error
 
 
 def described(row: Row) -> str:

@@ -35,6 +35,12 @@ class OfflineConfig(ComputeConfig):
     eval_every: int = Field(
         0, ge=0, description="Optimizer steps between two reports on held-out examples; 0: before and after training."
     )
+    checkpoint_every: int = Field(
+        0, ge=0, description="Optimizer steps between two checkpoints in `OUTPUT.checkpoints`; 0 writes none."
+    )
+    resume: bool = Field(
+        False, description="Go on from the newest checkpoint, with the settings and the data of the run that wrote it."
+    )
     seed: int = Field(0, ge=0, description="Seed of the order of the data, and of new weights.")
     log_every: int = Field(20, ge=1, description="Optimizer steps between two lines of progress.")
     save_dtype: Literal["float32", "bfloat16", "float16"] = Field(

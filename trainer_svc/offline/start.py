@@ -12,6 +12,7 @@ from sluice.render import ChatRenderer
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.network import Head
 from trainer_svc.offline.examples import Data, Examples, hold_out
+from trainer_svc.offline.resuming import checkpoint_directory
 from trainer_svc.offline.settings import OfflineConfig
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 
@@ -39,8 +40,14 @@ def renderer_of(config: OfflineConfig) -> ChatRenderer:
     """The renderer of the model's tokenizer.
 
     Raises:
-        FileExistsError: if the output directory exists: found before anything else is done.
+        FileExistsError: if the output directory exists, or checkpoints for it that are not to be resumed: found before
+            anything else is done.
     """
+    checkpoints = checkpoint_directory(config.output)
+    if checkpoints.exists() and not config.resume:
+        raise FileExistsError(
+            f"{checkpoints} holds checkpoints of a run that did not end: give --resume to go on, or remove it"
+        )
     if config.output.exists():
         raise FileExistsError(f"{config.output} exists: remove it or set output to another directory")
     return ChatRenderer(AutoTokenizer.from_pretrained(config.model))
