@@ -154,9 +154,10 @@ def exchanged_attention(
     # One exchange for all three: [process, its heads of each, slice, head_dim].
     parts = torch.cat([tensor[0].unflatten(0, (context.size, -1)) for tensor in spread], 1)
     tokens = _Exchange.apply(parts, context.group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
-    q, k, v = tokens.split([tensor.shape[1] // context.size for tensor in spread], 1)
+    real = tokens[:, :, : len(packed.sources)]  # without the cells behind the row's end
+    q, k, v = real.split([tensor.shape[1] // context.size for tensor in spread], 1)
     output, _ = packed_attention(module, q, k, v, attention_mask, packed=packed, **options)
-    whole = torch.nn.functional.pad(output[0], (0, 0, 0, 0, 0, q.shape[2] - output.shape[1]))
+    whole = torch.nn.functional.pad(output[0], (0, 0, 0, 0, 0, tokens.shape[2] - output.shape[1]))
     heads = _Exchange.apply(whole.unflatten(0, (context.size, -1)), context.group)
     return heads.transpose(0, 1).flatten(1, 2).unsqueeze(0), None
 
