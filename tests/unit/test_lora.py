@@ -217,6 +217,7 @@ def offline_words(model_dir: Path, rows: Path, output: Path) -> list[str]:
     return [*words, "--lora.rank", "8", "--lr", "2e-2", "--batch-size", "16", "--max-steps", "25"]
 
 
+@pytest.mark.slow
 def test_sft_writes_an_adapter_that_has_learned(model_dir, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "yes"), chat("b", "no")] * 8)
     assert sft_command.COMMAND.run([*offline_words(model_dir, rows, tmp_path / "out"), "--max-steps", "60"]) == 0
@@ -232,6 +233,7 @@ class KilledError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_the_batches_and_the_dropout_it_would_have_had(model_dir, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [chat(letter, letter.upper()) for letter in "abcdefghijk"])
     settings = {"model": str(model_dir), "data": str(rows), "device": "cpu", "lr": 1e-2, "batch_size": 3}
@@ -259,6 +261,7 @@ def test_an_interrupted_run_goes_on_with_the_batches_and_the_dropout_it_would_ha
     assert not (tmp_path / "resumed.checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_preferences_are_learned_by_an_adapter(model_dir, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", vowels_preferred(60, 0))
     words = [*offline_words(model_dir, rows, tmp_path / "out"), "--eval-share", "0.2"]
@@ -268,6 +271,7 @@ def test_preferences_are_learned_by_an_adapter(model_dir, tmp_path, capsys):
     assert "accuracy 1.0000" in evaluated[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merge", [False, True])
 def test_a_reward_models_head_is_trained_and_written_with_its_adapter(model_dir, tmp_path, capsys, merge):
     rows = write_rows(tmp_path / "rows.jsonl", vowels_preferred(60, 0))
