@@ -115,6 +115,25 @@ def test_four_processes_train_what_one_trains(four: Found, layout: str, case: st
     assert_exact(four[layout][case])
 
 
+def test_the_example_learns_under_torchrun_and_exports(models: Path, tmp_path: Path) -> None:
+    program = [str(TESTS.parent / "examples" / "parallel" / "train.py"), str(models / "qwen3"), str(tmp_path / "out")]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [*launcher, *program, "--tp", "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.5
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
 def test_gradients_are_summed_once_per_step_however_many_micro_batches_it_has(two: Found) -> None:
     groups = SHAPE.layers + 1
     default, kept, sharded = (two["checks"]["exchanges"][name] for name in ("default", "kept", "sharded"))
