@@ -93,29 +93,25 @@ class Adapter:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT does; arguments as of `tensors`."""
         self.peft.save_pretrained(directory, state_dict=self._state(dtype, weights), save_embedding_layers=False)
 
-    def merged(
-        self, state: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def merged(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of a model without an adapter that computes the same: W + scale x B A, under the base model's names.
 
         Args:
-            state: `state_dict` of the network's model; not changed.
-            factors: Factors that take the place of those in `state`.
+            state: `state_dict` of the network's model; not changed. Sharded tensors give sharded ones.
         """
-        current = {**state, **(factors or {})}
         scales = {
             name: float(module.scaling[NAME])
             for name, module in self.peft.get_base_model().named_modules()
             if hasattr(module, "lora_A") and NAME in module.lora_A
         }
         merged: dict[str, torch.Tensor] = {}
-        for name, tensor in current.items():
+        for name, tensor in state.items():
             module, _, leaf = name.rpartition(".")
             owner = module.removesuffix(BASE_LAYER)
             if ".lora_" in name or ".original_module." in name:
                 continue
             if owner in scales and leaf == "weight":
-                up, down = (current[f"{owner}.lora_{side}.{NAME}.weight"].detach() for side in "BA")
+                up, down = (state[f"{owner}.lora_{side}.{NAME}.weight"].detach() for side in "BA")
                 tensor = tensor.detach() + scales[owner] * (up @ down)  # noqa: PLW2901
             merged[f"{owner}.{leaf}".replace(f".modules_to_save.{NAME}", "")] = tensor
         return merged
