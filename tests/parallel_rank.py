@@ -82,6 +82,7 @@ CASES = {
     "grpo tied": Case("tied", GRPO, ragged_batch(seed=6), {"token_budget": 150, "gradient_checkpointing": True}),
     "values qwen3": Case("qwen3", values_and_tokens, ragged_batch(seed=7), {"token_budget": 300}, "both"),
     "critic llama": Case("llama", values_alone, ragged_batch(seed=9), {"token_budget": 300}, "value"),
+    "adapter qwen3": Case("qwen3", GRPO, ragged_batch(seed=10), {"token_budget": 300, "lora": {"rank": 4}}),
     "one sequence": Case("llama", GRPO, ragged_batch(seed=8)[:1], {"parallel": {"reshard": False}}),
 }
 
@@ -112,7 +113,9 @@ def train(case: Case, models: Path, mesh: Mesh) -> Run:
     gradients: list[dict[str, torch.Tensor]] = []
 
     def keep(*_: object) -> None:
-        gradients.append({name: whole(each.grad) for name, each in engine.network.model.named_parameters()})
+        gradients.append(
+            {name: whole(each.grad) for name, each in engine.network.model.named_parameters() if each.requires_grad}
+        )
 
     engine.optimizer.register_step_pre_hook(keep)
     forward = engine.forward(rows)

@@ -27,7 +27,8 @@ TOLERANCE = 1e-5
 SHAPE = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=512)
 CASES = ("grpo qwen3", "gspo llama", "grpo tied", "values qwen3", "critic llama", "one sequence")
 SOME = ("grpo qwen3", "gspo llama", "one sequence")
-TWO = dict.fromkeys(("dp_shard=2", "dp_replicate=2", "tp=2", "cp=2", "pp=2"), CASES)
+MORE = (*CASES, "adapter qwen3")
+TWO = {"dp_shard=2": MORE, "dp_replicate=2": CASES, "tp=2": CASES, "cp=2": MORE, "pp=2": CASES}
 FOUR = {
     "dp_shard=2,tp=2": SOME,
     "dp_shard=2,cp=2": SOME,

@@ -1,0 +1,54 @@
+"""What a model's sizes and kind do not allow is refused before anything is cut, with what to set instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from trainer_svc.parallel.context import check_heads
+from trainer_svc.parallel.tensor import check_divides
+
+SIZES = {
+    "vocab_size": 65,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+}
+
+
+def built(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_size_that_divides_is_taken_and_the_vocabulary_need_not():
+    check_divides(built(LlamaConfig(**SIZES)), 3)
+
+
+@pytest.mark.parametrize(("tp", "what"), [(2, "3 key-value heads"), (4, "6 attention heads"), (6, "3 key-value heads")])
+def test_a_size_that_does_not_divide_is_named(tp, what):
+    with pytest.raises(ValueError, match=f"does not divide the model's {what}: set trainer.parallel.tp"):
+        check_divides(built(LlamaConfig(**SIZES)), tp)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="knows llama, mistral, qwen2, qwen3, not gemma2"):
+        check_divides(built(Gemma2Config(**SIZES, head_dim=4)), 3)
+
+
+def test_the_layers_of_an_adapter_are_refused():
+    model = built(LlamaConfig(**SIZES))
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"of an adapter: set trainer\.parallel\.tp to 1"):
+        check_divides(model, 3)
+
+
+def test_heads_that_cannot_be_shared_out_are_refused_with_the_sizes_that_can():
+    check_heads(8, tp=2, cp=4)
+    with pytest.raises(ValueError, match=r"4 attention heads to share out.*one of 1, 2, 4"):
+        check_heads(8, tp=2, cp=3)
