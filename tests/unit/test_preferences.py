@@ -17,12 +17,15 @@ from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.outputs import Outputs
+from trainer_svc.engine.packing import empty_batch
 from trainer_svc.offline import dpo_command, reward_model_command
 from trainer_svc.offline.dpo import PreferenceLoss, preference_figures
 from trainer_svc.offline.dpo_config import DpoConfig
 from trainer_svc.offline.examples import batches, every_row, hold_out
 from trainer_svc.offline.frozen import with_logprobs
 from trainer_svc.offline.pairs import Preferences, count_pairs
+from trainer_svc.offline.reward_model import ScoreLoss
 from trainer_svc.offline.rows import DataError
 
 QUESTION = {"role": "user", "content": "ab"}
@@ -135,6 +138,15 @@ def test_loss_and_gradient_of_pairs_do_not_depend_on_packing(model_dir, renderer
         assert loss == pytest.approx(found[0][0], rel=1e-6)
         assert float((gradient - found[0][1]).norm() / found[0][1].norm()) < 1e-6
         assert figures == pytest.approx(found[0][2], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "loss", [PreferenceLoss(DpoConfig(model="m", data="d", sft_weight=0.5)), ScoreLoss()], ids=["pairs", "scores"]
+)
+def test_a_rank_without_pairs_keeps_the_others_company(loss):
+    nothing = torch.zeros(0, requires_grad=True)
+    total, sums = loss(Outputs(logprobs=nothing, values=nothing), empty_batch())
+    assert (float(total.detach()), float(sums["pairs"])) == (0.0, 0.0)
 
 
 def test_at_the_start_policy_and_reference_are_one(model_dir, renderer, tmp_path):

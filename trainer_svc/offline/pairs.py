@@ -183,7 +183,8 @@ def pair_places(batch: MicroBatch) -> tuple[Indices, Indices]:
         raise ValueError("a group of this micro-batch is no pair of a chosen and a rejected answer: pack whole groups")
     first = [max(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
     second = [min(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
-    return torch.tensor(first), torch.tensor(second)
+    # Without a pair, too, they index: a rank that keeps others company has an empty micro-batch.
+    return torch.tensor(first, dtype=torch.int64), torch.tensor(second, dtype=torch.int64)
 
 
 def count_pairs(sequences: Sequence[TrainingRow]) -> float:
