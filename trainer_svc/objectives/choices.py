@@ -146,9 +146,10 @@ class Choices:
                 f"kl_where = reward is read by the estimators gae and reinforce_pp, not by {self.advantage or 'none'}: "
                 "set advantage to one of them, or kl_where to loss"
             )
-        if self.name == "m2po" and not self.decoupled:
+        if self.name == "m2po" and self.proximal != "recompute":
             raise ValueError(
-                "m2po selects tokens by (log b - log o)^2, which bypass makes 0 everywhere: set proximal to recompute"
+                f"m2po selects tokens by (log b - log o)^2 before the first step, where {self.proximal} makes it 0 everywhere: "
+                "set proximal to recompute"
             )
         self._refuse_idle_masks()
 
