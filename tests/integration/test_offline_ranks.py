@@ -26,7 +26,15 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rows = (f'{{"prompt": "{word}", "chosen": "{word[::-1]}", "rejected": "{word * 2}"}}' for word in NAMES)
     (directory / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     settings = {"data": directory / "rows.jsonl", "model": directory / "model", "device": "cpu", "threads": 1}
-    settings |= {"lr": 3e-3, "eps": 1e-6, "batch-size": 7, "max-steps": 4, "eval-share": 0.2, "log-every": 2}
+    settings |= {
+        "lr": 3e-3,
+        "eps": 1e-6,
+        "batch-size": 7,
+        "max-steps": 4,
+        "eval-share": 0.2,
+        "log-every": 2,
+        "token-budget": 32,
+    }
     return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
 
 
