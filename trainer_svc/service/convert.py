@@ -116,7 +116,10 @@ def _faulty_names(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]
         if not 0 < length <= MAX_NAME:
             yield name, f"has {length} characters; give 1 to {MAX_NAME}"
     if trajectory.adapter:
-        yield "adapter", "this trainer trains full weights; leave it empty"
+        yield (
+            "adapter",
+            "names an adapter that was loaded beside the policy, which is not what is trained; the policy's own samples leave it empty",
+        )
 
 
 def _faulty_tokens(trajectory: tokens_pb2.Trajectory, mask: Mask, vocabulary: int) -> Iterator[tuple[str, str]]:
