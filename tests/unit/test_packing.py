@@ -13,6 +13,7 @@ from tiny_policy import policy_step, ragged_batch, row, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     MambaConfig,
@@ -114,6 +115,7 @@ ARCHITECTURES = {
     "granite": GraniteConfig(**SIZES, logits_scaling=8.0),  # its logits are more than the output embedding
     "qwen3_moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     "gemma2": Gemma2Config(**SIZES, head_dim=8),
+    "gpt2": GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5),
     "mamba": MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2),
 }
 
@@ -170,9 +172,10 @@ def test_fused_experts_are_published_under_the_names_of_the_file(models):
     assert all(torch.equal(published[name], stored[name]) for name in stored)
 
 
-def test_recomputed_activations_give_the_same_gradient(models):
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])  # the latter has dropout, which must not come along
+def test_recomputed_activations_give_the_same_gradient(models, architecture):
     def gradient(recompute: bool) -> torch.Tensor:
-        policy = load_network(str(models["qwen3"]), torch.device("cpu"), gradient_checkpointing=recompute)
+        policy = load_network(str(models[architecture]), torch.device("cpu"), gradient_checkpointing=recompute)
         for batch in pack(ragged_batch(seed=2), 10_000):
             policy.outputs(batch).main.mean().backward()
         return torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
@@ -190,3 +193,11 @@ def test_bfloat16_stays_close_to_float32_and_keeps_float32_weights(models):
     assert 0 < gaps.max() < 0.05
     assert not policy_step(rounded, rows).skipped
     assert {parameter.dtype for parameter in rounded.network.model.parameters()} == {torch.float32}
+
+
+def test_values_have_more_digits_than_the_layers_below(models):
+    critic = TrainEngine(TrainerConfig(device="cpu", dtype="bfloat16"), models["qwen3"], head="value")
+    torch.nn.init.normal_(critic.network.model.score.weight)
+    rows = ragged_batch(seed=2)
+    values = torch.cat([each[row.loss_mask] for each, row in zip(critic.forward(rows), rows, strict=True)])
+    assert not torch.equal(values, values.bfloat16().float())

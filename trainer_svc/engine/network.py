@@ -165,7 +165,7 @@ class Network:
         part, own = self._share(batch)
         with self._precision():
             states = hidden.index_select(0, part.predictors)
-            values = None if self.value_head is None else _wide(self.value_head(states).squeeze(-1))
+            values = None if self.value_head is None else _values(self.value_head, states)
             columns: tuple[PerToken | None, PerToken | None] = (None, None)
             if self.language:
                 columns = logprobs_of_states(
@@ -194,8 +194,10 @@ class Network:
         )
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+def _values(head: torch.nn.Module, states: torch.Tensor) -> PerToken:
+    # float32 or wider, whatever the layers run in: a critic learns returns to more digits than bfloat16 has.
+    with torch.autocast(states.device.type, enabled=False):
+        return head(states if states.dtype == torch.float64 else states.float()).squeeze(-1)
 
 
 def load_network(
@@ -229,7 +231,8 @@ def load_network(
         own_head = _check_packing(Network(model, device, torch.float32, logit_cells, head=head))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # transformers recomputes in training mode only
+        for module in model.modules():  # recomputing asks for training mode; dropout stays off all the same
+            module.training = getattr(module, "gradient_checkpointing", False)
     if head == "both" and not own_head:
         raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
     value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
