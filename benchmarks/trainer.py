@@ -55,7 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--degenerate", type=float, default=0.25, help="share of groups whose rewards are all equal")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each side of the update")
     parser.add_argument(
-        "--micro-batch", type=int, help="sequences per forward pass of TRL and the plain loop; tried out"
+        "--micro-batch", type=int, help="sequences per forward pass of TRL and the plain loop; likewise"
+    )
+    parser.add_argument(
+        "--token-budget", type=int, help="tokens per forward pass of ours; by default the fastest of some"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batch")
     parser.add_argument("--gpu", action="store_true", help="a 0.6 B-shaped model on one GPU instead of all else")
@@ -85,7 +88,13 @@ def _prepare(options: argparse.Namespace, directory: Path) -> dict[str, float]:
 def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     from benchmarks.trainer_sides.update import measure_update  # noqa: PLC0415
 
-    measure = measure_update(directory, rounds=options.rounds, threads=options.threads, micro_batch=options.micro_batch)
+    measure = measure_update(
+        directory,
+        rounds=options.rounds,
+        threads=options.threads,
+        micro_batch=options.micro_batch,
+        token_budget=options.token_budget,
+    )
     return asyncio.run(measure)
 
 

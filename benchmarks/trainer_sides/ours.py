@@ -29,7 +29,12 @@ def main() -> None:
     arguments = parser.parse_args()
     orders = Orders()
     memory = PeakMemory()
-    settings = config(threads=arguments.threads, fold=not arguments.no_folding, replicate=arguments.replicate)
+    settings = config(
+        threads=arguments.threads,
+        budget=arguments.micro_batch,
+        fold=not arguments.no_folding,
+        replicate=arguments.replicate,
+    )
     mesh = join(settings.parallel, settings.device)
     objective = Objective.of(settings.objective)
     update = PolicyUpdate(TrainEngine(settings, arguments.model, mesh=mesh), objective)
@@ -63,7 +68,7 @@ def _go(orders: Orders, mesh: Mesh) -> bool:
     return bool(told)
 
 
-def config(*, threads: int, fold: bool = True, replicate: int = 1) -> TrainerConfig:
+def config(*, threads: int, budget: int = 8192, fold: bool = True, replicate: int = 1) -> TrainerConfig:
     """GRPO with the hyper-parameters of the other sides; all else as it comes."""
     return TrainerConfig(
         objective=ObjectiveConfig(preset="grpo", eps_low=CLIP, eps_high=CLIP),
@@ -73,6 +78,7 @@ def config(*, threads: int, fold: bool = True, replicate: int = 1) -> TrainerCon
         grad_clip=GRAD_CLIP,
         device="cpu",
         threads=threads,
+        token_budget=budget,
         fold_prompts=fold,
         parallel=ParallelConfig(dp_replicate=replicate, timeout_s=UPDATE_S),
     )

@@ -10,6 +10,9 @@ from benchmarks.trainer_sides.turns import Measured, side_of, take_turns
 
 __all__ = ["measure_scaling"]
 
+BUDGET = 8192
+"""Tokens per forward pass: the trainer's default."""
+
 
 async def measure_scaling(directory: Path, *, rounds: int) -> dict[str, Any]:
     """Let one process, two copies of the model and two halves of one take turns.
@@ -19,9 +22,9 @@ async def measure_scaling(directory: Path, *, rounds: int) -> dict[str, Any]:
         rounds: Counted updates of each.
     """
     sides = (
-        side_of("one", "ours", directory, 1),
-        side_of("two_copies", "ours", directory, 1, processes=2, extra=("--replicate", "2")),
-        side_of("two_shards", "ours", directory, 1, processes=2),
+        side_of("one", "ours", directory, 1, size=BUDGET),
+        side_of("two_copies", "ours", directory, 1, size=BUDGET, processes=2, extra=("--replicate", "2")),
+        side_of("two_shards", "ours", directory, 1, size=BUDGET, processes=2),
     )
     found = await take_turns(sides, directory, rounds)
     return {

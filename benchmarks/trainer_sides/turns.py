@@ -49,7 +49,7 @@ def side_of(
     directory: Path,
     threads: int,
     *,
-    size: int = 0,
+    size: int,
     batch: str = BATCH,
     processes: int = 1,
     extra: Sequence[str] = (),
@@ -61,7 +61,7 @@ def side_of(
         module: The module.
         directory: What `prepare` filled.
         threads: Compute threads of each of its processes.
-        size: Sequences per forward pass, where it has that.
+        size: Sequences per forward pass; ours: tokens.
         batch: File of the batch in the directory.
         processes: How many torchrun starts; 1 needs none.
         extra: More words of its command line.

@@ -8,14 +8,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.trainer_sides.contest import contestant
+from benchmarks.trainer_sides.contest import Side, contestant
 from benchmarks.trainer_sides.hyper import NO_DEGENERATE
 from benchmarks.trainer_sides.turns import BENCH_PACKAGES, Measured, side_of, take_turns
 
 __all__ = ["has_trl", "measure_update"]
 
-MICRO_BATCHES = (1, 2, 4, 8)
-"""Sequences per forward pass that TRL and the plain loop are tried with; the fastest takes part. More are slower on a CPU."""
+SIZES = {"ours": (2048, 4096, 8192), "trl_grpo": (1, 2, 4, 8), "plain": (1, 2, 4, 8)}
+"""What each side is tried with per forward pass: ours tokens, the others sequences. The fastest takes part; more are slower on
+a CPU, whose caches they outgrow."""
 
 MIB = 1 << 20
 
@@ -25,7 +26,9 @@ def has_trl() -> bool:
     return (BENCH_PACKAGES / "trl").is_dir() or importlib.util.find_spec("trl") is not None
 
 
-async def measure_update(directory: Path, *, rounds: int, threads: int, micro_batch: int | None) -> dict[str, Any]:
+async def measure_update(
+    directory: Path, *, rounds: int, threads: int, micro_batch: int | None, token_budget: int | None
+) -> dict[str, Any]:
     """Let the sides take turns.
 
     Args:
@@ -33,18 +36,21 @@ async def measure_update(directory: Path, *, rounds: int, threads: int, micro_ba
         rounds: Counted updates of each side.
         threads: Compute threads of each side.
         micro_batch: Sequences per forward pass of TRL and the plain loop; None tries some.
+        token_budget: Tokens per forward pass of ours; None tries some.
     """
-    sizes = {
-        name: micro_batch or await _fastest(module, directory, threads)
-        for name, module in (("trl", "trl_grpo"), ("plain", "plain"))
-    }
-    print(f"sequences per forward pass of the others: {sizes}", flush=True)
+    given = {"ours": token_budget, "trl_grpo": micro_batch, "plain": micro_batch}
+    sizes = {module: size or await _fastest(module, directory, threads) for module, size in given.items()}
+    print(f"per forward pass: {sizes}", flush=True)
+
+    def side(name: str, module: str, **options: Any) -> Side:  # noqa: ANN401 - those of side_of
+        return side_of(name, module, directory, threads, size=sizes[module], **options)
+
     sides = (
-        side_of("ours", "ours", directory, threads),
-        side_of("trl", "trl_grpo", directory, threads, size=sizes["trl"]),
-        side_of("plain", "plain", directory, threads, size=sizes["plain"]),
-        side_of("ours_without_skipping", "ours", directory, threads, batch=NO_DEGENERATE),
-        side_of("ours_packing_alone", "ours", directory, threads, batch=NO_DEGENERATE, extra=("--no-folding",)),
+        side("ours", "ours"),
+        side("trl", "trl_grpo"),
+        side("plain", "plain"),
+        side("ours_without_skipping", "ours", batch=NO_DEGENERATE),
+        side("ours_packing_alone", "ours", batch=NO_DEGENERATE, extra=("--no-folding",)),
     )
     found = await take_turns(sides, directory, rounds)
     return _report(found, sizes)
@@ -53,10 +59,10 @@ async def measure_update(directory: Path, *, rounds: int, threads: int, micro_ba
 async def _fastest(module: str, directory: Path, threads: int) -> int:
     """The micro-batch size with which one update takes least."""
     seconds: dict[int, float] = {}
-    for size in MICRO_BATCHES:
+    for size in SIZES[module]:
         async with contestant(side_of(f"{module}_{size}", module, directory, threads, size=size), directory) as side:
             seconds[size] = (await side.update())["seconds"]
-        print(f"{module}, {size} sequences per forward pass: {seconds[size]:.2f} s", flush=True)
+        print(f"{module}, {size} per forward pass: {seconds[size]:.2f} s", flush=True)
     return min(seconds, key=seconds.__getitem__)
 
 
@@ -85,5 +91,5 @@ def _report(found: Mapping[str, Measured], sizes: Mapping[str, int]) -> dict[str
         "cpu_seconds": {name: round(median(each.cpu_seconds), 2) for name, each in found.items()},
         "forward_tokens": {name: each.last["forward_tokens"] for name, each in found.items()},
         "peak_mib": {name: round(each.peak_bytes / MIB) for name, each in found.items()},
-        "sequences_per_forward_pass": dict(sizes),
+        "per_forward_pass": dict(sizes),
     }
