@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -20,6 +21,8 @@ _COLUMNS = (
     *("logp", "behaviour_logp", "proximal_logp", "ref_logp", "teacher_logp", "entropy"),
     *("values", "old_values", "returns", "token_rewards", "versions"),
 )
+_MAY_LACK = ("behaviour_logp", "ref_logp", "teacher_logp")
+"""Columns without which a token leaves the loss and is counted, as in training; a gap in any other has no meaning."""
 
 
 class CaseSequence(BaseModel):
@@ -59,9 +62,9 @@ class CaseSequence(BaseModel):
     token_rewards: Column | None = None
     versions: Column | None = None
     advantage: float | Column | None = None
-    reward: float | None = None
+    reward: float | None = Field(None, allow_inf_nan=False)
     truncated: bool = False
-    bootstrap: float | None = None
+    bootstrap: float | None = Field(None, allow_inf_nan=False)
     mask: list[bool] = Field(default_factory=list)
     group_id: str = ""
 
@@ -74,8 +77,13 @@ class CaseSequence(BaseModel):
         for name, values in lists.items():
             if isinstance(values, list) and len(values) != length:
                 raise ValueError(f"{name} has {len(values)} entries and logp {length}: give one per token")
-        if any(value is None and taken for value, taken in zip(self.logp, self.mask, strict=True)):
-            raise ValueError("logp is null at a token whose mask is 1")
+        for name in (each for each in _COLUMNS if each not in _MAY_LACK):
+            for value, taken in zip(getattr(self, name) or (), self.mask, strict=False):  # absent columns are empty
+                if taken and (value is None or not math.isfinite(value)):
+                    said = "null" if value is None else value
+                    raise ValueError(
+                        f"{name} is {said} at a token whose mask is 1: give a number, or set its mask to 0"
+                    )
         return self
 
 
@@ -94,13 +102,19 @@ class Case(BaseModel):
     preset: str
     params: dict[str, Any] = Field(default_factory=dict)
     sequences: list[CaseSequence] = Field(min_length=1)
-    version: float | None = None
+    version: float | None = Field(None, allow_inf_nan=False)
 
     @field_validator("sequences")
     @classmethod
     def _has_a_loss_token(cls, sequences: list[CaseSequence]) -> list[CaseSequence]:
         if not any(any(sequence.mask) for sequence in sequences):
             raise ValueError("no token has mask 1, so there is no loss")
+        for name in ("proximal_logp", "values"):
+            given = [getattr(sequence, name) is not None for sequence in sequences]
+            if any(given) and not all(given):
+                raise ValueError(
+                    f"{name} is missing in sequences[{given.index(False)}]: give it to all of them or to none"
+                )
         return sequences
 
     @classmethod
@@ -112,7 +126,7 @@ class Case(BaseModel):
         """
         try:
             return cls.model_validate(json.loads(text))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"the case is no JSON: {error}") from error
         except ValidationError as error:
             raise ConfigError("the case is malformed: " + _explained(error)) from error
@@ -136,6 +150,8 @@ class Case(BaseModel):
             ConfigError: with the reason, if the choices do not go together.
         """
         given = _nested(self.params)
+        if "preset" in given:
+            raise ConfigError("params holds the preset's parameters: write preset beside params")
         if ":" in self.preset:
             own = {name: given.pop(name) for name in list(given) if name not in ObjectiveConfig.model_fields}
             given["params"] = own | given.get("params", {})
@@ -144,7 +160,9 @@ class Case(BaseModel):
             given.setdefault("proximal", "recompute")
             if given["proximal"] != "bypass" and (row is None or row.correction is None):
                 given["correction"] = {"kind": "none", **given.get("correction", {})}
-        if self.gives_advantages and row is not None and given.get("kl_where", row.kl_where) == "reward":
+        estimator = given.get("advantage", row.advantage if row else "")
+        where = given.get("kl_where", row.kl_where if row else "loss")
+        if self.gives_advantages and where == "reward" and estimator in ("gae", "reinforce_pp"):
             given["kl_coef"] = 0.0  # it is in the advantages already
         try:
             return ObjectiveConfig(preset=self.preset, **given)

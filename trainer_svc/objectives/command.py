@@ -36,9 +36,12 @@ def run(argv: list[str]) -> int:
 
     try:
         result = evaluate(case)
-        text = json.dumps(result, allow_nan=False)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    try:
+        text = json.dumps(result, allow_nan=False)
+    except ValueError as error:
+        raise ConfigError("the result is not finite: numbers of the case are too large to be added up") from error
     sys.stdout.write(text + "\n")
     return 0
 

@@ -33,12 +33,13 @@ def evaluate(case: Case) -> dict[str, Any]:
         ValueError: if the case lacks what its objective reads.
     """
     objective = Objective.of(case.objective())
-    rows = _prepared(case, objective)
-    kept, dropped = keep_trainable(rows, objective)
+    kept, dropped = keep_trainable(_rows(case, objective), objective)
     kept = with_group_tokens(kept)
     weight = objective.weight(kept)
     if weight == 0:
-        raise ValueError("no loss token is left: behaviour_logp, ref_logp or advantage is missing at all of them")
+        causes = " or ".join(cause.removesuffix("_not_finite") for cause in dropped)
+        raise ValueError(f"no loss token is left: {causes} is missing or not finite at all of them")
+    kept = _prepared(case, objective, kept)
     logp = [_column(each.logp).nan_to_num().requires_grad_() for each in case.sequences]
     entropy = [_column(each.entropy) for each in case.sequences]
     (batch,) = pack(kept, token_budget=1 << 40, fold=False)
@@ -57,26 +58,32 @@ def evaluate(case: Case) -> dict[str, Any]:
         | {f"dropped_tokens/{cause}": float(count) for cause, count in dropped.items()},
     }
     if objective.needs_behaviour and not case.gives_advantages:
-        result["advantages"] = [each.advantages[1:].tolist() for each in rows]
-    return result | _value_loss(case, objective, rows)
+        result["advantages"] = [each.advantages[1:].tolist() for each in kept]
+    return result | _value_loss(case, objective, kept)
 
 
-def _prepared(case: Case, objective: Objective) -> list[Sequence]:
-    """The rows with what has to be known about the whole batch."""
-    choices = objective.choices
+def _rows(case: Case, objective: Objective) -> list[Sequence]:
+    """The sequences as the trainer receives them, with the advantages that follow from rewards alone."""
     rows = [_row(each, index, objective) for index, each in enumerate(case.sequences)]
+    choices = objective.choices
+    if objective.needs_behaviour and not case.gives_advantages and not choices.runs_estimator:
+        return _estimated(case, rows, choices.advantage)
+    return rows
+
+
+def _prepared(case: Case, objective: Objective, rows: list[Sequence]) -> list[Sequence]:
+    """The rows with what has to be known about the whole batch: of the tokens that can be trained, as in the trainer."""
+    choices = objective.choices
     if choices.proximal == "loglinear":
         if case.version is None or any(each.versions is None for each in case.sequences):
             raise ValueError("proximal = loglinear needs version, and versions in every sequence")
-        ages = [case.version - _column(each.versions)[torch.tensor(each.mask)] for each in case.sequences]
+        pairs = zip(case.sequences, rows, strict=True)
+        ages = [case.version - _column(each.versions)[row.loss_mask[1:]] for each, row in pairs]
         rows = with_proximal_share(rows, ages)
-    if objective.needs_behaviour and not case.gives_advantages:
-        if choices.runs_estimator:
-            bootstraps = [each.bootstrap for each in case.sequences]
-            known = [value for value in bootstraps if value is not None]
-            rows = with_advantages(rows, choices, bootstraps=known if len(known) == len(rows) else None)
-        else:
-            rows = _estimated(case, rows, choices.advantage)
+    if objective.needs_behaviour and not case.gives_advantages and choices.runs_estimator:
+        bootstraps = [each.bootstrap for each in case.sequences]
+        known = [value for value in bootstraps if value is not None]
+        rows = with_advantages(rows, choices, bootstraps=known if len(known) == len(rows) else None)
     return with_selection(rows, choices)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Mapping
 
 from trainer_svc.objectives.surrogates import SURROGATES, Surrogate
 
-__all__ = ["find_surrogate"]
+__all__ = ["check_parameters", "find_surrogate"]
 
 
 def find_surrogate(name: str) -> Surrogate:
@@ -32,3 +34,18 @@ def find_surrogate(name: str) -> Surrogate:
             f"objective {name!r}: {module.__file__} has no function {function_name!r}: correct the name"
         )
     return surrogate
+
+
+def check_parameters(name: str, surrogate: Surrogate, parameters: Mapping[str, object]) -> None:
+    """Whether a surrogate of the user's own can be called with the terms and these keyword arguments.
+
+    Raises:
+        ValueError: with what it lacks or does not take, so that a run ends at its start and not in its first step.
+    """
+    try:
+        inspect.signature(surrogate).bind(None, **parameters)
+    except TypeError as error:
+        raise ValueError(
+            f"objective {name!r} is called with the terms of a micro-batch and params ({', '.join(parameters) or 'none'}): "
+            f"{error}; correct params or the function"
+        ) from error

@@ -16,7 +16,7 @@ from trainer_svc.objectives.choices import Choices
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.corrections import CORRECTIONS, TokenWeights, off_policy_sequence_mask, veto
 from trainer_svc.objectives.diagnostics import correction_spread, policy_gap
-from trainer_svc.objectives.imported import find_surrogate
+from trainer_svc.objectives.imported import check_parameters, find_surrogate
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.surrogates import Surrogate, TokenLosses
 from trainer_svc.objectives.terms import TokenTerms
@@ -49,10 +49,13 @@ class Objective:
         """The objective that a config names.
 
         Raises:
-            ValueError: if a surrogate of the user's own cannot be imported.
+            ValueError: if a surrogate of the user's own cannot be imported, or not be called with its `params`.
         """
         choices = config.choices
-        return cls(choices, find_surrogate(choices.preset.surrogate))
+        surrogate = find_surrogate(choices.preset.surrogate)
+        if ":" in choices.name:
+            check_parameters(choices.name, surrogate, choices.parameters)
+        return cls(choices, surrogate)
 
     @property
     def needs_behaviour(self) -> bool:

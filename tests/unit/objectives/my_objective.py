@@ -10,6 +10,11 @@ def squared_ratio(terms: TokenTerms, *, strength: float = 1.0) -> TokenLosses:
     return -strength * ratio.square() * terms.advantages / 2, {"above_one": (ratio > 1).sum()}
 
 
+def with_options(terms: TokenTerms, *, strength: float, side: str, hard: bool) -> TokenLosses:
+    """Takes parameters of every type that a TOML table has."""
+    return -strength * terms.current * float(hard and side == "low"), {}
+
+
 def already_summed(terms: TokenTerms) -> TokenLosses:
     """What a surrogate must not do."""
     return terms.current.sum(), {}

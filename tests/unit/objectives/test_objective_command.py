@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 
 import pytest
 from by_hand import BATCH, FORMULAS, as_case, clip_form, taken
@@ -58,6 +59,13 @@ def test_it_prints_one_json_object_with_loss_gradient_and_metrics(source, tmp_pa
         ({"params": {"correction": {"kind": "token_tis"}}}, "1 in the bypass form"),
         ({"params": {"proximal": "recompute", "correction.kind": "token_tis"}}, "has no proximal_logp"),
         ({"params": {"proximal": "loglinear", "correction": "token_tis"}}, "needs version, and versions"),
+        ({"params": {"preset": "aipo"}}, "write preset beside params"),
+        ({"params": {"kl_coef": 0.1, "kl_where": "reward"}}, "kl_where to loss"),
+        ({"sequences": [{"logp": [math.nan], "behaviour_logp": [-1.0], "advantage": 1.0}]}, "logp is nan at a token"),
+        ({"sequences": [{"logp": [-1.0], "behaviour_logp": [-1.0], "proximal_logp": [None]}]}, "proximal_logp is null at a token"),
+        ({"sequences": [{"logp": [-1.0], "proximal_logp": [-1.0]}, {"logp": [-1.0]}]}, "proximal_logp is missing in sequences[1]"),
+        ({"preset": "ppo", "sequences": [{"logp": [-1.0], "behaviour_logp": [-1.0], "values": [0.0], "reward": math.nan}]}, "reward: Input should be a finite number"),
+        ({"preset": "aipo", "params": {}, "sequences": [{"logp": [-1e308], "behaviour_logp": [-1e308], "advantage": 10}]}, "the result is not finite"),
     ],
 )  # fmt: skip
 def test_a_case_that_cannot_be_evaluated_is_refused_with_what_is_wrong(change, message, tmp_path, capsys):
@@ -70,9 +78,11 @@ def test_a_file_that_is_no_case_is_refused(tmp_path, capsys):
     assert main(["objective", "--case", str(tmp_path / "absent.json")]) == 2
     (tmp_path / "broken.json").write_text("{")
     assert main(["objective", "--case", str(tmp_path / "broken.json")]) == 2
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert main(["objective", "--case", str(tmp_path / "deep.json")]) == 2
     errors = capsys.readouterr().err
     assert "cannot read the case" in errors
-    assert "the case is no JSON" in errors
+    assert errors.count("the case is no JSON") == 2
 
 
 def test_parameters_of_tables_may_be_nested_or_dotted():
@@ -131,7 +141,7 @@ def test_golden_objective_by_import_path_with_its_own_parameters():
 
 def test_an_own_objective_is_configured_like_any_other():
     params = {"strength": 2.0, "side": "low", "hard": True}
-    objective = Objective.of(ObjectiveConfig(preset="my_objective:squared_ratio", params=params, aggregation="prompt"))
+    objective = Objective.of(ObjectiveConfig(preset="my_objective:with_options", params=params, aggregation="prompt"))
     assert objective.choices.parameters == params
     assert objective.needs_behaviour
     assert not objective.vanishes_without_advantage
@@ -144,11 +154,30 @@ def test_an_own_objective_is_configured_like_any_other():
         ("my_objective:cubed", "has no function 'cubed'"),
         ("my_objective:NOT_A_FUNCTION", "has no function"),
         ("my_objective:already_summed", "return one loss per token"),
+        ("os:getcwd", "called with the terms of a micro-batch and params"),
     ],
 )
 def test_an_own_objective_that_cannot_be_used_is_refused(preset, message):
     with pytest.raises(ValueError, match=message):
         result_of(as_case(preset))
+
+
+def test_an_own_objective_is_refused_where_it_does_not_take_its_params():
+    with pytest.raises(ValueError, match="unexpected keyword argument 'strenth'; correct params"):
+        Objective.of(ObjectiveConfig(preset="my_objective:squared_ratio", params={"strenth": 2.0}))
+
+
+def test_a_token_without_behaviour_leaves_before_anything_is_computed_over_the_batch():
+    dropped = {"logp": [-1.0, -1.0, -2.0], "behaviour_logp": [-1.0, -1.0, None], "proximal_logp": [-1.0, -1.1, -2.0]}
+    short = {name: column[:2] for name, column in dropped.items()}
+    selected = [result_of({"preset": "m2po", "sequences": [row | {"advantage": 1.0}]}) for row in (dropped, short)]
+    assert selected[0]["loss"] == pytest.approx(selected[1]["loss"])
+    assert selected[0]["grad"][0] == [*selected[1]["grad"][0], 0.0]
+    assert selected[0]["metrics"]["deselect_fraction"] == 0.0
+    # The reward stands at the last token that is trained, as it does in the trainer.
+    judged = {"values": [0.0, 0.0, 0.0], "reward": 1.0}
+    result = result_of({"preset": "ppo", "sequences": [dropped | judged | {"proximal_logp": None}]})
+    assert result["advantages"] == [[1.0, 1.0, 0.0]]
 
 
 def test_a_decoupled_default_falls_back_to_the_bypass_form_in_a_case_without_proximal_policy():
