@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickletools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,29 @@ def test_the_newest_are_kept_and_an_interrupted_write_leaves_them_alone(model: P
         policy.save(0)
     assert names(policy) == ["step_3", "step_2"]
     assert sorted(path.name for path in policy.checkpoints.directory.iterdir()) == ["step_2", "step_3"]
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    for number in (1, 2):
+        train(policy, number)
+        policy.save(0)
+    train(policy, 3)
+
+    def killed(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise SystemExit("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(SystemExit):
+            policy.save(0)
+    again = learner(model, tmp_path)
+    assert names(again) == ["step_3", "step_2"]
+    assert sorted(path.name for path in again.checkpoints.directory.iterdir()) == ["step_2", "step_3"]
 
 
 def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path: Path) -> None:

@@ -81,9 +81,13 @@ class Checkpoints:
     def _prune(self) -> None:
         for manifest in self.complete()[self.keep :]:
             path = self.directory / manifest.checkpoint.name
+            gone = path.with_name(f".{path.name}.retired")
+            shutil.rmtree(gone, ignore_errors=True)
             try:
-                (path / MANIFEST).unlink()  # first, so that a half-removed checkpoint is not taken for a whole one
-                shutil.rmtree(path)
+                path.rename(
+                    gone
+                )  # a half-removed checkpoint is not taken for a whole one, and the next start sweeps it
+                shutil.rmtree(gone)
             except OSError as error:
                 log.warning(
                     "a checkpoint that is not to be kept could not be removed", path=str(path), error=str(error)
