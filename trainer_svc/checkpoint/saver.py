@@ -139,9 +139,12 @@ class Saver:
         """
         self.wait()
 
-        def check() -> bytes:
+        def recovered() -> bytes:
             if self.writers.index == 0:
                 recover(directory)
+            return b""
+
+        def check() -> bytes:
             manifest = read_manifest(directory / MANIFEST)
             if manifest is None:
                 raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a whole checkpoint")
@@ -150,6 +153,7 @@ class Saver:
             return manifest.SerializeToString()
 
         try:
+            self.writers.agree(recovered)  # before anyone looks for the manifest
             manifests = self.writers.agree(check)
         except PartFailedError as error:
             raise CheckpointDamagedError(str(error)) from error
