@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_policy import ragged_batch, row
+from small_learner import learner
+from tiny_policy import ragged_batch, row, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer_svc.engine.batch import Sequence
@@ -72,6 +73,17 @@ def test_rows_that_are_not_forwarded_weigh_nothing():
     shares = balance(rows, 2, contributes=lambda each: bool(each.advantages.any()))
     assert sorted(sum(bool(rows[place].advantages.any()) for place in share) for share in shares) == [1, 1]
     assert sorted(place for share in shares for place in share) == [0, 1, 2, 3]
+
+
+def test_a_trainer_deals_out_by_what_its_steps_forward(tmp_path):
+    objectives = {"aipo": {}, "grpo": {"proximal": "recompute", "correction": {"kind": "none"}}}
+    rows = [row([1] * 4, [2] * 40, advantage=0.0), *(row([1] * 4, [2] * 4, name=name) for name in "ab")]
+    dealt = {}
+    for preset, form in objectives.items():
+        policy = learner(tiny_model(tmp_path / preset), tmp_path / preset, objective={"preset": preset, **form})
+        dealt[preset] = policy.crew.deal(rows, 2)
+    assert [len({1, 2} & set(share)) for share in dealt["aipo"]] == [1, 1], "a row without an advantage is left out"
+    assert dealt["grpo"] == [[0], [1, 2]], "its proximal policy is computed all the same"
 
 
 def test_attention_makes_one_long_row_cost_more_than_its_tokens():

@@ -16,7 +16,7 @@ import structlog
 
 from sluice.rpc import SluiceError
 from trainer_svc.engine.batch import Sequence
-from trainer_svc.parallel.balance import TOKENS, balance
+from trainer_svc.parallel.balance import balance
 from trainer_svc.service.crew_link import CrewLink, RankFailedError
 
 __all__ = ["Crew"]
@@ -35,8 +35,8 @@ class Crew:
     def __init__(self, link: CrewLink | None = None, *, leads: bool = True) -> None:
         self._link = link
         self.leads = leads
-        self.cost = TOKENS
-        """What a row costs, by which the ranks share a batch."""
+        self.deal: Callable[[Rows[Sequence], int], list[list[int]]] = balance
+        """Which rows of a batch each data-parallel rank gets, by their places."""
         self.broken: SluiceError | None = None
         self.on_broken: Callable[[], object] = lambda: None
         """Called once, from any thread, when the ranks cannot go on."""
@@ -120,7 +120,7 @@ class Crew:
         return self.broken
 
     def _share(self, link: CrewLink, rows: Rows[Sequence]) -> list[Sequence]:
-        places = balance(rows, link.dims.data_parallel, cost=self.cost)
+        places = self.deal(rows, link.dims.data_parallel)
         shares = [[rows[place] for place in share] for share in places]
         link.send_rows(shares)
         return shares[link.dims.data_rank(link.rank)]

@@ -33,7 +33,7 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.advice import bypass_warning
-from trainer_svc.parallel.balance import Cost
+from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.crew import Crew
@@ -360,7 +360,15 @@ class Learner:
         self._models = TrainedModels.load(self.config, self.common.model, self.common.seed, mesh=self.mesh)
         for engine in self._models.by_name.values():
             self._make_abandonable(engine)
-        self.crew.cost = Cost.of(self.engine.network.model.config.get_text_config())
+        objective = self.update.objective
+        # Rows without an advantage are left out of the steps; but not of what is computed before them.
+        left_out = not (objective.choices.runs_estimator or objective.needs_proximal)
+        self.crew.deal = partial(
+            balance,
+            cost=Cost.of(self.engine.network.model.config.get_text_config()),
+            fold=self.config.fold_prompts,
+            contributes=objective.contributes if left_out else None,
+        )
         self._is_base = True
 
     def _make_abandonable(self, engine: TrainEngine) -> None:
