@@ -61,7 +61,7 @@ def die(*_: object) -> list[Path]:
 def relay(layout: str, directory: Path, mesh: Mesh) -> dict[str, object]:
     """Go on from what one process wrote, step, and write what one process goes on from."""
     engine = TrainEngine(CONFIG, directory / "model", mesh=mesh)
-    engine.load(directory / "one")
+    engine.load(str(directory / "one"))
     stored = read_below("policy.", directory / "one" / "state")
     held = engine.state_tensors()
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in held.items()}

@@ -22,6 +22,7 @@ from trainer_svc.service.policy_publisher import PolicyPublisher
 from trainer_svc.service.rank_worker import RankWorker
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
+from trainer_svc.update.models import BASE, IN_BATCH
 from weightsync.publisher import AdapterPublisher, WeightPublisher
 
 __all__ = ["SERVICE"]
@@ -43,6 +44,10 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         SluiceError: if the ranks have to be started again.
     """
     check_model(common.model)
+    for name in ("reference", "teacher", "critic"):
+        source = getattr(config, name).model
+        if source not in ("", BASE, IN_BATCH):
+            check_model(source, f"trainer.{name}.model")
     compute = ComputeThread()
     deadlines = config.deadlines
     meeting = partial(_meet, config)

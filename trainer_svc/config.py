@@ -135,7 +135,7 @@ class ParallelConfig(Section):
 class LoraConfig(Section):
     """Low-rank factors beside the linear layers of a frozen model, in place of training all weights."""
 
-    rank: int = Field(0, ge=0, description="Rank of the factors; 0 trains all weights and reads nothing else here.")
+    rank: int = Field(0, ge=0, description="Rank of the factors; 0 trains all weights and takes nothing else here.")
     alpha: float = Field(
         16.0,
         gt=0,
@@ -156,6 +156,13 @@ class LoraConfig(Section):
         False,
         description="Write and publish the model with the factors added to its weights, instead of an adapter for PEFT.",
     )
+
+    @model_validator(mode="after")
+    def _has_a_rank(self) -> Self:
+        read = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
+        if read and not self.rank:
+            raise ValueError(f"rank is 0, which trains all weights and does not read {read[0]}: set rank, or remove it")
+        return self
 
 
 class ComputeConfig(OptimizerConfig):

@@ -65,7 +65,7 @@ def one_process(directory: Path, **shape: int) -> TrainEngine:
     engine = TrainEngine(CONFIG, directory / "model")
     step(engine)
     step(engine)
-    engine.save(directory / "one")
+    engine.save(str(directory / "one"))
     step(engine)
     return engine
 

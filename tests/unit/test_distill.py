@@ -131,3 +131,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_it_is_loaded(models, 
         distill_command.COMMAND.run(words)
     with pytest.raises(ConfigError, match="teacher is not set"):
         distill_command.load_distill(["--model", str(student), "--data", str(rows)])
+    with pytest.raises(ConfigError, match="teacher: there is no directory /nowhere"):
+        distill_command.COMMAND.run([*words, "--teacher", "/nowhere"])
+    with pytest.raises(ConfigError, match=r"output: cannot write into .*rows\.jsonl"):
+        distill_command.COMMAND.run([*words, "--output", str(rows / "out")])

@@ -175,7 +175,7 @@ def test_an_export_loads_as_it_is_and_keeps_the_tokenizer(tmp_path, tie):
     trainer = engine(path, lr=1e-2)
     rows = ragged_batch(seed=9)
     policy_step(trainer, rows)
-    trainer.export_hf(tmp_path / "export")
+    trainer.export_hf(str(tmp_path / "export"))
     assert not list(tmp_path.glob(".export*"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
     assert loaded.config._attn_implementation == "sdpa"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from orchestrator_svc.config import OrchestratorConfig
-from sluice.config import load_run
+from sluice.config import CommonConfig, ConfigError, load_run
+from trainer_svc.app import serve
 from trainer_svc.config import TrainerConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
@@ -25,6 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
         ({"critic": {"shared": True}}, "remove the table critic"),
         ({"objective": {"preset": "ppo"}, "critic": {"schedule": "linear"}}, "ends at max_steps"),
         ({"epochs": 0}, "greater than or equal to 1"),
+        ({"lora": {"alpha": 32.0}}, "does not read alpha: set rank"),
     ],
 )
 def test_what_the_objective_lacks_is_told_at_the_start(settings: dict[str, Any], remedy: str) -> None:
@@ -45,6 +48,21 @@ def test_what_the_objective_lacks_is_told_at_the_start(settings: dict[str, Any],
 def test_what_has_all_it_needs_is_taken(settings: dict[str, Any]) -> None:
     config = TrainerConfig(**settings)
     assert TrainerConfig(**config.model_dump()) == config, "a resolved file is one that can be read again"
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        ("reference", {"preset": "grpo", "kl_coef": 0.1}),
+        ("teacher", {"preset": "distill"}),
+        ("critic", {"preset": "ppo"}),
+    ],
+)
+def test_a_model_that_cannot_be_one_ends_the_trainer_at_its_start(name: str, objective: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = TrainerConfig(objective=objective, **{name: {"model": "/nowhere"}})
+    with pytest.raises(ConfigError, match=rf"trainer\.{name}\.model: there is no directory /nowhere"):
+        asyncio.run(serve(CommonConfig(model=str(tmp_path)), config))
 
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce_pp", "process", "none"])

@@ -218,7 +218,7 @@ class TrainEngine:
         """
         return named_tensors(self.network.model, dtype, self._weights())
 
-    def export_hf(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+    def export_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, or a PEFT adapter where one is trained; it appears whole or not at all.
 
         All processes call it; rank 0 writes, and the directory is there when it returns on rank 0.
@@ -237,12 +237,13 @@ class TrainEngine:
         weights = whole_tensors(tensors, keep=self.mesh.rank == 0)
         if self.mesh.rank:
             return
+        directory = Path(directory)
         if self.adapter is not None:
             export_adapter(self.adapter, self.model_dir, directory, dtype, weights)
         else:
             export_hf(self.network.model, self.model_dir, directory, dtype, weights)
 
-    def save(self, directory: Path, *, dtype: torch.dtype | None = None) -> None:
+    def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
         """Write a checkpoint, and wait until it is on disk; see `begin_save`.
 
         Raises:
@@ -250,7 +251,7 @@ class TrainEngine:
         """
         self.begin_save(directory, dtype=dtype).result()
 
-    def begin_save(self, directory: Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
+    def begin_save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
         """Copy the state, and write a checkpoint in the background; training may go on when this returns.
 
         Each process writes its share; the directory appears whole or not at all.
@@ -265,17 +266,17 @@ class TrainEngine:
         state = training_state({POLICY: self}, self.mesh.rank)
         export = partial(self.export_state, dtype=dtype)
         return self._saver.begin(
-            directory, CheckpointManifest(optimizer_steps=self.optimizer_steps), state, export=export
+            Path(directory), CheckpointManifest(optimizer_steps=self.optimizer_steps), state, export=export
         )
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint, whatever number of processes wrote it; one of a service is one too.
 
         Raises:
             CheckpointDamagedError: if it is not whole.
             ValueError: if it is of another model or optimizer.
         """
-        self._saver.load(directory, {POLICY: self})
+        self._saver.load(Path(directory), {POLICY: self})
 
     def export_state(self, state: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory of the weights in a checkpoint; any thread may call it.

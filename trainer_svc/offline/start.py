@@ -42,6 +42,7 @@ def renderer_of(config: OfflineConfig) -> ChatRenderer:
     Raises:
         FileExistsError: if the output directory exists, or checkpoints for it that are not to be resumed: found before
             anything else is done.
+        ConfigError: if the directory above it cannot be made.
     """
     checkpoints = checkpoint_directory(config.output)
     if checkpoints.exists() and not config.resume:
@@ -50,6 +51,10 @@ def renderer_of(config: OfflineConfig) -> ChatRenderer:
         )
     if config.output.exists():
         raise FileExistsError(f"{config.output} exists: remove it or set output to another directory")
+    try:
+        config.output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output: cannot write into {config.output.parent}: {error.strerror}") from error
     return ChatRenderer(AutoTokenizer.from_pretrained(config.model))
 
 
