@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from small_learner import learner, train
 from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
 from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.advice import estimator_warning
+
+
+@pytest.mark.parametrize(
+    ("preset", "estimator", "warned"),
+    [
+        ("grpo", "centered", True),
+        ("rloo", "grpo", True),
+        ("grpo", "grpo", False),
+        ("grpo", "", False),
+        ("aipo", "dr_grpo", False),
+        ("my.module:loss", "grpo", False),
+        ("distill", "grpo", False),
+    ],
+)
+def test_other_advantages_than_a_preset_was_published_with_are_warned_of(preset, estimator, warned):
+    warning = estimator_warning(ObjectiveConfig(preset=preset).choices, estimator)
+    assert bool(warning) == warned
+    assert warning is None or "set orchestrator.advantage to " in warning
 
 
 def test_narrow_bounds_in_the_bypass_form_are_warned_of_once_when_tokens_are_stale(tmp_path: Path) -> None:

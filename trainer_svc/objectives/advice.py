@@ -6,10 +6,13 @@ from collections.abc import Mapping
 
 from trainer_svc.objectives.choices import Choices
 
-__all__ = ["NARROW_BOUND", "bypass_warning"]
+__all__ = ["NARROW_BOUND", "bypass_warning", "estimator_warning"]
 
 NARROW_BOUND = 5e-3
 """Half-width of a clip, as a ratio, below which rounding of bf16 (8 bits of mantissa) alone reaches it."""
+
+ALIKE = {"centered": "dr_grpo"}
+"""Two names of one estimator."""
 
 
 def bypass_warning(choices: Choices, measured: Mapping[str, float], *, bf16: bool, staleness: int) -> str | None:
@@ -30,4 +33,22 @@ def bypass_warning(choices: Choices, measured: Mapping[str, float], *, bf16: boo
     return (
         f"objective {choices.name} in the bypass form clips {clipped:.1%} of the tokens: its bounds are as narrow as the "
         f"differences that {cause} makes between engine and trainer; set proximal to recompute"
+    )
+
+
+def estimator_warning(choices: Choices, estimator: str) -> str | None:
+    """A warning where advantages are others than those that a preset was published with.
+
+    Args:
+        choices: The objective.
+        estimator: What a batch's advantages were estimated by; empty if it does not say.
+    """
+    published = choices.preset.advantage
+    if not estimator or not published or ":" in choices.name or choices.runs_estimator:
+        return None
+    if ALIKE.get(estimator, estimator) == ALIKE.get(published, published):
+        return None
+    return (
+        f"objective {choices.name} was published with the advantages of {published}, and the batches bring those of {estimator}: set "
+        f"orchestrator.advantage to {published}, unless you mean that"
     )

@@ -32,7 +32,7 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
-from trainer_svc.objectives.advice import bypass_warning
+from trainer_svc.objectives.advice import bypass_warning, estimator_warning
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
@@ -117,7 +117,7 @@ class Learner:
         self._models: TrainedModels | None = None
         self._frozen = FrozenModels()
         self._is_base = False
-        self._advised = False
+        self._advised: set[int] = set()
         self._abandoned = threading.Event()
 
     @property
@@ -217,7 +217,7 @@ class Learner:
             sequences = with_whole_batch_facts(consumption.sequences, self.update.objective, staleness)
             with self.crew.together("train", sequences) as rows:
                 metrics = self.train(rows)
-            self._advise(metrics, consumption)
+            self._advise(metrics, consumption, batch.estimator)
         self.version = batch.target
         self.last_batch_id = batch.batch_id
         return Applied(consumption, metrics, perf_counter() - start)
@@ -227,14 +227,19 @@ class Learner:
         self._is_base = False
         return self.update.apply(rows)
 
-    def _advise(self, metrics: StepMetrics, consumption: Consumption) -> None:
-        """Say once what a measured step shows to be a poor choice of objective."""
+    def _advise(self, metrics: StepMetrics, consumption: Consumption, estimator: str) -> None:
+        """Say once what a step shows to be a poor choice of objective."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self._publish_dtype())
         oldest = int(consumption.metrics["staleness_max"])
-        advice = bypass_warning(self.update.objective.choices, metrics.measured, bf16=rounds, staleness=oldest)
-        if advice and not self._advised:
-            log.warning(advice)
-            self._advised = True
+        choices = self.update.objective.choices
+        advices = (
+            bypass_warning(choices, metrics.measured, bf16=rounds, staleness=oldest),
+            estimator_warning(choices, estimator),
+        )
+        for kind, advice in enumerate(advices):
+            if advice and kind not in self._advised:
+                log.warning(advice)
+                self._advised.add(kind)
 
     def abandon(self) -> None:
         """End the step in progress at its next forward pass, without applying its batch, and any step before `restore`.
