@@ -19,7 +19,6 @@ __all__ = [
     "Parameters",
     "Preset",
     "Proximal",
-    "preset_names",
 ]
 
 Aggregation = Literal["token", "sequence", "prompt", "constant"]
@@ -225,8 +224,3 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
     }
 )
-
-
-def preset_names() -> list[str]:
-    """Names of the presets, in the order of the table."""
-    return list(PRESETS)
