@@ -50,17 +50,11 @@ class AdapterCommands(ABC):
             AdaptersFullError: if names hold as many as they may.
             EngineError: if it does not fit.
         """
-        await undisturbed(self._load_named(name, staged))
-
-    async def _load_named(self, name: str, staged: StagedAdapter) -> None:
         async with self._changing():
             await self._adapters.name(name, staged)
 
     async def unload_named(self, name: str) -> bool:
         """Take a name away and end its requests. False if there was no such name."""
-        return await undisturbed(self._unload_named(name))
-
-    async def _unload_named(self, name: str) -> bool:
         async with self._changing():
             return await self._adapters.unname(name)
 
