@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file
 from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack, weights
 
+from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from trainer_svc.config import ComputeConfig
+from trainer_svc.engine.engine import TrainEngine
 from weightsync.publish.kept_file import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher
 
@@ -61,6 +64,19 @@ async def dense(stack: Stack, version: Version) -> dict[str, torch.Tensor]:
 async def manifest(stack: Stack, version: Version) -> pb.Manifest:
     request = pb.GetManifestRequest(run=RESOURCE, version=version.to_proto())
     return (await stack.sync.GetManifest(request, timeout=DEADLINE_S)).manifest
+
+
+async def test_an_engine_publishes_its_weights_without_a_service_around_it(
+    stack: Stack, publisher: WeightPublisher, tmp_path: Path
+) -> None:
+    init_model(tmp_path / "tiny", ModelShape(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=16))
+    engine = TrainEngine(ComputeConfig(device="cpu"), tmp_path / "tiny")
+    kinds = []
+    for version in (Version(1, 1), Version(1, 2)):
+        kinds.append((await engine.publish(publisher, version, dtype=torch.bfloat16)).kind)
+        assert equal_bits(await dense(stack, version), engine.named_tensors(torch.bfloat16))
+        engine.live_tensors()["model.norm.weight"].mul_(1.01)
+    assert kinds == ["anchor", "delta"]
 
 
 async def test_the_first_version_is_an_anchor_and_the_next_ones_are_deltas(

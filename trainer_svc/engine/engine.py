@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,6 +39,10 @@ from trainer_svc.parallel.layout import runner_of, shared_by_stages, spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.tensor import partial_parameters, sum_partial
 
+if TYPE_CHECKING:  # training needs no gRPC
+    from sluice.versions import Version
+    from weightsync.publisher import PushReport, WeightPublisher
+
 __all__ = ["TrainEngine"]
 
 POLICY = "policy"
@@ -45,6 +50,9 @@ POLICY = "policy"
 
 SAVE_S = 1800.0
 """Seconds that a process waits for the others to write their shares."""
+
+PUBLISH_S = 600.0
+"""Seconds that a version may take to reach the weight service."""
 
 
 class TrainEngine:
@@ -217,6 +225,29 @@ class TrainEngine:
             dtype: Precision of floating-point tensors; None keeps float32.
         """
         return named_tensors(self.network.model, dtype, self._weights())
+
+    async def publish(
+        self,
+        publisher: WeightPublisher,
+        version: Version,
+        *,
+        dtype: torch.dtype | None = None,
+        deadline_s: float = PUBLISH_S,
+    ) -> PushReport:
+        """Give a version of the weights to the weight service; replicas have it when this returns, those of an adapter added.
+
+        Of several processes all call it, each with a publisher of its own in one group.
+
+        Args:
+            publisher: Pushes them, and keeps a copy to compare the next version with.
+            version: Which one it is.
+            dtype: Precision of floating-point tensors; None keeps float32.
+            deadline_s: Seconds for all of it; no step may be made meanwhile.
+
+        Raises:
+            SluiceError: as `WeightPublisher.update`.
+        """
+        return await publisher.update(version, self.live_tensors(), dtype=dtype, deadline_s=deadline_s)
 
     def export_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, or a PEFT adapter where one is trained; it appears whole or not at all.
