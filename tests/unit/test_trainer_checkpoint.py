@@ -14,9 +14,12 @@ from small_learner import assert_same, learner, names, state, train
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.versions import Version
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
+from trainer_svc.config import TrainerConfig
+from trainer_svc.service.learner import Learner
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,16 @@ def test_the_random_state_goes_on_where_it_was(model: Path, tmp_path: Path) -> N
     drawn = torch.rand(3)
     policy.restore(2, "")
     assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_frozen_model_leaves_the_generators_to_the_seed_of_the_run(model: Path, tmp_path: Path) -> None:
+    common = CommonConfig(run="test", output_dir=tmp_path, model=str(model), seed=7)
+    pulled = {"objective": {"preset": "grpo", "kl_coef": 0.1}, "reference": {"model": "base"}}
+    states = []
+    for settings in ({}, pulled):
+        Learner(common, TrainerConfig(device="cpu", **settings)).load()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
 
 
 def test_a_rollback_in_the_same_process_is_exact_too(model: Path, tmp_path: Path) -> None:

@@ -163,10 +163,10 @@ class Learner:
     def load(self) -> None:
         """Load the base model, and what earlier epochs of the run left on disk."""
         with self.crew.together("load"):
-            self._load_base()
             self._frozen = FrozenModels.load(self.config, self.common.model, mesh=self.mesh)
             for engine in filter(None, (self._frozen.reference, self._frozen.teacher)):
                 self._make_abandonable(engine)
+            self._load_base()  # last: the generators are then as the run's seed says
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
         if self.crew.leads:
             self.checkpoints.sweep()
