@@ -57,9 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--micro-batch", type=int, help="sequences per forward pass of TRL and the plain loop; likewise"
     )
-    parser.add_argument(
-        "--token-budget", type=int, help="tokens per forward pass of ours; by default the fastest of some"
-    )
+    parser.add_argument("--token-budget", type=int, help="tokens per forward pass of ours; by default some are tried")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batch")
     parser.add_argument("--gpu", action="store_true", help="a 0.6 B-shaped model on one GPU instead of all else")
     parser.add_argument(

@@ -15,8 +15,11 @@ from benchmarks.trainer_sides.turns import BENCH_PACKAGES, Measured, side_of, ta
 __all__ = ["has_trl", "measure_update"]
 
 SIZES = {"ours": (2048, 4096, 8192), "trl_grpo": (1, 2, 4, 8), "plain": (1, 2, 4, 8)}
-"""What each side is tried with per forward pass: ours tokens, the others sequences. The fastest takes part; more are slower on
-a CPU, whose caches they outgrow."""
+"""What each side is tried with per forward pass: ours tokens, the others sequences. More are slower on a CPU, whose caches
+they outgrow."""
+
+NEARLY = 1.1
+"""The smallest size takes part that needs at most this times the seconds of the fastest: more would cost memory for little."""
 
 MIB = 1 << 20
 
@@ -39,7 +42,7 @@ async def measure_update(
         token_budget: Tokens per forward pass of ours; None tries some.
     """
     given = {"ours": token_budget, "trl_grpo": micro_batch, "plain": micro_batch}
-    sizes = {module: size or await _fastest(module, directory, threads) for module, size in given.items()}
+    sizes = {module: size or await _chosen_size(module, directory, threads) for module, size in given.items()}
     print(f"per forward pass: {sizes}", flush=True)
 
     def side(name: str, module: str, **options: Any) -> Side:  # noqa: ANN401 - those of side_of
@@ -56,14 +59,14 @@ async def measure_update(
     return _report(found, sizes)
 
 
-async def _fastest(module: str, directory: Path, threads: int) -> int:
-    """The micro-batch size with which one update takes least."""
+async def _chosen_size(module: str, directory: Path, threads: int) -> int:
+    """The smallest micro-batch size with which one update takes hardly more than with the best."""
     seconds: dict[int, float] = {}
     for size in SIZES[module]:
         async with contestant(side_of(f"{module}_{size}", module, directory, threads, size=size), directory) as side:
             seconds[size] = (await side.update())["seconds"]
         print(f"{module}, {size} per forward pass: {seconds[size]:.2f} s", flush=True)
-    return min(seconds, key=seconds.__getitem__)
+    return min(size for size, each in seconds.items() if each <= NEARLY * min(seconds.values()))
 
 
 def _report(found: Mapping[str, Measured], sizes: Mapping[str, int]) -> dict[str, Any]:
