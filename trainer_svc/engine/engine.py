@@ -278,9 +278,11 @@ class TrainEngine:
         """Write a checkpoint, and wait until it is on disk; see `begin_save`.
 
         Raises:
-            OSError: if a process could not write its share.
+            OSError: if a process could not write its share, or half an hour did not suffice.
         """
-        self.begin_save(directory, dtype=dtype).result()
+        writing = self.begin_save(directory, dtype=dtype)
+        self._saver.wait()
+        writing.result()
 
     def begin_save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
         """Copy the state, and write a checkpoint in the background; training may go on when this returns.
