@@ -117,6 +117,21 @@ def test_a_failed_write_is_told_and_leaves_nothing_behind(
     engine(model).load(tmp_path / "here")
 
 
+def test_memory_that_is_full_fails_the_checkpoint_and_not_who_asked_for_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    policy = engine(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(saver.torch, "empty", full)
+        writing = policy.begin_save(tmp_path / "x")
+    with pytest.raises(RuntimeError, match="allocate"):
+        writing.result(0)
+    policy.save(tmp_path / "x")
+
+
 @pytest.mark.parametrize(("renames", "steps"), [(1, 0), (2, 1)])
 def test_a_kill_around_the_renames_leaves_the_old_checkpoint_or_the_new_one(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int, steps: int

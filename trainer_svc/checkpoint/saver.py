@@ -98,14 +98,15 @@ class Saver:
 
         Returns:
             The completed manifest, on every process, when it is on disk; or what went wrong (TimeoutError if the checkpoint
-            before is not written within the deadline, OSError if the disk is full): then older checkpoints are as they were.
+            before is not written within the deadline, OSError if the disk is full, RuntimeError if memory is): then older
+            checkpoints are as they were.
         """
         future: Future[CheckpointManifest] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels a write
         try:
             self.wait()
             pieces = self._copies(self._own_share(target, tensors))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             future.set_exception(error)
             return future
         self._pending = future
@@ -177,13 +178,19 @@ class Saver:
     def _copies(self, pieces: Mapping[Piece, torch.Tensor]) -> dict[Piece, torch.Tensor]:
         """Copies in host memory that is used again for the next checkpoint: new memory takes five times as long to fill."""
         copies: dict[Piece, torch.Tensor] = {}
-        for piece, tensor in pieces.items():
-            buffer = self._buffers.get(piece)
-            if buffer is None or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[piece] = buffer.copy_(tensor, non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+
+        def copy() -> bytes:
+            for piece, tensor in pieces.items():
+                buffer = self._buffers.get(piece)
+                if buffer is None or buffer.dtype != tensor.dtype:
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copies[piece] = buffer.copy_(tensor, non_blocking=True)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return b""
+
+        # All or none: a process whose memory is full must not leave the others waiting for its share.
+        self.writers.agree(copy)
         self._buffers = copies
         return copies
 
