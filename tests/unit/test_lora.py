@@ -250,11 +250,14 @@ def test_an_interrupted_run_goes_on_with_the_batches_and_the_dropout_it_would_ha
     settings |= {"output": tmp_path / "resumed", "checkpoint_every": 3}
     with pytest.raises(KilledError):
         fine_tune(SftConfig(**settings), killed_late)
-    assert {path.name for path in (tmp_path / "resumed.checkpoints").iterdir()} == {"step_3", "step_6"}
+    written = {path.name for path in (tmp_path / "resumed.checkpoints").iterdir()}
+    assert written == {"step_3", "step_6", "settings.json"}
     with pytest.raises(FileExistsError, match="give --resume to go on"):
         fine_tune(SftConfig(**settings), lambda _: None)
+    with pytest.raises(ConfigError, match=r"began with lr = 0\.01, batch_size = 3: set them so"):
+        fine_tune(SftConfig(**settings | {"resume": True, "lr": 1e-3, "batch_size": 4}), lambda _: None)
     told = []
-    fine_tune(SftConfig(**settings, resume=True), told.append)
+    fine_tune(SftConfig(**settings, resume=True, eval_every=2), told.append)
     assert [progress.step for progress in told] == [7, 8, 9]
     straight, resumed = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "resumed"))
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)

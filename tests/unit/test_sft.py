@@ -127,6 +127,13 @@ def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
     assert len(Demonstrations.load(str(folder), "test", renderer, max_length=50, drop_long=False)) == 2
 
 
+def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    words = ["--model", "nobody/nothing", "--data", "rows.jsonl", "--output", str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="nobody/nothing, a directory here or a hub id, gives no tokenizer"):
+        COMMAND.run(words)
+
+
 def test_a_missing_file_is_named(model_dir, tmp_path):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     with pytest.raises(DataError, match=r"there is no file .*none.jsonl"):

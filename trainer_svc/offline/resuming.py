@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
 
+from sluice.config import ConfigError
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import Version
 from trainer_svc.checkpoint.checkpoints import Checkpoints
+from trainer_svc.checkpoint.durable import write_durably
 from trainer_svc.checkpoint.saver import Saver
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
+from trainer_svc.config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline.settings import OfflineConfig
 
@@ -23,6 +27,15 @@ NAME = "policy"
 
 KEEP = 2
 """One is whole while the next is written."""
+
+SETTINGS = "settings.json"
+"""Beside the checkpoints: what the run that wrote them was told."""
+
+_MAY_CHANGE = {
+    *(ComputeConfig.model_fields.keys() - OptimizerConfig.model_fields.keys() - {"lora", "dtype"}),
+    *("output", "resume", "checkpoint_every", "log_every", "eval_every", "eval_data", "eval_split", "save_dtype"),
+}
+"""Settings that neither the weights nor the order of the data follow from: where and how a step is computed, what is told."""
 
 SAVE_S = 1800.0
 """Seconds that a checkpoint may take to be written."""
@@ -52,12 +65,16 @@ class RunCheckpoints:
 
         Returns:
             The number of steps that are done.
+
+        Raises:
+            ConfigError: if the run that wrote it had other settings.
         """
         if not self._config.resume:
             return 0
         newest = next(iter(self._kept.complete()), None)
         if newest is None:
             return 0
+        self._check_settings()
         self._kept.load(newest, {NAME: self._engine})
         return newest.checkpoint.policy_version.number
 
@@ -74,6 +91,9 @@ class RunCheckpoints:
             checkpoint=Checkpoint(name=f"step_{step}", policy_version=Version(1, step).to_proto()),
             optimizer_steps=self._engine.optimizer_steps,
         )
+        if self._engine.mesh.rank == 0:
+            self._kept.directory.mkdir(parents=True, exist_ok=True)
+            write_durably(self._kept.directory / SETTINGS, json.dumps(self._settings).encode())
         state = training_state({NAME: self._engine}, self._engine.mesh.rank)
         self._writing = self._kept.begin(manifest, state, None)
 
@@ -82,6 +102,21 @@ class RunCheckpoints:
         self._settle()
         if self._engine.mesh.rank == 0:
             shutil.rmtree(self._kept.directory, ignore_errors=True)
+
+    @property
+    def _settings(self) -> dict[str, object]:
+        dumped: dict[str, object] = self._config.model_dump(mode="json", exclude=_MAY_CHANGE)
+        return dumped
+
+    def _check_settings(self) -> None:
+        path = self._kept.directory / SETTINGS
+        if not path.exists():
+            return
+        began = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name, value in self._settings.items() if began.get(name) != value]
+        if changed:
+            told = ", ".join(f"{name} = {json.dumps(began.get(name))}" for name in changed)
+            raise ConfigError(f"the run to go on with began with {told}: set them so, or remove {path.parent}")
 
     def _settle(self) -> None:
         if self._writing is not None:

@@ -42,7 +42,7 @@ def renderer_of(config: OfflineConfig) -> ChatRenderer:
     Raises:
         FileExistsError: if the output directory exists, or checkpoints for it that are not to be resumed: found before
             anything else is done.
-        ConfigError: if the directory above it cannot be made.
+        ConfigError: if the directory above it cannot be made, or the model has no tokenizer that loads.
     """
     checkpoints = checkpoint_directory(config.output)
     if checkpoints.exists() and not config.resume:
@@ -55,7 +55,13 @@ def renderer_of(config: OfflineConfig) -> ChatRenderer:
         config.output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output: cannot write into {config.output.parent}: {error.strerror}") from error
-    return ChatRenderer(AutoTokenizer.from_pretrained(config.model))
+    try:
+        return ChatRenderer(AutoTokenizer.from_pretrained(config.model))
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"model: {config.model}, a directory here or a hub id, gives no tokenizer: {reason}"
+        ) from error
 
 
 def load_examples(config: OfflineConfig, load: Load, renderer: ChatRenderer) -> Data:
