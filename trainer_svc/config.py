@@ -376,6 +376,11 @@ class TrainerConfig(ComputeConfig):
                 "advantage gae needs the values of a critic: set critic.model to base or a directory, critic.shared to true, or take an"
                 " objective whose advantages need none"
             )
+        offloaded = self.optimizer_offload and self.critic.optimizer == "muon" and not self.critic.shared
+        if choices.needs_critic and offloaded:
+            raise ValueError(
+                "optimizer_offload holds for the critic too and cannot step its Muon: set critic.optimizer to adamw, or optimizer_offload to false"
+            )
         if not choices.needs_critic and self.critic != CriticConfig():
             raise ValueError(
                 f"the critic is read by the advantage gae, and objective {choices.name} has {choices.advantage or 'none'}: remove the table critic,"

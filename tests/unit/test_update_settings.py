@@ -26,6 +26,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
         ({"objective": {"preset": "ppo"}, "critic": {"model": ""}}, r"set critic\.model to base"),
         ({"critic": {"shared": True}}, "remove the table critic"),
         ({"objective": {"preset": "ppo"}, "critic": {"schedule": "linear"}}, "ends at max_steps"),
+        (
+            {"objective": {"preset": "ppo"}, "critic": {"optimizer": "muon"}, "optimizer_offload": True},
+            r"set critic\.optimizer to adamw",
+        ),
         ({"epochs": 0}, "greater than or equal to 1"),
         ({"lora": {"alpha": 32.0}}, "does not read alpha: set rank"),
     ],
