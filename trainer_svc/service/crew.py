@@ -19,7 +19,10 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.parallel.balance import balance
 from trainer_svc.service.crew_link import CrewLink, RankFailedError
 
-__all__ = ["Crew"]
+__all__ = ["OUT_OF_STEP", "Crew"]
+
+OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
+"""Errors after which ranks do different things: one is gone, or none knows how far the others are."""
 
 log = structlog.get_logger(__name__)
 
@@ -129,7 +132,7 @@ class Crew:
 def _explain(error: BaseException, link: CrewLink) -> SluiceError:
     """What to tell of a failure: what the rank that failed first could say, else what this one saw."""
     if isinstance(error, SluiceError):
-        return _lost(error.message) if error.reason in ("COMPUTE_DEADLINE", "RANK_LOST") else error
+        return _lost(error.message) if error.reason in OUT_OF_STEP else error
     if isinstance(error, RankFailedError):
         return _lost(str(error))
     seen = str(error).partition("\n")[0].partition(". ")[0]  # the first sentence; gloo adds advice

@@ -14,6 +14,7 @@ from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.batch_files import BatchFiles
 from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.crew import OUT_OF_STEP
 from trainer_svc.service.learner import Learner
 
 __all__ = ["Saving"]
@@ -62,11 +63,17 @@ class Saving:
         return writing.result()
 
     async def begin_or_log(self) -> None:
-        """Begin a checkpoint on schedule, and return when the state is copied; what goes wrong is noted but ends nothing."""
+        """Begin a checkpoint on schedule, and return when the state is copied; what goes wrong is noted but ends nothing.
+
+        Raises:
+            SluiceError: if it leaves several ranks out of step: one is lost, or none knows how far the others are.
+        """
         try:
             await self._begin(journal_position=0)
         except SluiceError as error:
             self._note(error)
+            if self._learner.crew.several and error.reason in OUT_OF_STEP:
+                raise
 
     async def settled(self, timeout_s: float) -> None:
         """Return when no checkpoint is being written, however that ended.

@@ -17,6 +17,7 @@ from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.batch_files import BatchFiles
 from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.crew import OUT_OF_STEP
 from trainer_svc.service.learner import Learner, Restored
 from trainer_svc.service.loop import TrainingLoop
 from trainer_svc.service.policy_publisher import PolicyPublisher
@@ -26,9 +27,6 @@ from trainer_svc.service.reports import StepLog
 from trainer_svc.service.saving import Saving
 
 __all__ = ["Trainer"]
-
-OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
-"""Errors after which ranks do different things: one is gone, or none knows how far the others are."""
 
 log = structlog.get_logger(__name__)
 
@@ -242,11 +240,15 @@ class Trainer:
         """Write a checkpoint between two batches.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION without an epoch, otherwise as `Saving.save`.
+            SluiceError: FAILED_PRECONDITION without an epoch, UNAVAILABLE if the ranks are out of step, otherwise as `Saving.save`.
         """
         if self.accepting().admission.version is None:
             raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
-        return await self.saving.save(journal_position)
+        try:
+            return await self.saving.save(journal_position)
+        except SluiceError as error:
+            self._check_ranks(error)
+            raise
 
     async def stop(self, grace_s: float) -> bool:
         """End the epoch; what the compute thread does and a checkpoint get `grace_s` seconds to end, a step is abandoned.
