@@ -48,7 +48,8 @@ def serve(name: str, argv: list[str]) -> int:
         ConfigError: if the settings are wrong.
     """
     run = load_run(argv, service=name)
-    rank = int(os.environ.get("RANK", "0"))
+    # Only the trainer has ranks; the name is common enough for a pod to have it for a reason of its own.
+    rank = int(os.environ.get("RANK", "0")) if name == "trainer" else 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     configure_logging(f"{name}.{rank}" if rank else name, run.log_level)

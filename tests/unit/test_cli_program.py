@@ -130,10 +130,9 @@ async def test_a_service_that_is_still_loading_stops_on_a_signal(site):
     assert process.returncode == 0
 
 
-async def test_the_metrics_port_is_served_beside_the_service(site):
-    process = await sluice(
-        site, "toy", "--server.port", "0", "--server.metrics-port", "0", ends=False, SLUICE_LOG_LEVEL="info"
-    )
+async def test_the_metrics_port_is_served_beside_the_service_whatever_rank_its_pod_has(site):
+    ports = ("--server.port", "0", "--server.metrics-port", "0")
+    process = await sluice(site, "toy", *ports, ends=False, SLUICE_LOG_LEVEL="info", RANK="1")
     async with asyncio.timeout(60):
         while b"/metrics" not in (line := await process.stderr.readline()):
             assert line, "the service ended without serving metrics"
