@@ -121,6 +121,11 @@ class Choices:
         return self.advantage in BATCH_ESTIMATORS
 
     @property
+    def credits_earlier_tokens(self) -> bool:
+        """Whether a token is credited with what later ones earned, so that rewards per token may stand earlier than earned."""
+        return self.needs_critic or self.advantage == "reinforce_pp" or self.estimator.get("turn_discount") is not None
+
+    @property
     def needs_critic(self) -> bool:
         """Whether the advantages need values."""
         return self.advantage == "gae"

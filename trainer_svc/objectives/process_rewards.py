@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from trainer_svc.engine.shapes import MaskOfSequence, PerToken
+from trainer_svc.engine.shapes import MaskOfSequence, PerSequenceToken, PerToken
 from trainer_svc.objectives.value_loss import discounted_sum
 
-__all__ = ["process_returns", "turns_of"]
+__all__ = ["carried_back", "process_returns", "turns_of"]
+
+
+def carried_back(rewards: PerSequenceToken, loss_mask: MaskOfSequence, kept: MaskOfSequence) -> PerSequenceToken:
+    """The rewards where some loss tokens leave the loss: theirs go to the last kept token before them.
+
+    Rewards before the first kept token are left out: nothing that is trained could have earned them.
+
+    Args:
+        rewards: Reward at each loss token; what stands elsewhere is not read.
+        loss_mask: The loss tokens that the rewards belong to.
+        kept: Those of them that stay.
+    """
+    places = torch.arange(len(kept))
+    heirs = torch.where(kept, places, -1).cummax(0).values
+    lost = loss_mask & ~kept
+    carried = rewards.masked_fill(lost, 0.0)
+    inherited = lost & (heirs >= 0)
+    return carried.index_add(0, heirs[inherited], rewards[inherited])
 
 
 def turns_of(loss_mask: MaskOfSequence) -> torch.Tensor:

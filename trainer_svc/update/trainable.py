@@ -7,8 +7,9 @@ from collections.abc import Sequence as Rows
 from dataclasses import replace
 
 from trainer_svc.engine.batch import Sequence
-from trainer_svc.engine.shapes import PerSequenceToken
+from trainer_svc.engine.shapes import MaskOfSequence, PerSequenceToken
 from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.process_rewards import carried_back
 
 __all__ = ["CAUSES", "keep_trainable"]
 
@@ -18,6 +19,8 @@ CAUSES = ("behaviour_not_finite", "advantage_not_finite", "reference_not_finite"
 
 def keep_trainable(sequences: Rows[Sequence], objective: Objective) -> tuple[list[Sequence], dict[str, int]]:
     """Take tokens out of the loss, and out of its denominators, that lack what the objective reads.
+
+    Their rewards stay: what they earned goes to the last kept token before them, where earlier tokens are credited at all.
 
     Returns:
         The sequences with narrowed masks, and the number of dropped tokens by those of `CAUSES` that there were.
@@ -34,12 +37,17 @@ def keep_trainable(sequences: Rows[Sequence], objective: Objective) -> tuple[lis
             narrowed = mask & values.isfinite()
             dropped[cause] += int(mask.sum()) - int(narrowed.sum())
             mask = narrowed
-        kept.append(
-            sequence
-            if mask is sequence.loss_mask or bool((mask == sequence.loss_mask).all())
-            else replace(sequence, loss_mask=mask)
-        )
+        kept.append(_narrowed(sequence, mask, objective))
     return kept, {cause: count for cause, count in dropped.items() if count}
+
+
+def _narrowed(sequence: Sequence, mask: MaskOfSequence, objective: Objective) -> Sequence:
+    if bool((mask == sequence.loss_mask).all()):
+        return sequence
+    rewards = sequence.token_rewards
+    if rewards is not None and objective.choices.credits_earlier_tokens:
+        rewards = carried_back(rewards, sequence.loss_mask, mask)
+    return replace(sequence, loss_mask=mask, token_rewards=rewards)
 
 
 def _inputs(sequence: Sequence, objective: Objective) -> dict[str, PerSequenceToken]:

@@ -13,9 +13,11 @@ from objective_rows import training_row
 from thread_ranks import on_ranks
 
 from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import loglinear_share, token_rewards, with_advantages, with_selection
 from trainer_svc.objectives.process_rewards import turns_of
 from trainer_svc.objectives.value_loss import clipped_value_loss, discounted_sum
+from trainer_svc.update.trainable import keep_trainable
 
 # Two turns of 2 and 3 sampled tokens with an observation of two tokens between them, and padding-like tokens behind.
 MASK = [0, 1, 1, 0, 0, 1, 1, 1, 0, 0]
@@ -104,6 +106,28 @@ def test_rewards_to_go(gamma):
 def test_rewards_per_token_replace_the_reward_of_the_episode():
     row = training_row([0, 1, 1], reward=9.0, token_rewards=[0.25, 0.5])
     assert token_rewards(row, choices(preset="ppo")).tolist() == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("settings_", "expected"),
+    [
+        ({"preset": "ppo"}, [2.0, 5.0]),
+        ({"preset": "reinforce_pp", "kl_coef": 0.0}, [2.0, 5.0]),
+        ({"preset": "grpo", "advantage": "process", "turn_discount": 1.0}, [2.0, 5.0]),
+        ({"preset": "grpo", "advantage": "process"}, [2.0, 0.0]),
+    ],
+    ids=["ppo", "reinforce_pp", "turns", "each token its own"],
+)
+def test_the_reward_of_a_token_that_leaves_the_loss_goes_to_the_last_one_before_it(settings_, expected):
+    nan = math.nan
+    rewards = [7.0, 2.0, 0.0, 4.0, 1.0]
+    row = training_row(MASK, token_rewards=rewards, behaviour_logprobs=[nan, -1.0, -1.0, nan, nan])
+    plain = training_row(MASK, token_rewards=rewards)
+    objective = Objective.of(ObjectiveConfig(**settings_))
+    (narrowed, whole), dropped = keep_trainable([row, plain], objective)
+    assert dropped == {"behaviour_not_finite": 3}
+    assert at(narrowed, "token_rewards") == expected
+    assert at(whole, "token_rewards") == rewards
 
 
 def test_golden_process_rewards_credit_a_turn_with_what_follows_it():
