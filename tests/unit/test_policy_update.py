@@ -19,6 +19,7 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
+from trainer_svc.update.trainable import keep_trainable
 from trainer_svc.update.whole_batch import with_whole_batch_facts
 
 
@@ -221,6 +222,25 @@ def test_rows_know_their_group_before_ranks_tear_it_apart():
     holed = row([5], [6, 7], group="g", name="b", behaviour=torch.tensor([-1.0, torch.nan]))
     rows = with_whole_batch_facts([row([5], [6, 7], group="g"), holed, row([5], [6])], objective, lambda _: 0)
     assert [each.group_loss_tokens for each in rows] == [3, 3, 0]
+
+
+def test_a_group_is_worth_as_much_as_another_whatever_column_lacks_a_token():
+    """Columns that the batch brings take a token out of the group's count as they take it out of the loss."""
+    nan = torch.nan
+    settings_ = {"kl_coef": 0.1, "aggregation": "prompt"}
+    objective = Objective.of(settings("grpo", settings_, reference={"model": "batch"}).objective)
+    member = row([5], [6, 7], group="g", reference=-1.0, behaviour=torch.tensor([nan, -1.0]))
+    holes = {
+        "reference_logprobs": torch.tensor([nan, nan, -1.0]),
+        "advantages": torch.tensor([0.0, 1.0, nan]),
+    }
+    rows = [member] + [
+        replace(member, behaviour_logprobs=torch.zeros(3), **{name: values}) for name, values in holes.items()
+    ]
+    counted = with_whole_batch_facts([*rows, row([5], [6, 7], group="h", reference=-1.0)], objective, lambda _: 0)
+    assert [each.group_loss_tokens for each in counted] == [3, 3, 3, 2]
+    trained, _ = keep_trainable(counted, objective)
+    assert objective.weight(trained) == pytest.approx(2.0), "two groups"
 
 
 # Epochs and minibatches.

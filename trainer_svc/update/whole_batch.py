@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 
 import torch
 
@@ -13,6 +11,7 @@ from sluice.versions import Version
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import with_proximal_share
+from trainer_svc.update.trainable import with_trainable_group_tokens
 
 __all__ = ["with_whole_batch_facts"]
 
@@ -27,19 +26,10 @@ def with_whole_batch_facts(
         objective: What will be minimised.
         staleness: Versions between one that sampled and the one that is trained.
     """
-    counts: Counter[str] = Counter()
-    for each in sequences:
-        counts[each.group_id] += _usable_tokens(each, objective)
-    rows = [replace(each, group_loss_tokens=counts[each.group_id]) if each.group_id else each for each in sequences]
+    rows = with_trainable_group_tokens(sequences, objective)
     if objective.choices.proximal != "loglinear":
         return rows
     return with_proximal_share(rows, [_ages(each, staleness) for each in rows])
-
-
-def _usable_tokens(sequence: Sequence, objective: Objective) -> int:
-    """Loss tokens that stay in the divisor: those without a behaviour log-probability leave it."""
-    mask = sequence.loss_mask
-    return int((mask & sequence.behaviour_logprobs.isfinite()).sum() if objective.needs_behaviour else mask.sum())
 
 
 def _ages(sequence: Sequence, staleness: Callable[[Version], int]) -> torch.Tensor:
