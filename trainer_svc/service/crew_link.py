@@ -31,6 +31,9 @@ Stream: TypeAlias = Literal["compute", "publish"]
 IDLE = timedelta(hours=1)
 """One wait for a command; then it is waited for again."""
 
+PUBLISHES_KEPT = 2
+"""Commands to publish that stay in the store: a push is one of all ranks, so none is more than one behind."""
+
 _FAILURE = "failure"
 
 
@@ -79,7 +82,10 @@ class CrewLink:
             The command's number in its stream.
         """
         number = self._numbers[stream] = self._numbers[stream] + 1
-        self._stores[stream].set(f"{stream}/{number}", json.dumps(command))
+        store = self._stores[stream]
+        store.set(f"{stream}/{number}", json.dumps(command))
+        if stream == "publish" and number > PUBLISHES_KEPT:
+            store.delete_key(f"{stream}/{number - PUBLISHES_KEPT}")
         return number
 
     def next(self, stream: Stream) -> Command:
