@@ -8,7 +8,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from trainer_svc.config import ParallelConfig
 from trainer_svc.parallel.context import check_heads
+from trainer_svc.parallel.mesh import join
 from trainer_svc.parallel.tensor import check_divides
 
 SIZES = {
@@ -52,3 +54,12 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_the_sizes_that_can():
     check_heads(8, tp=2, cp=4)
     with pytest.raises(ValueError, match=r"4 attention heads to share out.*one of 1, 2, 4"):
         check_heads(8, tp=2, cp=3)
+
+
+@pytest.mark.parametrize("local", ["0", "1"])
+def test_every_process_of_a_host_with_too_few_devices_is_refused_before_it_waits_for_another(monkeypatch, local):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", local), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"2 processes of this host have no CUDA device each \(1 are visible\)"):
+        join(ParallelConfig(dp_shard=2), "cuda")

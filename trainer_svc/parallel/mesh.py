@@ -89,7 +89,7 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
         device: auto, cpu or cuda. auto takes CUDA where there is one.
 
     Raises:
-        ValueError: if the axes do not make up the number of processes, or there is no CUDA device for this one.
+        ValueError: if the axes do not make up the number of processes, or this host has more processes than CUDA devices.
         torch.distributed.DistError: if the others do not come within `config.timeout_s`.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -153,9 +153,11 @@ def _own_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
+    # All processes of the host come to the same answer, so that none waits at the meeting for one that was refused.
+    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)), torch.cuda.device_count()
+    if processes > devices:
         raise ValueError(
-            f"process {local} of this host has no CUDA device of its own ({torch.cuda.device_count()} are visible): start"
+            f"{processes} processes of this host have no CUDA device each ({devices} are visible): start"
             " one process per device (torchrun --nproc-per-node), or set device to cpu"
         )
     torch.cuda.set_device(local)
