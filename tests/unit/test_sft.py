@@ -127,6 +127,13 @@ def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
     assert len(Demonstrations.load(str(folder), "test", renderer, max_length=50, drop_long=False)) == 2
 
 
+def test_a_file_that_is_no_text_is_named(model_dir, tmp_path):
+    (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    with pytest.raises(DataError, match=r"r\.jsonl:1 is not JSON: 'utf-8' codec"):
+        Demonstrations.load(str(tmp_path / "r.jsonl"), "train", renderer, max_length=50, drop_long=False)
+
+
 def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     words = ["--model", "nobody/nothing", "--data", "rows.jsonl", "--output", str(tmp_path / "out")]

@@ -31,13 +31,13 @@ def read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
             raise DataError(f"there is no file {data}")
         yield from _hub_rows(data, split)
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode("utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise DataError(f"{data}:{number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{data}:{number} is not a JSON object")
