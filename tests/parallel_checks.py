@@ -15,12 +15,14 @@ from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from trainer_svc.config import TrainerConfig
+from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import Outputs, count_loss_tokens
+from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import SINGLE, Mesh, make_mesh
+from trainer_svc.update.policy import PolicyUpdate
 
 TIMEOUT_S = 60.0
 
@@ -33,6 +35,7 @@ def checks(models: Path, scratch: Path) -> dict[str, Any]:
     return {
         "exchanges": exchanges(models, sharded),
         "refused": refused(models, sharded),
+        "update refused": update_refused(models, sharded),
         "other rows": other_rows(models, cut),
         "not finite": not_finite(models, sharded),
         "pieces": pieces(models, sharded),
@@ -102,6 +105,19 @@ def refused(models: Path, mesh: Mesh) -> list[str]:
         rows[0] = replace(rows[0], input_ids=rows[0].input_ids + 10_000)
     try:
         engine(models / "qwen3", mesh).train_batch(rows, likelihood, count_loss_tokens)
+    except ValueError as error:
+        return gathered(str(error))
+    return gathered("")
+
+
+def update_refused(models: Path, mesh: Mesh) -> list[str]:
+    """What each rank says of an update of which one of them has a row without its reward."""
+    rows = [replace(each, reward=1.0) for each in share(mesh)]
+    if mesh.rank == mesh.dims.world_size - 1:
+        rows[0] = replace(rows[0], reward=None)
+    objective = Objective.of(ObjectiveConfig(preset="reinforce_pp", kl_coef=0.0))
+    try:
+        PolicyUpdate(engine(models / "qwen3", mesh), objective).apply(rows)
     except ValueError as error:
         return gathered(str(error))
     return gathered("")

@@ -152,6 +152,12 @@ def test_a_batch_that_one_rank_refuses_is_refused_by_all(two: Found) -> None:
     assert "outside of the vocabulary" in own
 
 
+def test_an_update_that_one_rank_refuses_is_refused_by_all(two: Found) -> None:
+    other, own = two["checks"]["update refused"]
+    assert "another rank refused" in other
+    assert "has no reward" in own
+
+
 def test_ranks_that_share_rows_must_have_the_same(two: Found) -> None:
     assert all("ranks 0, 1 share their rows" in said for said in two["checks"]["other rows"])
 

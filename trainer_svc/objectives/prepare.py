@@ -21,7 +21,32 @@ from trainer_svc.objectives.value_loss import discounted_sum, gae
 from trainer_svc.objectives.whitening import whiten, whiten_by_group
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = ["loglinear_share", "token_rewards", "with_advantages", "with_proximal_share", "with_selection"]
+__all__ = [
+    "check_columns",
+    "loglinear_share",
+    "token_rewards",
+    "with_advantages",
+    "with_proximal_share",
+    "with_selection",
+]
+
+
+def check_columns(sequences: Rows[Sequence], choices: Choices) -> None:
+    """Refuse what the functions here and the loss would refuse: in time, before ranks wait for each other.
+
+    Raises:
+        ValueError: if a row lacks its reward, or the share that the log-linear form reads.
+    """
+    for sequence in sequences:
+        if choices.advantage == "process":
+            _process_rewards(sequence)
+        elif choices.runs_estimator:
+            _environment_rewards(sequence)
+        if choices.proximal == "loglinear" and sequence.proximal_share is None:
+            raise ValueError(
+                f"proximal = loglinear needs proximal_share, and sequence {sequence.trajectory_id!r} has none: derive it from "
+                "the tokens' versions"
+            )
 
 
 def with_advantages(
@@ -65,15 +90,7 @@ def token_rewards(sequence: Sequence, choices: Choices) -> PerToken:
     Raises:
         ValueError: if there is neither a reward nor rewards per token, or the reference is missing.
     """
-    if sequence.token_rewards is not None:
-        rewards = _at_loss_tokens(sequence, sequence.token_rewards)
-    elif sequence.reward is not None:
-        rewards = torch.zeros(int(sequence.loss_mask.sum()), dtype=torch.float64)
-        rewards[-1:] = sequence.reward
-    else:
-        raise ValueError(
-            f"sequence {sequence.trajectory_id!r} has no reward, which is not 0: leave it out of the batch"
-        )
+    rewards = _environment_rewards(sequence)
     if choices.kl_coef > 0 and choices.kl_where == "reward":
         if sequence.reference_logprobs is None:
             raise ValueError(
@@ -83,6 +100,18 @@ def token_rewards(sequence: Sequence, choices: Choices) -> PerToken:
         proximal = _at_loss_tokens(sequence, _proximal(sequence, choices))
         reference = _at_loss_tokens(sequence, sequence.reference_logprobs)
         rewards = rewards - choices.kl_coef * kl_estimate(choices.kl_kind, proximal, reference)
+    return rewards
+
+
+def _environment_rewards(sequence: Sequence) -> PerToken:
+    if sequence.token_rewards is not None:
+        return _at_loss_tokens(sequence, sequence.token_rewards)
+    if sequence.reward is None:
+        raise ValueError(
+            f"sequence {sequence.trajectory_id!r} has no reward, which is not 0: leave it out of the batch"
+        )
+    rewards = torch.zeros(int(sequence.loss_mask.sum()), dtype=torch.float64)
+    rewards[-1:] = sequence.reward
     return rewards
 
 
@@ -109,20 +138,10 @@ def _with_gae(sequences: Rows[Sequence], choices: Choices, bootstraps: Rows[floa
 
 
 def _process(sequences: Rows[Sequence], choices: Choices, ranks: Ranks) -> list[PerToken]:
-    credited = []
-    for sequence in sequences:
-        if sequence.token_rewards is None:
-            raise ValueError(
-                f"process needs rewards per token or turn, and sequence {sequence.trajectory_id!r} has none: send them, or "
-                "choose an estimator of the episode's reward"
-            )
-        credited.append(
-            process_returns(
-                _at_loss_tokens(sequence, sequence.token_rewards),
-                turns_of(sequence.loss_mask),
-                turn_discount=choices.estimator["turn_discount"],
-            )
-        )
+    discount = choices.estimator["turn_discount"]
+    credited = [
+        process_returns(_process_rewards(each), turns_of(each.loss_mask), turn_discount=discount) for each in sequences
+    ]
     match choices.process_scale:
         case "batch":
             return whiten(credited, ranks)
@@ -131,6 +150,15 @@ def _process(sequences: Rows[Sequence], choices: Choices, ranks: Ranks) -> list[
             return whiten_by_group(credited, names, ranks)
         case _:
             return credited
+
+
+def _process_rewards(sequence: Sequence) -> PerToken:
+    if sequence.token_rewards is None:
+        raise ValueError(
+            f"process needs rewards per token or turn, and sequence {sequence.trajectory_id!r} has none: send them, or "
+            "choose an estimator of the episode's reward"
+        )
+    return _at_loss_tokens(sequence, sequence.token_rewards)
 
 
 def with_selection(sequences: Rows[Sequence], choices: Choices, ranks: Ranks = ALONE) -> list[Sequence]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 from trainer_svc.engine.batch import Sequence
@@ -13,7 +14,8 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.aggregation import with_group_tokens
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.prepare import with_advantages, with_selection
+from trainer_svc.objectives.prepare import check_columns, with_advantages, with_selection
+from trainer_svc.update.agreement import agreed
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.critic import CRITIC, Critic, value_facts
 from trainer_svc.update.minibatches import split_by_group
@@ -78,13 +80,13 @@ class PolicyUpdate:
 
         Raises:
             ValueError: if a token id is outside of the vocabulary, or a row lacks what the objective reads and no model
-                gives it.
+                gives it; on every rank, if it is so on one.
         """
         began = perf_counter()
         seconds: dict[str, float] = {}
         with _timed(seconds, "frozen"):
             rows = self._with_frozen(sequences)
-        rows, dropped = keep_trainable(rows, self.objective)
+        rows, dropped = agreed(self.engine.ranks, partial(self._trainable, rows))
         rows = self._prepared(with_group_tokens(rows), seconds)
         losses = {f"dropped_tokens/{cause}": float(dropped.get(cause, 0)) for cause in CAUSES}
         measured = _shares(self.engine.ranks.total(_advantage_sums(rows) | losses))
@@ -106,6 +108,11 @@ class PolicyUpdate:
         if self.objective.needs_teacher and self.teacher is not None:
             rows = with_logprobs(rows, "teacher_logprobs", self.teacher)
         return rows
+
+    def _trainable(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], dict[str, int]]:
+        """The rows without the tokens that cannot be trained, where each has all columns that are read later."""
+        check_columns(sequences, self.objective.choices)
+        return keep_trainable(sequences, self.objective)
 
     def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
         """The rows with what the weights in training say now, and the advantages and selections that follow from it."""
