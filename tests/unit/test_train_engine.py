@@ -208,6 +208,12 @@ def test_training_goes_on_exactly_from_saved_state(model_dir):
     assert all(torch.equal(expected[name], tensor) for name, tensor in resumed.state_tensors().items())
 
 
+def test_a_directory_without_the_output_layer_is_no_language_model(model_dir, tmp_path):
+    TrainEngine(TrainerConfig(device="cpu"), model_dir, head="value").export_hf(tmp_path / "scores")
+    with pytest.raises(ValueError, match=r"scores lacks lm_head\.weight, which random weights"):
+        engine(tmp_path / "scores")
+
+
 def test_state_of_another_model_is_refused(model_dir):
     trainer = engine(model_dir)
     tensors = dict(trainer.state_tensors())

@@ -251,7 +251,10 @@ def _load(path: str, head: Head) -> PreTrainedModel:
         if "score.weight" in loading["missing_keys"]:
             torch.nn.init.zeros_(classifier.score.weight)  # a drawn one would begin with values far off all returns
         return classifier
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model, loading = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(loading["missing_keys"]):
+        named = ", ".join(missing[:3])
+        raise ValueError(f"{path} lacks {named}, which random weights would stand in for: name a whole language model")
     if head == "both":
         model.value_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.zeros_(model.value_head.weight)
