@@ -19,6 +19,7 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
+from trainer_svc.update.report import update_report
 from trainer_svc.update.trainable import keep_trainable
 from trainer_svc.update.whole_batch import with_whole_batch_facts
 
@@ -275,6 +276,18 @@ def test_every_minibatch_of_every_epoch_is_an_optimizer_step(model_dir):
     assert update.critic.engine.optimizer_steps == 6
     assert metrics.measured["mismatch_kl"] == pytest.approx(0.0, abs=1e-6), "of the first forward pass"
     assert metrics.measured["mismatch_kl_last"] > 1e-6
+
+
+def test_a_first_minibatch_that_forwards_nothing_leaves_the_first_figures_to_the_next(model_dir):
+    update = update_of(model_dir, settings("grpo", lr=3e-2))
+    silent = [row([5], [6, 7], advantage=0.0, name="silent")]
+    told = on_policy(update, [row([5], [8, 9], name="told")])
+    steps = [update._policy_step(part) for part in (silent, told, told)]
+    assert steps[0].sums.get("gap_tokens", 0.0) == 0.0
+    measured = update_report([steps]).measured
+    assert measured["mismatch_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert measured["max_abs_log_difference"] == pytest.approx(0.0, abs=1e-5)
+    assert measured["mismatch_kl_last"] > 1e-4
 
 
 def test_a_step_that_is_not_finite_is_left_out_and_the_others_are_made(model_dir):

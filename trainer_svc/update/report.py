@@ -21,15 +21,16 @@ def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
     """The report of a whole update.
 
     Loss and gradient norm are means over the steps that were applied (over all, if none was), sizes are those of the batch,
-    work and seconds are sums. `mismatch_kl` and what goes with it come from the first step, whose forward pass still sees
-    the weights that the update began with; where there were several steps, `mismatch_kl_last` is that of the last one.
+    work and seconds are sums. `mismatch_kl` and what goes with it come from the first step that forwarded tokens at all,
+    as its forward pass sees the weights that the update began with; where there were several steps, `mismatch_kl_last` is that of the last one.
 
     Args:
         epochs: The steps of each epoch, at least one; sums whose names begin with ``critic/`` are left out.
     """
     steps = [step for epoch in epochs for step in epoch]
     applied = [step for step in steps if not step.skipped] or steps
-    first, last = finish(_policy_sums(steps[:1])), finish(_policy_sums(steps[-1:]))
+    began = next((step for step in steps if step.sums.get("gap_tokens")), steps[0])
+    first, last = finish(_policy_sums([began])), finish(_policy_sums(steps[-1:]))
     measured = finish(_policy_sums(steps)) | {name: first[name] for name in FIRST_FORWARD if name in first}
     if len(steps) > 1:
         measured |= {f"{name}_last": last[name] for name in ("mismatch_kl",) if name in last}
