@@ -15,25 +15,22 @@ import torch
 
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from trainer_svc.checkpoint.saver import Saver
-from trainer_svc.checkpoint.shards import read_below
-from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import ComputeConfig
-from trainer_svc.engine.adapter_export import export_adapter
+from trainer_svc.engine import files
 from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
+from trainer_svc.engine.export import live_tensors, named_tensors
 from trainer_svc.engine.kernels import choose_kernels
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device, resolve_dtype
 from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
-from trainer_svc.engine.packing import empty_batch, pack
 from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shapes import Scalar
+from trainer_svc.engine.shares import micro_batches
 from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
 from trainer_svc.engine.throughput import Meter
-from trainer_svc.parallel.agreement import check_same_rows
 from trainer_svc.parallel.gradients import clip, total_norm
 from trainer_svc.parallel.layout import runner_of, shared_by_stages, spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -44,12 +41,6 @@ if TYPE_CHECKING:  # training needs no gRPC
     from weightsync.publisher import PushReport, WeightPublisher
 
 __all__ = ["TrainEngine"]
-
-POLICY = "policy"
-"""This engine's name in a checkpoint of its own; that of the policy in a checkpoint of the service."""
-
-SAVE_S = 1800.0
-"""Seconds that a process waits for the others to write their shares."""
 
 PUBLISH_S = 600.0
 """Seconds that a version may take to reach the weight service."""
@@ -138,7 +129,7 @@ class TrainEngine:
         """
         record = StepRecord(sequences, self.ranks, self.meter)
         with record.phase("pack"):
-            batches, weight = self._prepare(sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
+            batches, weight = micro_batches(self, sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
         self.optimizer.zero_grad(set_to_none=True)
         with self.adapter.dropping() if self.adapter else nullcontext():
             self.runner.train(batches, partial(_share, loss_fn, weight, record), record, entropy=entropy)
@@ -162,7 +153,7 @@ class TrainEngine:
         """
         record = StepRecord(sequences, self.ranks)
         with record.phase("pack"):
-            batches, weight = self._prepare(sequences, loss_weight_fn, whole_groups=whole_groups)
+            batches, weight = micro_batches(self, sequences, loss_weight_fn, whole_groups=whole_groups)
         with record.phase("forward"):
             self.runner.evaluate(batches, partial(_share, loss_fn, weight, record), entropy=entropy)
         return record.finish()
@@ -180,7 +171,7 @@ class TrainEngine:
         Raises:
             ValueError: if a token id is outside of the vocabulary.
         """
-        batches, _ = self._prepare(sequences)
+        batches, _ = micro_batches(self, sequences)
         results = [torch.full((len(sequence),), torch.nan) for sequence in sequences]
 
         def keep(outputs: Outputs, batch: MicroBatch) -> None:
@@ -250,84 +241,29 @@ class TrainEngine:
         return await publisher.update(version, self.live_tensors(), dtype=dtype, deadline_s=deadline_s)
 
     def export_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face model directory, or a PEFT adapter where one is trained; it appears whole or not at all.
-
-        All processes call it; rank 0 writes, and the directory is there when it returns on rank 0.
-
-        Raises:
-            FileExistsError: if the directory exists.
-            ValueError: if the layers lie in several stages.
-        """
-        if self.mesh.dims.pp > 1:
-            raise ValueError(
-                "the layers lie in several stages: save a checkpoint, whose directory `hf` has all of them"
-            )
-        tensors = self.network.model.state_dict()
-        if self.adapter is not None:
-            tensors = {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}
-        weights = whole_tensors(tensors, keep=self.mesh.rank == 0)
-        if self.mesh.rank:
-            return
-        directory = Path(directory)
-        if self.adapter is not None:
-            export_adapter(self.adapter, self.model_dir, directory, dtype, weights)
-        else:
-            export_hf(self.network.model, self.model_dir, directory, dtype, weights)
-
-    def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write a checkpoint, and wait until it is on disk; see `begin_save`.
-
-        Raises:
-            OSError: if a process could not write its share, or half an hour did not suffice.
-        """
-        writing = self.begin_save(directory, dtype=dtype)
-        self._saver.wait()
-        writing.result()
-
-    def begin_save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
-        """Copy the state, and write a checkpoint in the background; training may go on when this returns.
-
-        Each process writes its share; the directory appears whole or not at all.
-
-        Args:
-            directory: What to write, on a file system that all processes share; one that is there is replaced.
-            dtype: Precision of the Hugging Face directory `hf` in it; None keeps float32.
-
-        Returns:
-            Done when the checkpoint is on disk, or holds what went wrong: ask it before the next one, and before the end.
-        """
-        state = training_state({POLICY: self}, self.mesh.rank)
-        export = partial(self.export_state, dtype=dtype)
-        return self._saver.begin(
-            Path(directory), CheckpointManifest(optimizer_steps=self.optimizer_steps), state, export=export
-        )
-
-    def load(self, directory: str | Path) -> None:
-        """Go on from a checkpoint, whatever number of processes wrote it; one of a service is one too.
-
-        Raises:
-            CheckpointDamagedError: if it is not whole.
-            ValueError: if it is of another model or optimizer.
-        """
-        self._saver.load(Path(directory), {POLICY: self})
+        """Write a Hugging Face model directory or a PEFT adapter: `files.export_engine`."""
+        files.export_engine(self, directory, dtype)
 
     def export_state(self, state: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face model directory of the weights in a checkpoint; any thread may call it.
+        """Write such a directory of the weights in a checkpoint: `files.export_state`."""
+        files.export_state(self, state, directory, dtype)
 
-        Args:
-            state: Where the checkpoint's tensors are, in whatever layout.
-            directory: What to write.
-            dtype: Precision of floating-point tensors; None keeps float32.
-        """
-        weights = read_below(f"{POLICY}.model.", state)
-        if self.adapter is not None:
-            export_adapter(self.adapter, self.model_dir, directory, dtype, weights)
-            return
-        export_hf(self.network.model, self.model_dir, directory, dtype, weights)
+    def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a checkpoint, and wait until it is on disk: `files.save`."""
+        files.save(self, directory, dtype=dtype)
+
+    def begin_save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
+        """Copy the state, and write a checkpoint while training goes on: `files.begin_save`."""
+        return files.begin_save(self, directory, dtype=dtype)
+
+    def load(self, directory: str | Path) -> None:
+        """Go on from a checkpoint: `files.load`."""
+        files.load(self, directory)
 
     @cached_property
-    def _saver(self) -> Saver:
-        return Saver(Writers.of(self.mesh, SAVE_S), SAVE_S)
+    def saver(self) -> Saver:
+        """Writes and reads this engine's own checkpoints."""
+        return Saver(Writers.of(self.mesh, files.SAVE_S), files.SAVE_S)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint must hold, as flat names: ``model.<name>`` and ``optimizer.<moment>.<name>``.
@@ -370,45 +306,6 @@ class TrainEngine:
         """The weights by their names in the model; those of the base with the adapter added, where one is trained."""
         state: dict[str, torch.Tensor] = self.network.model.state_dict()
         return state if self.adapter is None else self.adapter.merged(state)
-
-    def _check_ids(self, sequences: Rows[Sequence]) -> None:
-        vocabulary = self.network.vocabulary
-        for sequence in sequences:
-            low, high = (int(value) for value in sequence.input_ids.aminmax())
-            if low < 0 or high >= vocabulary:
-                raise ValueError(
-                    f"sequence {sequence.trajectory_id!r} has a token id outside of the vocabulary [0, {vocabulary}): was it made with another tokenizer?"
-                )
-
-    def _prepare(
-        self,
-        sequences: Rows[Sequence],
-        loss_weight_fn: LossWeight = lambda _: 0.0,
-        contributes: Callable[[Sequence], bool] | None = None,
-        *,
-        whole_groups: bool = False,
-    ) -> tuple[list[MicroBatch], float]:
-        """The micro-batches, as many on every rank, and the weight of the global batch: 1 where it is 0, as nothing is divided then."""
-        check_same_rows(sequences, self.mesh)
-        batches: list[MicroBatch] = []
-        weight, refusal = 0.0, None
-        try:
-            self._check_ids(sequences)
-            weight = loss_weight_fn(sequences)
-            chosen = sequences if contributes is None else [each for each in sequences if contributes(each)]
-            fold = self.config.fold_prompts
-            batches = pack(chosen, self.config.token_budget, fold=fold, whole_groups=whole_groups)
-        except ValueError as error:
-            refusal = error  # raised when the other ranks know, lest they wait for this one
-        totals = self.ranks.total(
-            {"weight": weight, "max_batches": len(batches), "refused": float(refusal is not None)}
-        )
-        if refusal is not None:
-            raise refusal
-        if totals["refused"]:
-            raise ValueError("another rank refused its share of the batch: its own error says why")
-        batches += [empty_batch()] * (int(totals["max_batches"]) - len(batches))
-        return batches, totals["weight"] or 1.0
 
 
 def _share(loss_fn: LossFn, weight: float, record: StepRecord, outputs: Outputs, batch: MicroBatch) -> Scalar:

@@ -1,0 +1,66 @@
+"""This rank's share of a batch as micro-batches, in step with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
+
+from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.engine.outputs import LossWeight
+from trainer_svc.engine.packing import empty_batch, pack
+from trainer_svc.parallel.agreement import check_same_rows
+
+if TYPE_CHECKING:
+    from trainer_svc.engine.engine import TrainEngine
+
+__all__ = ["micro_batches"]
+
+
+def micro_batches(
+    engine: TrainEngine,
+    sequences: Rows[Sequence],
+    loss_weight_fn: LossWeight = lambda _: 0.0,
+    contributes: Callable[[Sequence], bool] | None = None,
+    *,
+    whole_groups: bool = False,
+) -> tuple[list[MicroBatch], float]:
+    """The micro-batches, as many on every rank, and the weight of the global batch: 1 where it is 0, as nothing is divided then.
+
+    Args:
+        engine: What they are for.
+        sequences: This rank's share of the batch.
+        loss_weight_fn: As of `TrainEngine.train_batch`, like all that follows.
+        contributes: Whether a sequence can have a gradient.
+        whole_groups: Whether the sequences of a group share a micro-batch.
+
+    Raises:
+        ValueError: if a token id is outside of the vocabulary, or another rank refused its share.
+    """
+    check_same_rows(sequences, engine.mesh)
+    batches: list[MicroBatch] = []
+    weight, refusal = 0.0, None
+    try:
+        _check_ids(sequences, engine.network.vocabulary)
+        weight = loss_weight_fn(sequences)
+        chosen = sequences if contributes is None else [each for each in sequences if contributes(each)]
+        fold = engine.config.fold_prompts
+        batches = pack(chosen, engine.config.token_budget, fold=fold, whole_groups=whole_groups)
+    except ValueError as error:
+        refusal = error  # raised when the other ranks know, lest they wait for this one
+    totals = engine.ranks.total({"weight": weight, "max_batches": len(batches), "refused": float(refusal is not None)})
+    if refusal is not None:
+        raise refusal
+    if totals["refused"]:
+        raise ValueError("another rank refused its share of the batch: its own error says why")
+    batches += [empty_batch()] * (int(totals["max_batches"]) - len(batches))
+    return batches, totals["weight"] or 1.0
+
+
+def _check_ids(sequences: Rows[Sequence], vocabulary: int) -> None:
+    for sequence in sequences:
+        low, high = (int(value) for value in sequence.input_ids.aminmax())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"sequence {sequence.trajectory_id!r} has a token id outside of the vocabulary [0, {vocabulary}): was it made with another tokenizer?"
+            )
