@@ -18,12 +18,10 @@ from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.files import POLICY, SAVE_S
 from trainer_svc.offline.settings import OfflineConfig
 
 __all__ = ["RunCheckpoints", "checkpoint_directory"]
-
-NAME = "policy"
-"""The engine's name in a checkpoint."""
 
 KEEP = 2
 """One is whole while the next is written."""
@@ -36,9 +34,6 @@ _MAY_CHANGE = {
     *("output", "resume", "checkpoint_every", "log_every", "eval_every", "eval_data", "eval_split", "save_dtype"),
 }
 """Settings that neither the weights nor the order of the data follow from: where and how a step is computed, what is told."""
-
-SAVE_S = 1800.0
-"""Seconds that a checkpoint may take to be written."""
 
 
 def checkpoint_directory(output: Path) -> Path:
@@ -75,7 +70,7 @@ class RunCheckpoints:
         if newest is None:
             return 0
         self._check_settings()
-        self._kept.load(newest, {NAME: self._engine})
+        self._kept.load(newest, {POLICY: self._engine})
         return newest.checkpoint.policy_version.number
 
     def after(self, step: int) -> None:
@@ -94,7 +89,7 @@ class RunCheckpoints:
         if self._engine.mesh.rank == 0:
             self._kept.directory.mkdir(parents=True, exist_ok=True)
             write_durably(self._kept.directory / SETTINGS, json.dumps(self._settings).encode())
-        state = training_state({NAME: self._engine}, self._engine.mesh.rank)
+        state = training_state({POLICY: self._engine}, self._engine.mesh.rank)
         self._writing = self._kept.begin(manifest, state, None)
 
     def remove(self) -> None:
