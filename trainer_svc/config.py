@@ -381,6 +381,21 @@ class TrainerConfig(ComputeConfig):
             raise ValueError(
                 "optimizer_offload holds for the critic too and cannot step its Muon: set critic.optimizer to adamw, or optimizer_offload to false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_nothing_that_the_objective_does_not_read(self) -> Self:
+        choices = self.objective.choices
+        if not choices.needs_reference and self.reference != ReferenceConfig():
+            raise ValueError(
+                f"the reference policy is read by a KL term, and objective {choices.name} has none: remove the table reference,"
+                " or set objective.kl_coef above 0"
+            )
+        if not choices.preset.needs_teacher and self.teacher != TeacherConfig():
+            raise ValueError(
+                f"the teacher is read by the objective distill, and this one is {choices.name}: remove the table teacher,"
+                " or set objective.preset to distill"
+            )
         if not choices.needs_critic and self.critic != CriticConfig():
             raise ValueError(
                 f"the critic is read by the advantage gae, and objective {choices.name} has {choices.advantage or 'none'}: remove the table critic,"

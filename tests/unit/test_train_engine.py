@@ -16,6 +16,8 @@ from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 
+IN_BATCH = {"model": "batch"}
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -23,7 +25,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(model_dir: Path, **settings) -> TrainEngine:
-    defaults = {"lr": 1e-3, "device": "cpu", "grad_clip": 0.0, "reference": {"model": "batch"}}
+    defaults = {"lr": 1e-3, "device": "cpu", "grad_clip": 0.0}
     return TrainEngine(TrainerConfig(**(defaults | settings)), model_dir)
 
 
@@ -52,10 +54,10 @@ def test_loss_and_gradient_do_not_depend_on_packing_or_order(model_dir, preset, 
         entropy_coef=0.01,
         max_tokens=50 if aggregation == "constant" else None,
     )
-    whole, loss = gradient(engine(model_dir, objective=objective, token_budget=100_000), rows)
+    whole, loss = gradient(engine(model_dir, objective=objective, reference=IN_BATCH, token_budget=100_000), rows)
     for budget, fold, order in ((64, True, rows), (100, False, rows), (300, True, rows[::-1])):
         split, split_loss = gradient(
-            engine(model_dir, objective=objective, token_budget=budget, fold_prompts=fold), order
+            engine(model_dir, objective=objective, reference=IN_BATCH, token_budget=budget, fold_prompts=fold), order
         )
         assert float((split - whole).norm() / whole.norm()) < 1e-6
         assert split_loss == pytest.approx(loss, rel=1e-6)
@@ -123,7 +125,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(model_dir):
 
 
 def test_a_kl_coefficient_without_reference_log_probabilities_is_refused(model_dir):
-    trainer = engine(model_dir, objective=ObjectiveConfig(preset="grpo", kl_coef=0.1))
+    trainer = engine(model_dir, objective=ObjectiveConfig(preset="grpo", kl_coef=0.1), reference=IN_BATCH)
     with pytest.raises(ValueError, match=r"'no-ref' has no reference"):
         policy_step(trainer, [row([5], [6], name="no-ref")])
 

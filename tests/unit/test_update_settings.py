@@ -25,6 +25,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
         ({"objective": {"preset": "distill"}}, r"set teacher\.model"),
         ({"objective": {"preset": "ppo"}, "critic": {"model": ""}}, r"set critic\.model to base"),
         ({"critic": {"shared": True}}, "remove the table critic"),
+        ({"reference": {"model": "base"}}, "remove the table reference"),
+        (
+            {"objective": {"preset": "reinforce_pp", "kl_coef": 0.0}, "reference": {"model": "batch"}},
+            "remove the table",
+        ),
+        ({"teacher": {"model": "somewhere"}}, "remove the table teacher"),
         ({"objective": {"preset": "ppo"}, "critic": {"schedule": "linear"}}, "ends at max_steps"),
         (
             {"objective": {"preset": "ppo"}, "critic": {"optimizer": "muon"}, "optimizer_offload": True},
