@@ -110,11 +110,13 @@ async def test_a_reference_model_makes_a_kl_that_grows(model: Path, tmp_path: Pa
     assert drift[1] > 1e-5
 
 
-async def test_a_teacher_needs_no_rewards_and_no_advantages(model: Path, tmp_path: Path) -> None:
+async def test_a_teacher_needs_no_rewards_no_advantages_and_no_log_probabilities(model: Path, tmp_path: Path) -> None:
     options = {"objective": {"preset": "distill"}, "teacher": {"model": str(model)}}
     async with stack(model, tmp_path, **options) as running:
         await running.client.begin_epoch(RUN, 1)
-        await running.submit(1, gae_batch(1), advantage_estimator="")
+        rows = gae_batch(1)
+        rows[0].logprobs[:] = [float("nan")] * len(rows[0].logprobs)
+        await running.submit(1, rows, advantage_estimator="")
         report = await running.report(1)
     assert [each.reason for each in report.results] == [""] * 8
     assert report.metrics["teacher_kl"] == pytest.approx(0.0, abs=1e-6), "the student is its own teacher yet"

@@ -55,8 +55,10 @@ def consumed(
     estimator: str = "grpo",
     lineage: Lineage = LINEAGE,
     now: Version = NOW,
+    reads_behaviour: bool = True,
 ) -> Consumption:
-    batch = Batch("b", now.number + 1, Version(now.epoch, now.number + 1), max_staleness, on_stale, estimator, samples)
+    target = Version(now.epoch, now.number + 1)
+    batch = Batch("b", target.number, target, max_staleness, on_stale, estimator, samples, reads_behaviour)
     return consume(batch, now, lineage)
 
 
@@ -150,6 +152,13 @@ def test_nothing_to_train_is_told_apart_from_stale() -> None:
     result = consumed(sample("empty", tokens=0), sample("missing", logprob=float("nan")))
     assert outcomes(result) == {"empty": "NO_TRAINED_TOKENS", "missing": "NO_TRAINED_TOKENS"}
     assert result.sequences == ()
+
+
+def test_an_objective_that_does_not_read_who_sampled_trains_tokens_without_log_probabilities() -> None:
+    missing = sample("missing", logprob=float("nan"), versions=[(0, 3), (1, 5)])
+    result = consumed(missing, on_stale=OnStale.TRUNCATE, estimator="", reads_behaviour=False)
+    assert outcomes(result) == {"missing": "TRAINED"}
+    assert result.results(skipped=False)[0].trained_tokens == int(result.sequences[0].loss_mask.sum()) == 3
 
 
 def test_tokens_of_a_retired_version_are_told_apart() -> None:

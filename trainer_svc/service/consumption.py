@@ -54,6 +54,8 @@ class Batch:
         estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost
             one; one of those that the update itself runs; or empty, which keeps what was given.
         samples: Its trajectories.
+        reads_behaviour: Whether the objective reads log-probabilities of the policy that sampled: a token without a finite
+            one is not trained then.
     """
 
     batch_id: str
@@ -63,6 +65,7 @@ class Batch:
     on_stale: OnStale
     estimator: str
     samples: tuple[Sample, ...]
+    reads_behaviour: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +124,10 @@ def _judge(sample: Sample, batch: Batch, now: Version, lineage: Lineage) -> Fate
     ages = token_staleness(sample.spans, sample.trained_tokens, lineage, now)
     oldest = int(ages.max(initial=0))
     fresh = ages <= batch.max_staleness
-    usable = np.isfinite(sample.sequence.behaviour_logprobs.numpy()[sample.sequence.loss_mask.numpy()])
     sequence = sample.sequence
+    usable = np.ones_like(fresh)
+    if batch.reads_behaviour:
+        usable = np.isfinite(sequence.behaviour_logprobs.numpy()[sequence.loss_mask.numpy()])
     if not fresh.all():
         if batch.on_stale is not OnStale.TRUNCATE or not fresh.any():
             return Fate(sample, None, _stale_reason(sample, now, lineage), oldest, ages[:0])

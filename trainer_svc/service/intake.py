@@ -140,6 +140,7 @@ class Intake:
             on_stale=OnStale(header.on_stale),
             estimator=estimates or header.advantage_estimator,
             samples=tuple(samples),
+            reads_behaviour=self._trainer.config.objective.choices.preset.needs_behaviour,
         )
 
 
