@@ -22,7 +22,8 @@ def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
 
     Loss and gradient norm are means over the steps that were applied (over all, if none was), sizes are those of the batch,
     work and seconds are sums. `mismatch_kl` and what goes with it come from the first step that forwarded tokens at all,
-    as its forward pass sees the weights that the update began with; where there were several steps, `mismatch_kl_last` is that of the last one.
+    as its forward pass sees the weights that the update began with; where there were several steps, `mismatch_kl_last` is
+    that of the last one.
 
     Args:
         epochs: The steps of each epoch, at least one; sums whose names begin with ``critic/`` are left out.
