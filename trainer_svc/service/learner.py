@@ -23,8 +23,6 @@ from sluice.rpc import SluiceError
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint.checkpoints import Checkpoints
-from trainer_svc.checkpoint.manifest import CheckpointDamagedError
 from trainer_svc.checkpoint.saver import Saver
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
@@ -37,31 +35,16 @@ from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.crew import Crew
-from trainer_svc.service.epochs import LineageFile, from_proto, to_proto
 from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
+from trainer_svc.service.restoring import History, Restored, origin_of
 from trainer_svc.service.staleness import Lineage
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
 from trainer_svc.update.whole_batch import with_whole_batch_facts
 
-__all__ = ["Applied", "Learner", "Restored"]
+__all__ = ["Applied", "Learner"]
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """Where an epoch begins.
-
-    Attributes:
-        version: Version from which training goes on.
-        origin: Version that the restored checkpoint was written at; (0, 0) for the base model.
-        last_batch_id: Last batch that the weights hold; empty for the base model.
-    """
-
-    version: Version
-    origin: Version
-    last_batch_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +90,8 @@ class Learner:
         self.crew = crew or Crew()
         save_s = config.deadlines.save_s
         saver = Saver(Writers.of(mesh, save_s), save_s)
-        self.checkpoints = Checkpoints(common.run_dir / "checkpoints", config.checkpoint.keep, saver)
-        self.lineage_file = LineageFile(common.run_dir / "trainer" / "epochs.binpb")
-        self.lineage = Lineage()
+        self.history = History(common, config.checkpoint.keep, saver)
+        self.checkpoints = self.history.checkpoints
         self.version = BASE
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
@@ -156,6 +138,11 @@ class Learner:
         return self.engine.network.vocabulary
 
     @property
+    def lineage(self) -> Lineage:
+        """The epochs of the run."""
+        return self.history.lineage
+
+    @property
     def optimizer_steps(self) -> int:
         """Optimizer steps behind the weights; skipped ones do not count."""
         return self.engine.optimizer_steps
@@ -170,8 +157,8 @@ class Learner:
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
         if self.crew.leads:
             self.checkpoints.sweep()
-        self.lineage = self._recorded_lineage()
-        manifest = self._newest()
+        self.history.read()
+        manifest = self.history.newest()
         self.newest_checkpoint = manifest.checkpoint if manifest else None
 
     def restore(self, epoch: int, checkpoint: str) -> Restored:
@@ -185,23 +172,15 @@ class Learner:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
         """
         self._abandoned.clear()
-        self._await_writing()
-        manifest = self.checkpoints.find(checkpoint) if checkpoint else self._newest()
-        if manifest is None and checkpoint:
-            names = ", ".join(each.checkpoint.name for each in self.checkpoints.complete()) or "none"
-            raise SluiceError.not_found(
-                "NO_CHECKPOINT", f"there is no complete checkpoint {checkpoint!r}; there are: {names}"
-            )
-        origin = BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)
+        manifest = self.history.choose(checkpoint)
+        origin = origin_of(manifest)
         name = "" if manifest is None else manifest.checkpoint.name
         with self.crew.together("restore", epoch=epoch, checkpoint=name, **self._standing()):
             if manifest is None:
                 self._restore_base()
             else:
                 self._restore_checkpoint(manifest)
-        self.lineage = self.lineage.begin(epoch, origin)
-        if self.crew.leads:
-            self.lineage_file.write(self.lineage)
+        self.history.begin(epoch, origin, write=self.crew.leads)
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
@@ -284,13 +263,12 @@ class Learner:
         done: Future[Checkpoint] = Future()
         done.set_running_or_notify_cancel()
         try:
-            self.checkpoints.saver.wait()
-            existing = self.checkpoints.find(f"step_{self.version.number}")
-            if existing is not None and Version.from_proto(existing.checkpoint.policy_version) == self.version:
-                done.set_result(self.checkpoints.note_position(existing, journal_position).checkpoint)
-                return done
+            existing = self.history.written(self.version, journal_position)
         except OSError as error:
             done.set_exception(error)
+            return done
+        if existing is not None:
+            done.set_result(existing)
             return done
         with self.crew.together("save", may_fail=True, journal_position=journal_position, **self._standing()):
             writing = self.snapshot(journal_position)
@@ -299,18 +277,12 @@ class Learner:
 
     def snapshot(self, journal_position: int) -> Future[CheckpointManifest]:
         """This rank's part of a checkpoint: copy its state now, write its share in the background."""
-        manifest = CheckpointManifest(
-            checkpoint=Checkpoint(
-                name=f"step_{self.version.number}",
-                policy_version=self.version.to_proto(),
-                last_batch_id=self.last_batch_id,
-                journal_position=journal_position,
-            ),
-            run=f"runs/{self.common.run}",
+        manifest = self.history.manifest(
+            self.version,
+            self.last_batch_id,
+            journal_position,
             tokenizer_digest=self.tokenizer_digest,
             optimizer_steps=self.optimizer_steps,
-            next_sequence_no=self.version.number + 1,
-            lineage=to_proto(self.lineage),
         )
         state = training_state(self.engines, self.mesh.rank)
         export = partial(self.engine.export_state, dtype=self._publish_dtype())
@@ -325,36 +297,9 @@ class Learner:
         log.info("checkpoint written", name=checkpoint.name, size_bytes=checkpoint.size_bytes)
         done.set_result(checkpoint)
 
-    def _await_writing(self) -> None:
-        """Wait for the checkpoint that is being written: it may be the one to restore."""
-        try:
-            self.checkpoints.saver.wait()
-        except TimeoutError as error:
-            raise SluiceError.unavailable("CHECKPOINT_DEADLINE", str(error), retry_after_s=60.0) from error
-
     def _standing(self) -> dict[str, Any]:
         """Where this process stands, for those that only do what it says."""
         return {"version": str(self.version), "last_batch_id": self.last_batch_id}
-
-    def _recorded_lineage(self) -> Lineage:
-        """What the run's file and its checkpoints know; the checkpoints may have been moved here alone."""
-        lineage = Lineage()
-        for manifest in self.checkpoints.complete():
-            lineage = lineage.merged(from_proto(manifest.lineage))
-        return lineage.merged(self.lineage_file.read())
-
-    def _newest(self) -> CheckpointManifest | None:
-        """The newest complete checkpoint on the line of the newest epoch: what an operator rolled back stays behind."""
-        newest = self.lineage.newest_epoch
-        end_of_line = Version(newest, _BEYOND)
-        return next(
-            (
-                manifest
-                for manifest in self.checkpoints.complete()
-                if not self.lineage.is_retired(Version.from_proto(manifest.checkpoint.policy_version), end_of_line)
-            ),
-            None,
-        )
 
     def _restore_base(self) -> None:
         if not self._is_base:
@@ -390,12 +335,7 @@ class Learner:
                 f"checkpoint {manifest.checkpoint.name} was made with another tokenizer: resume with the run's model, or use a new run name",
             )
         self._is_base = False
-        try:
-            self.checkpoints.load(manifest, self.engines)
-        except CheckpointDamagedError as error:
-            raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
-        except ValueError as error:
-            raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
+        self.history.restore(manifest, self.engines)
 
     def _publish_dtype(self) -> torch.dtype:
         if self.config.publish_dtype == "auto":
@@ -404,6 +344,3 @@ class Learner:
 
 
 PUBLISH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_BEYOND = (1 << 63) - 1
-"""A version number after every other of its epoch."""
