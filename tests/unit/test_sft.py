@@ -99,6 +99,24 @@ def test_each_pass_shows_every_demonstration_once_in_another_order(model_dir, tm
     assert [sequence.trajectory_id for _ in range(5) for sequence in next(again)] == seen
 
 
+def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_path):
+    rows = write_rows(tmp_path / "r.jsonl", [chat(str(i), "x") for i in range(10)])
+    renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
+    data = Demonstrations.load(str(rows), "train", renderer, max_length=50, drop_long=False)
+    drawn = batches(data, 4, seed=1)
+    expected = [[sequence.trajectory_id for sequence in next(drawn)] for _ in range(5)][3:]
+    made: list[str] = []
+
+    class Counted(Demonstrations):
+        def rows(self, index):
+            made.append(str(index))
+            return super().rows(index)
+
+    later = batches(Counted(data.ids, data.masks, 0), 4, seed=1, first=3)
+    assert [[sequence.trajectory_id for sequence in next(later)] for _ in range(2)] == expected
+    assert made == [name for batch in expected for name in batch]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -79,7 +80,9 @@ def hold_out(examples: Examples, share: float, seed: int) -> tuple[Examples, Exa
     return Part(examples, sorted(order[count:])), Part(examples, sorted(order[:count]))
 
 
-def batches(examples: Examples, size: int, seed: int, ranks: Ranks = ALONE) -> Iterator[list[Sequence]]:
+def batches(
+    examples: Examples, size: int, seed: int, ranks: Ranks = ALONE, *, first: int = 0
+) -> Iterator[list[Sequence]]:
     """Endless batches; every pass is a fresh permutation, and a batch may span two passes.
 
     Args:
@@ -87,13 +90,20 @@ def batches(examples: Examples, size: int, seed: int, ranks: Ranks = ALONE) -> I
         size: Examples per batch, over all ranks.
         seed: Seed of the permutations, the same on every rank.
         ranks: Each gets every `ranks.size`-th example of a batch.
+        first: Number of the first batch, counted from 0; those before it are drawn, but their rows are not made.
     """
+    for drawn in islice(_drawn(len(examples), size, seed), first, None):
+        yield _rows(examples, drawn[ranks.index :: ranks.size])
+
+
+def _drawn(examples: int, size: int, seed: int) -> Iterator[list[int]]:
+    """The indices of each batch."""
     generator = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:
         while len(waiting) < size:
-            waiting.extend(generator.permutation(len(examples)).tolist())
-        yield _rows(examples, waiting[ranks.index : size : ranks.size])
+            waiting.extend(generator.permutation(examples).tolist())
+        yield waiting[:size]
         del waiting[:size]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from itertools import islice
 from time import perf_counter
 from typing import TypeVar
 
@@ -53,8 +52,8 @@ def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig
     first = checkpoints.resume()
     tally, evaluations = _Tally(lesson, first, steps), []
     start = perf_counter()
-    drawn = islice(batches(examples, config.batch_size, config.seed, engine.ranks), first, steps)
-    for step, rows in enumerate(drawn, start=first):
+    drawn = batches(examples, config.batch_size, config.seed, engine.ranks, first=first)
+    for step, rows in zip(range(first, steps), drawn):  # noqa: B905  batches never end
         if held_out is not None and (step % config.eval_every == 0 if config.eval_every else step == 0):
             evaluations.append(evaluate(engine, lesson, held_out, step))
             report(evaluations[-1])
