@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from trainer_svc.engine.attention import AttentionPlan
 from trainer_svc.engine.batch import OPTIONAL_COLUMNS, MicroBatch, Sequence
+from trainer_svc.engine.forwarded import Ids, common_prefix, forwarded
 
 __all__ = ["empty_batch", "pack"]
-
-Ids = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ def pack(
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; give at least 1")
-    inputs = [_forwarded(sequence) for sequence in sequences]
+    inputs = [forwarded(sequence) for sequence in sequences]
     bins: list[list[_Unit]] = []
     room: list[int] = []
     for unit in sorted(_units(sequences, inputs, token_budget, fold, whole_groups), key=lambda unit: -unit.cost):
@@ -81,13 +79,6 @@ def empty_batch() -> MicroBatch:
     )
 
 
-def _forwarded(sequence: Sequence) -> Ids:
-    """The tokens that some loss token depends on: all before the last loss token."""
-    trained = np.flatnonzero(sequence.loss_mask.numpy())
-    ids: Ids = sequence.input_ids.numpy()
-    return ids[: trained[-1] if trained.size else 0]
-
-
 def _units(
     sequences: Rows[Sequence], inputs: list[Ids], budget: int, fold: bool, whole_groups: bool
 ) -> Iterable[_Unit]:
@@ -100,7 +91,7 @@ def _units(
         else:
             yield _Unit([index], 0, len(ids))
     for members in groups.values():
-        prefix = _common_prefix([inputs[i] for i in members]) if fold else 0
+        prefix = common_prefix(inputs[i] for i in members) if fold else 0
         if whole_groups:
             yield _Unit(members, prefix, prefix + sum(len(inputs[i]) - prefix for i in members))
         else:
@@ -118,15 +109,6 @@ def _fold(members: list[int], inputs: list[Ids], prefix: int, budget: int) -> It
         unit.members.append(index)
         unit.cost += own
     yield unit
-
-
-def _common_prefix(inputs: list[Ids]) -> int:
-    """Number of leading tokens that all inputs have in common."""
-    first, prefix = inputs[0], min(len(ids) for ids in inputs)
-    for ids in inputs[1:]:
-        differ = np.flatnonzero(first[:prefix] != ids[:prefix])
-        prefix = int(differ[0]) if differ.size else prefix
-    return prefix
 
 
 def _micro_batch(sequences: Rows[Sequence], inputs: list[Ids], units: list[_Unit]) -> MicroBatch:

@@ -22,6 +22,7 @@ from typing import Self
 import numpy as np
 
 from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.forwarded import common_prefix, forwarded
 
 __all__ = ["TOKENS", "Cost", "balance"]
 
@@ -126,11 +127,11 @@ def _weigh(
     members: dict[object, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         members[row.group_id or place].append(place)
-    inputs = [_forwarded(row) if contributes is None or contributes(row) else NOTHING for row in rows]
+    inputs = [forwarded(row) if contributes is None or contributes(row) else NOTHING for row in rows]
     groups = list(members.values())
     weighed: dict[int, _Row] = {}
     for number, places in enumerate(groups):
-        prefix = _common([inputs[place] for place in places]) if fold and len(places) > 1 else 0
+        prefix = common_prefix(inputs[place] for place in places) if fold and len(places) > 1 else 0
         for place in places:
             tokens = len(inputs[place])
             attention = cost.pair * tokens * (tokens + 1) / 2
@@ -138,23 +139,6 @@ def _weigh(
             shared = cost.token * min(prefix, tokens)
             weighed[place] = _Row(number, shared, cost.token * tokens - shared + attention + head)
     return [weighed[place] for place in range(len(rows))], groups
-
-
-def _forwarded(row: Sequence) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The tokens before the last loss token: no others are forwarded."""
-    trained = np.flatnonzero(row.loss_mask.numpy())
-    ids: np.ndarray[tuple[int], np.dtype[np.int64]] = row.input_ids.numpy()
-    return ids[: trained[-1] if trained.size else 0]
-
-
-def _common(inputs: Rows[np.ndarray[tuple[int], np.dtype[np.int64]]]) -> int:
-    """Leading tokens that all rows with any have in common."""
-    given = [ids for ids in inputs if len(ids)]
-    prefix = min(map(len, given), default=0)
-    for ids in given[1:]:
-        differ = np.flatnonzero(given[0][:prefix] != ids[:prefix])
-        prefix = int(differ[0]) if differ.size else prefix
-    return prefix
 
 
 def _cut(group: list[int], count: int) -> Iterable[list[int]]:
