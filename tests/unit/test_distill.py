@@ -19,7 +19,7 @@ from trainer_svc.offline import distill_command
 from trainer_svc.offline.demonstrations import Demonstrations
 from trainer_svc.offline.distill import TeacherLoss, teacher_figures
 from trainer_svc.offline.examples import every_row
-from trainer_svc.offline.frozen import with_logprobs
+from trainer_svc.offline.frozen import ask_once
 
 PROMPT = "<|user|>a<|end|><|assistant|>"
 
@@ -93,7 +93,7 @@ def test_reverse_distillation_draws_each_log_probability_to_the_teachers(models,
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(student))
     data = Demonstrations.load(str(rows), "train", renderer, max_length=64, drop_long=False)
     config = ComputeConfig(device="cpu", lr=1e-4, grad_clip=0.0)
-    asked = every_row(with_logprobs(TrainEngine(config, teacher), data, "teacher_logprobs"))
+    asked = every_row(ask_once(TrainEngine(config, teacher), data, "teacher_logprobs"))
     gradients, loss = [], TeacherLoss("reverse")
 
     def squared(outputs, batch):

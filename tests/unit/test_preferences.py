@@ -23,7 +23,7 @@ from trainer_svc.offline import dpo_command, reward_model_command
 from trainer_svc.offline.dpo import PreferenceLoss, preference_figures
 from trainer_svc.offline.dpo_config import DpoConfig
 from trainer_svc.offline.examples import batches, every_row, hold_out
-from trainer_svc.offline.frozen import with_logprobs
+from trainer_svc.offline.frozen import ask_once
 from trainer_svc.offline.pairs import Preferences, count_pairs
 from trainer_svc.offline.reward_model import ScoreLoss
 from trainer_svc.offline.rows import DataError
@@ -127,7 +127,7 @@ def test_loss_and_gradient_of_pairs_do_not_depend_on_packing(model_dir, renderer
         def keep(_: object, *__: object, trainer=trainer, taken=taken) -> None:
             taken.append(torch.cat([each.grad.flatten() for each in trainer.network.model.parameters()]))
 
-        rows = next(batches(with_logprobs(trainer, data, "reference_logprobs"), 9, seed=0))
+        rows = next(batches(ask_once(trainer, data, "reference_logprobs"), 9, seed=0))
         for row in rows:
             row.reference_logprobs.sub_(0.05 * row.input_ids)  # a reference apart from the policy
         trainer.optimizer.register_step_pre_hook(keep)
@@ -152,7 +152,7 @@ def test_a_rank_without_pairs_keeps_the_others_company(loss):
 def test_at_the_start_policy_and_reference_are_one(model_dir, renderer, tmp_path):
     data = load(write_rows(tmp_path / "r.jsonl", vowels_preferred(5, 1)), renderer)
     trainer = engine(model_dir)
-    rows = every_row(with_logprobs(trainer, data, "reference_logprobs"))
+    rows = every_row(ask_once(trainer, data, "reference_logprobs"))
     loss = PreferenceLoss(DpoConfig(model="m", data="d"))
     metrics = trainer.eval_batch(rows, loss, count_pairs, whole_groups=True)
     assert metrics.loss == pytest.approx(0.693147, abs=1e-6)

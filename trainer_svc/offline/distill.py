@@ -15,7 +15,7 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.demonstrations import Demonstrations
 from trainer_svc.offline.distill_config import DistillConfig
 from trainer_svc.offline.examples import Data, Examples
-from trainer_svc.offline.frozen import with_logprobs
+from trainer_svc.offline.frozen import ask_once
 from trainer_svc.offline.lesson import Lesson
 from trainer_svc.offline.loop import train, with_length
 from trainer_svc.offline.progress import Report, Summary
@@ -90,7 +90,7 @@ def _taught(config: DistillConfig, data: Data, mesh: Mesh) -> Data:
     teacher = build_engine(config.model_copy(update={"lora": LoraConfig()}), config.teacher, mesh=mesh)
 
     def asked(examples: Examples) -> Examples:
-        return with_logprobs(teacher, examples, "teacher_logprobs")
+        return ask_once(teacher, examples, "teacher_logprobs")
 
     return replace(data, train=asked(data.train), held_out=data.held_out and asked(data.held_out))
 

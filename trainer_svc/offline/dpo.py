@@ -14,7 +14,7 @@ from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.preferences import dpo, ipo
 from trainer_svc.offline.dpo_config import DpoConfig
 from trainer_svc.offline.examples import Examples
-from trainer_svc.offline.frozen import with_logprobs
+from trainer_svc.offline.frozen import ask_once
 from trainer_svc.offline.lesson import Lesson
 from trainer_svc.offline.loop import train, with_length
 from trainer_svc.offline.pairs import Preferences, count_pairs, pair_places
@@ -98,7 +98,7 @@ def prefer(config: DpoConfig, report: Report, mesh: Mesh = SINGLE) -> Summary:
     engine = build_engine(with_length(config, len(data.train)), mesh=mesh)
 
     def referred(examples: Examples) -> Examples:
-        return with_logprobs(engine, examples, "reference_logprobs")
+        return ask_once(engine, examples, "reference_logprobs")
 
     data = replace(data, train=referred(data.train), held_out=data.held_out and referred(data.held_out))
     lesson = Lesson(PreferenceLoss(config), count_pairs, preference_figures, whole_groups=True)

@@ -12,7 +12,7 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline.examples import Examples
 
-__all__ = ["Column", "WithLogprobs", "with_logprobs"]
+__all__ = ["Column", "WithLogprobs", "ask_once"]
 
 Column = Literal["reference_logprobs", "teacher_logprobs"]
 
@@ -52,7 +52,7 @@ def _with(row: Sequence, column: Column, logprobs: torch.Tensor) -> Sequence:
     return replace(row, teacher_logprobs=values)
 
 
-def with_logprobs(engine: TrainEngine, examples: Examples, column: Column) -> WithLogprobs:
+def ask_once(engine: TrainEngine, examples: Examples, column: Column) -> WithLogprobs:
     """Ask a model once about all examples. Each rank forwards its share, and all get everything.
 
     Args:
