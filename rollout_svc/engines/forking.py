@@ -1,12 +1,14 @@
-"""Whether an engine's process may be forked from this one."""
+"""Whether an engine's process may be forked from this one, and what it leaves alone of what it inherits."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 
-__all__ = ["collect_rpc_garbage", "fork_is_sound"]
+__all__ = ["collect_rpc_garbage", "fork_is_sound", "garbage_stays_behind"]
 
 _OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
 """What gRPC's threads live and end with: every channel, server, stub and call holds one of these."""
@@ -28,3 +30,17 @@ def collect_rpc_garbage() -> None:
     """
     if not fork_is_sound():
         gc.collect()
+
+
+@contextmanager
+def garbage_stays_behind() -> Iterator[None]:
+    """Keep what is forked in this block from collecting what it inherits.
+
+    The garbage of a parent may end in threads and sockets that the child does not have: a store of torch.distributed then
+    waits for its thread for ever, and a socket of ZeroMQ closes a number that the child has given to another.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.forking import collect_rpc_garbage, fork_is_sound
+from rollout_svc.engines.forking import collect_rpc_garbage, fork_is_sound, garbage_stays_behind
 from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.vllm_args import (
     engine_arguments,
@@ -154,7 +154,7 @@ def _launch(
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and on_cpu and fork_is_sound() else "spawn"
     recorder = LoadRecorder()
     before = frozenset(SHARED_MEMORY.glob("vllm_dist_*"))
-    with children_die_with_us(), threads_as_in_environment():
+    with children_die_with_us(), threads_as_in_environment(), garbage_stays_behind():
         llm = AsyncLLM.from_vllm_config(config, stat_loggers=[_no_logger], disable_log_stats=True)
     # The scheduler reports its load once a step; per-token statistics in this process would cost a tenth of it.
     llm.log_stats = llm.output_processor.log_stats = False

@@ -10,7 +10,7 @@ import time
 import grpc
 import pytest
 
-from rollout_svc.engines.forking import collect_rpc_garbage, fork_is_sound
+from rollout_svc.engines.forking import collect_rpc_garbage, fork_is_sound, garbage_stays_behind
 
 DEADLINE_S = 5.0
 TARGET = "127.0.0.1:1"
@@ -89,3 +89,37 @@ async def test_the_garbage_of_grpc_is_not_inherited():
         assert ends_in_a_child()
     finally:
         gc.enable()
+
+
+class Tells:
+    """Garbage that says when it is collected."""
+
+    def __init__(self, told: list[int]) -> None:
+        self.itself = self
+        self.told = told
+
+    def __del__(self) -> None:
+        self.told.append(os.getpid())
+
+
+def collected_by_child(told: list[int]) -> int:
+    """How many pieces of garbage a forked child finds."""
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        os._exit(len(told))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_leaves_its_parents_garbage_alone() -> None:
+    told: list[int] = []
+    gc.disable()
+    try:
+        Tells(told)
+        assert collected_by_child(told) == 1
+        with garbage_stays_behind():
+            assert collected_by_child(told) == 0
+        gc.collect()
+    finally:
+        gc.enable()
+    assert told == [os.getpid()]
