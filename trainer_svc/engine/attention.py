@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trainer_svc.engine.prefix_attention import PrefixPlan, fits, prefix_attention
+from trainer_svc.engine.prefix_attention import SHORT, PrefixPlan, fits, prefix_attention
 from trainer_svc.engine.shapes import Block, Indices
 from trainer_svc.engine.varlen_attention import Ragged, varlen_attention
 
@@ -26,9 +26,6 @@ __all__ = ["PACKED_ATTENTION", "AttentionPlan", "packed_attention"]
 
 PACKED_ATTENTION = "sluice_packed"
 """The name under which transformers finds the function."""
-
-SHORT = 32
-"""Tokens. Sequences up to this length share one block: a kernel call costs more than their padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,10 @@ class AttentionPlan:
 
 
 def _size_class(length: int) -> int:
-    """Upper bound of the block a sequence of this length goes to: powers of two and the middles between them."""
+    """Upper bound of the block a sequence of this length goes to: powers of two and the middles between them.
+
+    Coarser than the classes of `PrefixPlan`, since these blocks are a GPU's as well, where a call weighs more than padding.
+    """
     size = SHORT
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from trainer_svc.engine.shapes import Block, Indices, PackedHeads
 
-__all__ = ["PrefixPlan", "fits", "prefix_attention"]
+__all__ = ["SHORT", "PrefixPlan", "fits", "prefix_attention"]
 
 SHORT = 32
-"""Tokens. Parts up to this length share one block: a kernel call costs more than their padding."""
+"""Tokens. Parts, or whole sequences, up to this length share one block: a kernel call costs more than their padding."""
 
 STEPS = 8
 """Block lengths between a power of two and the next: more pad less and call more kernels."""
