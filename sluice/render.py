@@ -129,9 +129,10 @@ class ChatRenderer:
         Each turn is encoded on its own, exactly as it is sampled: behind the encoded generation prompt.
 
         Raises:
-            TemplateError: if there is no assistant turn, or if the template changes earlier text when messages are
-                added, as those do that strip earlier reasoning.
+            TemplateError: if there is no assistant turn or one that is no text, or if the template changes earlier text when
+                messages are added, as those do that strip earlier reasoning.
         """
+        messages = [_with_text(message, index) for index, message in enumerate(messages)]
         ids: list[int] = []
         mask: list[bool] = []
         done = ""
@@ -195,6 +196,18 @@ class ChatRenderer:
         if alone not in self._closings:
             self._closings[alone] = self.encode(alone)
         return self._closings[alone]
+
+
+def _with_text(message: Message, index: int) -> Message:
+    """An assistant's message with a text to learn: templates write what is none as it is, such as "None"."""
+    content = message.get("content")
+    if message["role"] != "assistant" or isinstance(content, str):
+        return message
+    if content is None and message.get("tool_calls"):
+        return {**message, "content": ""}
+    raise TemplateError(
+        f"message {index} of the assistant has {type(content).__name__} as its content: give a text, or leave the row out"
+    )
 
 
 def _appended(before: str, after: str, index: int) -> str:

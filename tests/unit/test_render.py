@@ -165,3 +165,17 @@ def test_the_digest_follows_what_turns_messages_into_ids_and_nothing_else(tmp_pa
     loaded.chat_template = THINKING
     assert tokenizer_digest(loaded) != digest
     assert tokenizer_digest(character_tokenizer(TINY)) != digest
+
+
+@pytest.mark.parametrize("content", [None, ["ab"], 5])
+def test_an_answer_that_is_no_text_is_not_learned(characters, content):
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": content}]
+    with pytest.raises(TemplateError, match=r"message 1 of the assistant has (NoneType|list|int) as its content"):
+        characters.render_sft(messages)
+
+
+def test_a_turn_of_tool_calls_alone_has_an_empty_text(characters):
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    empty = {**called, "content": ""}
+    question = {"role": "user", "content": "ab"}
+    assert characters.render_sft([question, called]) == characters.render_sft([question, empty])
