@@ -133,9 +133,18 @@ def _factor_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype
 
 
-def _rows(hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, factor: torch.dtype) -> Rows:
+def _rows(
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor,
+    factor: torch.dtype,
+    bias: torch.Tensor | None,
+) -> Rows:
     wide = torch.float64 if factor == torch.float64 else torch.float32
-    return Rows(hidden.to(factor), temperatures.to(wide).reciprocal().unsqueeze(1), targets.unsqueeze(1))
+    scale = temperatures.to(wide).reciprocal().unsqueeze(1)
+    scaled = bias is None and factor == wide  # narrow factors would be rounded once more
+    factors = hidden.to(factor)
+    return Rows(factors * scale if scaled else factors, scale, targets.unsqueeze(1), scaled)
 
 
 def _arrived(
@@ -209,7 +218,7 @@ class _FusedLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         group: dist.ProcessGroup | None,
         start: int,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = _rows(hidden, targets, temperatures, factor)
+        rows = _rows(hidden, targets, temperatures, factor, bias)
         chunks = [Distribution(rows[place], entropy=entropy != "none") for place in work.chunks()]
         kept = _look(chunks, Head(weight, bias, start), work)
         ended = zip(*(chunk.finish(group) for chunk in chunks), strict=True)
@@ -226,7 +235,7 @@ class _FusedLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:  # noqa: ANN401
         hidden, weight, bias, targets, temperatures, log_sum, spread, *kept = ctx.saved_tensors
-        rows = _rows(hidden, targets, temperatures, ctx.factor)
+        rows = _rows(hidden, targets, temperatures, ctx.factor, bias)
         columns = (log_sum, spread, *_arrived(grad_logprobs, grad_entropy, rows.scale))
         chunks = [RowGradient(rows[place], *(each[place] for each in columns)) for place in ctx.work.chunks()]
         by_weight, by_bias = _look_back(chunks, Head(weight, bias, ctx.start), ctx.work, kept, ctx.needs_input_grad)

@@ -72,24 +72,26 @@ class Rows:
         hidden: Their states, as factors of products.
         scale: One over the temperature; its precision is that of logits and sums.
         targets: Token ids.
+        scaled: Whether the states are multiplied by the scale already, which spares every tile a pass.
     """
 
     hidden: torch.Tensor
     scale: torch.Tensor
     targets: torch.Tensor
+    scaled: bool
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: slice | torch.Tensor) -> Rows:
-        return Rows(self.hidden[index], self.scale[index], self.targets[index])
+        return Rows(self.hidden[index], self.scale[index], self.targets[index], self.scaled)
 
     def logits(self, block: Block, out: torch.Tensor) -> torch.Tensor:
         """Logits over a block of the vocabulary, after temperature."""
         _product(self.hidden, block.weight.t(), out)
         if block.bias is not None:
             out.add_(block.bias)
-        return out.mul_(self.scale)
+        return out if self.scaled else out.mul_(self.scale)
 
     def place(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         """Column of each target in a block, and whether it is there at all."""
@@ -140,7 +142,7 @@ class RowGradient:
     """The gradient of some tokens' logits, tile by tile, and that of their states.
 
     With p the probabilities, H their entropy, g and e what arrives for log-probability and entropy, and T the
-    temperature, it is (g 1[target] - p (g + e (log p + H))) / T for logits before the division by T.
+    temperature, it is g 1[target] - p (g + e (log p + H)), over T for logits before the division by T.
 
     Args:
         rows: The tokens. Those for which nothing arrives are left out of all work.
@@ -161,8 +163,9 @@ class RowGradient:
         self.rows = rows
         self._hidden = torch.zeros_like(rows.hidden, dtype=rows.scale.dtype)
         self._log_sum = log_sum.to(rows.scale.dtype)
-        self._at_target = g * rows.scale
-        self._slope = -e * rows.scale if bool(e.any()) else None
+        g, e = (g, e) if rows.scaled else (g * rows.scale, e * rows.scale)
+        self._at_target = g
+        self._slope = -e if bool(e.any()) else None
         self._level = -self._at_target
         if self._slope is not None:
             self._level += self._slope * spread.to(rows.scale.dtype)
@@ -196,10 +199,11 @@ class RowGradient:
 
     def whole(self) -> torch.Tensor:
         """Gradient of the states of all tokens given."""
+        own = self._hidden.mul_(self.rows.scale) if self.rows.scaled else self._hidden
         if self._active is None:
-            return self._hidden
-        zeros = self._hidden.new_zeros(self._tokens, self._hidden.shape[1])
-        return zeros.index_copy_(0, self._active, self._hidden)
+            return own
+        zeros = own.new_zeros(self._tokens, own.shape[1])
+        return zeros.index_copy_(0, self._active, own)
 
 
 class HeadGradient:
