@@ -76,7 +76,10 @@ def test_the_kernel_is_refused_where_it_cannot_run_and_auto_does_without():
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_what_eager_ones_do_whatever_the_number_of_tokens(tmp_path):
+def test_compiled_layers_compute_what_eager_ones_do_whatever_the_number_of_tokens(tmp_path, monkeypatch):
+    # an engine of vLLM that another test started in this process has switched the compiler off
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
     config = ComputeConfig(device="cpu", lr=1e-3, gradient_checkpointing=True)
     model_dir = tiny_model(tmp_path)
     eager, compiled = TrainEngine(config, model_dir), TrainEngine(config, model_dir)
