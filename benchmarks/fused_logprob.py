@@ -52,7 +52,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--tokens", type=int, default=2048, help="loss tokens of a micro-batch")
     parser.add_argument("--width", type=int, default=1024, help="size of a hidden state")
     parser.add_argument("--entropy", choices=("none", "measure", "train"), default="none", help="what of the entropy")
-    parser.add_argument("--cells", type=int, default=1 << 25, help="logits that may stay alive")
+    parser.add_argument("--cells", type=int, default=3 << 24, help="logits that may stay alive")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each side")
     parser.add_argument("--accuracy", action="store_true", help="compare with float64 instead, for 64 tokens")
     options = parser.parse_args(argv)
@@ -75,7 +75,7 @@ def measure_fused_logprob(
     tokens: int = 2048,
     width: int = 1024,
     entropy: Entropy = "none",
-    cells: int = 1 << 25,
+    cells: int = 3 << 24,
     rounds: int = 3,
     threads: int | None = None,
 ) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def measure_accuracy(vocabulary: int = 151_936, *, tokens: int = 64, width: int 
     hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) * 3 * width**-0.5
     targets, temperatures = torch.randint(vocabulary, (tokens,)), torch.rand(tokens) + 0.5
     arriving = torch.randn(2, tokens)
-    sizes = _Sizes(vocabulary, tokens, width, "train", 1 << 25, 0)
+    sizes = _Sizes(vocabulary, tokens, width, "train", 3 << 24, 0)
 
     def results(side: str, dtype: torch.dtype, through: torch.dtype) -> list[torch.Tensor]:
         learning = [each.to(through).to(dtype).requires_grad_() for each in (hidden, weight)]

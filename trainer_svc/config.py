@@ -173,7 +173,7 @@ class ComputeConfig(OptimizerConfig):
     )
     fold_prompts: bool = Field(True, description="Forward the prompt that a group's sequences share once.")
     logit_cells: int = Field(
-        1 << 25,
+        3 << 24,
         ge=1,
         description="Most logits (tokens x vocabulary) alive at once, 4 bytes each; those beyond are made again in the backward pass.",
     )

@@ -45,7 +45,7 @@ def fused_logprobs(
     *,
     bias: HeadBias | None = None,
     entropy: Entropy = "none",
-    cells: int = 1 << 25,
+    cells: int = 3 << 24,
     group: dist.ProcessGroup | None = None,
     vocabulary_start: int = 0,
 ) -> tuple[PerToken, PerToken | None]:

@@ -206,7 +206,7 @@ def load_network(
     *,
     head: Head = "language",
     dtype: torch.dtype = torch.float32,
-    logit_cells: int = 1 << 25,
+    logit_cells: int = 3 << 24,
     gradient_checkpointing: bool = False,
 ) -> Network:
     """Load a causal transformer with float32 weights and check that packed training is exact for it.
