@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.cli.command import Command
+from sluice.whole_directory import whole_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -123,17 +122,9 @@ def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str 
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, **ends)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-    try:
+    with whole_directory(directory) as staging:
         model.to(getattr(torch, dtype)).save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        for path in (staging, *staging.rglob("*")):
-            path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and safetensors write for the owner alone
-        staging.rename(directory)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
     return int(model.num_parameters())
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from sluice.whole_directory import whole_directory
 from trainer_svc.engine.lora import Adapter
-from trainer_svc.engine.whole_directory import whole_directory
 
 __all__ = ["export_adapter", "merge_adapter"]
 

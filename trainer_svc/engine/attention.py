@@ -149,19 +149,34 @@ def packed_attention(
         raise ValueError(
             f"{type(module).__name__} needs {wanted or 'an attention mask'}, which packed training does not offer"
         )
-    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if varlen and packed.ragged is not None and dropout == 0:
-        whole = varlen_attention(
-            rows[0], rows[1], rows[2], packed.ragged, scaling=scaling, sliding_window=sliding_window
-        )
+        whole = varlen_attention(*rows, packed.ragged, scaling=scaling, sliding_window=sliding_window)
         return whole.unsqueeze(0), None
     if packed.prefixes is not None and fits(query, key, value) and dropout == 0 and _sees_all(sliding_window, packed):
-        whole = prefix_attention(rows[0], rows[1], rows[2], packed.prefixes, scaling=scaling)
+        whole = prefix_attention(*rows, packed.prefixes, scaling=scaling)
         return whole.unsqueeze(0), None
+    whole = _block_attention(*rows, packed, scaling=scaling, dropout=dropout, sliding_window=sliding_window)
+    return whole.unsqueeze(0), None
+
+
+def _block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: AttentionPlan,
+    *,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """The stock kernel over blocks of similar length; shapes [packed, heads, head_dim]."""
     outputs = []
     for block in packed.blocks:
         index = block.flatten()
-        q, k, v = (tensor.index_select(0, index).unflatten(0, block.shape).transpose(1, 2) for tensor in rows)
+        q, k, v = (
+            tensor.index_select(0, index).unflatten(0, block.shape).transpose(1, 2) for tensor in (query, key, value)
+        )
         window = _window_mask(block.shape[1], sliding_window, block.device)
         output = scaled_dot_product_attention(
             q,
@@ -174,7 +189,7 @@ def packed_attention(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packed.sources).unsqueeze(0), None
+    return torch.cat(outputs).index_select(0, packed.sources)
 
 
 def _sees_all(window: int | None, packed: AttentionPlan) -> bool:

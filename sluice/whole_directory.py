@@ -19,7 +19,7 @@ def whole_directory(directory: Path) -> Iterator[Path]:
         FileExistsError: if the target exists.
     """
     if directory.exists():
-        raise FileExistsError(f"{directory} exists: remove it or export to another directory")
+        raise FileExistsError(f"{directory} exists: remove it or choose another directory")
     directory.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
