@@ -60,12 +60,14 @@ async def measure_update(
 
 
 async def _chosen_size(module: str, directory: Path, threads: int) -> int:
-    """The smallest micro-batch size with which one update takes hardly more than with the best."""
+    """The smallest micro-batch size with which one update takes hardly more than with the best, up to the first that is slower."""
     seconds: dict[int, float] = {}
     for size in SIZES[module]:
         async with contestant(side_of(f"{module}_{size}", module, directory, threads, size=size), directory) as side:
             seconds[size] = (await side.update())["seconds"]
         print(f"{module}, {size} per forward pass: {seconds[size]:.2f} s", flush=True)
+        if seconds[size] > NEARLY * min(seconds.values()):
+            break  # with more of them there is more padding, and TRL's largest take minutes
     return min(size for size, each in seconds.items() if each <= NEARLY * min(seconds.values()))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import uuid
 
 from sluice.cli.parent import LAUNCHER
@@ -32,24 +33,27 @@ def main(processes: int, words: list[str]) -> int:
         0 if all ended well or were asked to end, otherwise the exit code of the one that failed first.
     """
     # It loads PyTorch, which the rest of the command line does without.
-    from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException  # noqa: PLC0415
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: PLC0415
 
     os.environ[LAUNCHER] = str(os.getpid())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        shutdown_timeout=SHUTDOWN_S,
-    )
     try:
-        elastic_launch(config, sys.executable)("-m", "sluice.cli.main", *words)
+        # Where ranks leave what failed them; without one of its own PyTorch leaves a directory behind for every start.
+        with tempfile.TemporaryDirectory(prefix="sluice-ranks-") as scratch:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=processes,
+                logs_specs=DefaultLogsSpecs(log_dir=scratch),
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                local_addr=LOOPBACK,
+                max_restarts=0,
+                shutdown_timeout=SHUTDOWN_S,
+            )
+            elastic_launch(config, sys.executable)("-m", "sluice.cli.main", *words)
     except SignalException:
         return 0
     except ChildFailedError as error:
