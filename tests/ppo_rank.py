@@ -32,13 +32,20 @@ ROWS = [
 
 CASES = {
     "own critic": {"critic": {"lr": 1e-3}},
+    "critic's warm-up": {"critic": {"lr": 1e-3, "freeze_policy_steps": 1}},
     "shared trunk": {"critic": {"shared": True}},
     "reference": {"objective": {"preset": "reinforce_pp", "kl_coef": 0.1}},
     "selection": {"objective": {"preset": "m2po", "tau": 0.5}},
 }
 
 SHARDED, CUT = ParallelDims(dp_shard=2), ParallelDims(tp=2)
-RUNS = (("own critic", SHARDED), ("reference", SHARDED), ("selection", SHARDED), ("shared trunk", CUT))
+RUNS = (
+    ("own critic", SHARDED),
+    ("critic's warm-up", SHARDED),
+    ("reference", SHARDED),
+    ("selection", SHARDED),
+    ("shared trunk", CUT),
+)
 
 
 def settings(case: str) -> TrainerConfig:

@@ -260,6 +260,19 @@ class CriticConfig(OptimizerConfig):
     shared_coef: float = Field(
         0.5, ge=0, description="Weight of the value loss beside the policy's loss; read with `shared = true`."
     )
+    freeze_policy_steps: int = Field(
+        0,
+        ge=0,
+        description="Critic warm-up: optimizer steps that the critic makes before the policy makes its first. A batch that begins within them trains the critic alone, and its version has the weights of the one before.",
+    )
+
+    @model_validator(mode="after")
+    def _warms_up_alone(self) -> Self:
+        if self.shared and self.freeze_policy_steps:
+            raise ValueError(
+                "a shared critic cannot learn before the policy, whose network it is on: set freeze_policy_steps to 0, or shared to false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> Self:

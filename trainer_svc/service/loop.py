@@ -113,7 +113,7 @@ class TrainingLoop:
             raise SluiceError.failed_precondition(
                 "NON_FINITE_STEPS",
                 f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (trainer.max_skipped_steps):"
-                " lower trainer.lr, look at rewards and log-probabilities, go back to a checkpoint",
+                " lower trainer.lr (trainer.critic.lr in the critic's warm-up), look at rewards and log-probabilities, go back to a checkpoint",
             )
         if applied.skipped:
             log.warning("step skipped: loss or gradient not finite", in_a_row=self._skipped_in_a_row)

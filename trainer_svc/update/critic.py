@@ -31,16 +31,23 @@ class Critic:
         engine: A model of its own with head "value", or the policy's with head "both".
         value_clip: How far a value may move in one update, in reward units; None: any way.
         shared_coef: Weight of the value loss beside the policy's, where they share a trunk.
+        freeze_policy_steps: Optimizer steps that a critic of its own makes before the policy makes its first.
     """
 
     engine: TrainEngine
     value_clip: float | None = None
     shared_coef: float = 0.5
+    freeze_policy_steps: int = 0
 
     @property
     def shared(self) -> bool:
         """Whether the values come from the policy's own network."""
         return self.engine.network.language
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the critic still learns alone; its own steps tell, which checkpoints hold."""
+        return self.engine.optimizer_steps < self.freeze_policy_steps
 
     def step(self, sequences: Rows[Sequence]) -> StepMetrics:
         """One step of a critic of its own, on the mean value loss per token."""

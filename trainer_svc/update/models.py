@@ -115,7 +115,8 @@ def policy_update(config: TrainerConfig, trained: TrainedModels, frozen: FrozenM
     critic = None
     if objective.needs_critic:
         clip = objective.choices.beside.get("value_clip")
-        critic = Critic(trained.critic or trained.policy, clip, config.critic.shared_coef)
+        settings = config.critic
+        critic = Critic(trained.critic or trained.policy, clip, settings.shared_coef, settings.freeze_policy_steps)
     return PolicyUpdate(
         trained.policy,
         objective,

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from time import perf_counter
 
 from trainer_svc.engine.batch import Sequence
@@ -19,7 +20,7 @@ from trainer_svc.update.agreement import agreed
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.critic import CRITIC, Critic, value_facts
 from trainer_svc.update.minibatches import split_by_group
-from trainer_svc.update.report import critic_report, update_report
+from trainer_svc.update.report import critic_report, update_report, warmup_report
 from trainer_svc.update.trainable import CAUSES, keep_trainable
 
 __all__ = ["Passes", "PolicyUpdate"]
@@ -68,6 +69,10 @@ class PolicyUpdate:
             raise ValueError("gae needs the values of a critic: give one, or choose another advantage estimator")
         if self.critic is not None and self.critic.shared and self.critic.engine is not self.engine:
             raise ValueError("a critic with a language head shares the policy's network: give it the policy's engine")
+        if self.critic is not None and self.critic.shared and self.critic.freeze_policy_steps:
+            raise ValueError(
+                "a critic on the policy's network cannot learn before the policy: set freeze_policy_steps to 0, or give it its own"
+            )
 
     def apply(self, sequences: Rows[Sequence]) -> StepMetrics:
         """Train on a batch.
@@ -129,25 +134,31 @@ class PolicyUpdate:
             return with_selection(rows, choices, ranks)
 
     def _train(self, rows: list[Sequence]) -> StepMetrics:
-        """The epochs; the seed of their cuts depends on the steps made before, so that a resumed run cuts alike."""
-        before = self.engine.optimizer_steps
-        epochs: list[list[StepMetrics]] = []
-        critic_steps: list[StepMetrics] = []
-        for epoch in range(self.passes.epochs):
-            seed = f"{self.passes.seed}/{before}/{epoch}"
-            steps = []
-            for part in split_by_group(rows, self.passes.minibatches, seed=seed, ranks=self.engine.ranks):
-                steps.append(self._policy_step(part))
-                if self.critic is not None and not self.critic.shared:
-                    critic_steps.append(self.critic.step(part))
-            epochs.append(steps)
-        report = update_report(epochs)
+        """The epochs of the policy, and those of a critic of its own; a batch is part of its warm-up as a whole or not at all."""
+        own = None if self.critic is None or self.critic.shared else self.critic
+        alone = own if own is not None and own.warming_up else None
+        epochs = self._epochs(rows, (alone or self).engine.optimizer_steps)
+        policy_steps = [] if alone else [[self._policy_step(part) for part in parts] for parts in epochs]
+        critic_steps = [] if own is None else [own.step(part) for parts in epochs for part in parts]
+        report = warmup_report(self._judged(rows), critic_steps) if alone else update_report(policy_steps)
         if self.critic is None:
             return report
-        shared = self.critic.shared
-        learned = critic_report([step for steps in epochs for step in steps] if shared else critic_steps, shared=shared)
+        learned = critic_report(critic_steps if own else list(chain(*policy_steps)), shared=own is None)
+        if self.critic.freeze_policy_steps:
+            learned[f"{CRITIC}warmup"] = float(alone is not None)
         critic_s = sum(step.seconds["total"] for step in critic_steps)
         return replace(report, measured={**report.measured, **learned}, seconds={**report.seconds, "critic": critic_s})
+
+    def _epochs(self, rows: list[Sequence], before: int) -> list[list[list[Sequence]]]:
+        """The minibatches of each epoch; the seed of their cuts depends on the steps made before, so that a resumed run cuts alike."""
+        seeds = [f"{self.passes.seed}/{before}/{epoch}" for epoch in range(self.passes.epochs)]
+        count, ranks = self.passes.minibatches, self.engine.ranks
+        return [split_by_group(rows, count, seed=seed, ranks=ranks) for seed in seeds]
+
+    def _judged(self, rows: Rows[Sequence]) -> StepMetrics:
+        """The policy's loss and how far it is from the engine, of a forward pass alone."""
+        objective = self.objective
+        return self.engine.eval_batch(rows, objective.loss, objective.weight, entropy=objective.entropy)
 
     def _policy_step(self, part: Rows[Sequence]) -> StepMetrics:
         shared = self.critic is not None and self.critic.shared

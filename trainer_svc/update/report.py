@@ -11,7 +11,7 @@ from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.diagnostics import finish
 from trainer_svc.update.critic import CRITIC
 
-__all__ = ["critic_report", "update_report"]
+__all__ = ["critic_report", "update_report", "warmup_report"]
 
 FIRST_FORWARD = ("mismatch_kl", "max_abs_log_difference", "effective_sample_size", "chi_square")
 """What says how far the trainer is from the engine: true of the weights that the update began with alone."""
@@ -56,6 +56,22 @@ def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
             "optimizer_steps": float(sum(not step.skipped for step in steps)),
             "skipped_steps": float(sum(step.skipped for step in steps)),
         },
+    )
+
+
+def warmup_report(judged: StepMetrics, critic_steps: Rows[StepMetrics]) -> StepMetrics:
+    """The report of an update in which the critic learned alone.
+
+    Gradient norm and learning rate are the policy's, and 0. The batch counts as skipped if all of the critic's steps were.
+
+    Args:
+        judged: What a forward pass of the policy said about the batch.
+        critic_steps: The critic's steps, at least one.
+    """
+    report = update_report([[judged]])
+    none_made = {"optimizer_steps": 0.0, "skipped_steps": 0.0}
+    return replace(
+        report, skipped=all(step.skipped for step in critic_steps), measured={**report.measured, **none_made}
     )
 
 
