@@ -50,6 +50,7 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         FailedForGoodError: if the run was given up; it says why.
         UnfinishedError: if a signal ended it early.
     """
+    config.check_start(common)
     environment = load_environment(config.environment, config.environment_args)
     async with _parts(common, config, environment) as (parts, evaluation):
         run = Run(parts, evaluation)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
-from sluice.config import Section, ServerConfig
+from sluice.config import CommonConfig, Section, ServerConfig
 
 __all__ = [
     "CONFIG",
@@ -25,6 +25,10 @@ __all__ = [
 
 NO_ADVANTAGE = "none"
 """In the settings: batches bring no advantages, and name no estimator."""
+
+
+WORKFLOWS = ("auto", "single_turn", "multi_turn")
+"""Workflows that come with Sluice; others are named by their import path."""
 
 
 class SamplingConfig(Section):
@@ -227,6 +231,15 @@ class OrchestratorConfig(Section):
                 f"max_concurrent ({self.max_concurrent}) below batch_size ({self.batch_size}) could never fill a batch"
             )
         return self
+
+    def check_start(self, run: CommonConfig) -> None:
+        """Refuse what no orchestrator could start with; see `Section.check_start`."""
+        from orchestrator_svc.envs.loading import check_there, locate  # noqa: PLC0415  a run alone has an environment
+
+        del run
+        check_there(locate(self.environment), "environment")
+        if self.workflow not in WORKFLOWS:
+            check_there(self.workflow, "workflow")
 
 
 CONFIG = OrchestratorConfig

@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from orchestrator_svc.config import DeadlinesConfig
-from sluice.advantages import TRAINER_ESTIMATORS
+from sluice.advantages import check_sides
 from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
@@ -74,12 +74,10 @@ class TrainerLink:
             SluiceError: FAILED_PRECONDITION with the remedy; otherwise as `wait_until_there`.
         """
         own = (await self.wait_until_there(deadline_s)).advantage_estimator
-        if advantage != own and (own or advantage in TRAINER_ESTIMATORS):
-            raise SluiceError.failed_precondition(
-                "OTHER_ESTIMATOR",
-                f"orchestrator.advantage is {advantage}, but the trainer's objective computes {own or 'no advantages by itself'}: "
-                f"set orchestrator.advantage to {own or 'an estimator that needs rewards alone'}, or choose another trainer.objective",
-            )
+        try:
+            check_sides(advantage, own)
+        except ValueError as error:
+            raise SluiceError.failed_precondition("OTHER_ESTIMATOR", str(error)) from error
 
     async def is_in(self, epoch: int, applied: int) -> bool:
         """Whether the trainer still trains an epoch, with at least `applied` batches; waits for one that is not there.

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from rollout_svc.admin_servicer import RolloutAdminServicer
-from rollout_svc.config import LoraConfig, RolloutConfig
+from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
 from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.live_weights import selections_of
@@ -17,7 +17,7 @@ from rollout_svc.prompts import Prompts, load_tokenizer
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import Weights
-from sluice.config import CommonConfig, ConfigError, Service, check_model
+from sluice.config import CommonConfig, Service
 from sluice.rpc import RpcServer
 from sluice.v1 import rollout_pb2_grpc
 
@@ -33,7 +33,7 @@ def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> I
     Raises:
         ConfigError: if it could not hold the adapters that the run's bound on staleness asks for.
     """
-    lora = _lora_limits(config.lora, max_staleness)
+    lora = LoraLimits(config.lora.places(max_staleness), config.lora.max_rank) if config.lora.enabled else None
     if config.engine == "transformers":
         from rollout_svc.engines.transformers import TransformersEngine  # noqa: PLC0415 - imports torch
 
@@ -73,28 +73,15 @@ def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> I
     )
 
 
-def _lora_limits(config: LoraConfig, max_staleness: int) -> LoraLimits | None:
-    """What the engine has to hold: tokens may be as many versions behind, and the newest is loaded before the oldest goes."""
-    if not config.enabled:
-        return None
-    least = max_staleness + 2
-    if config.max_loras is not None and config.max_loras < least:
-        raise ConfigError(
-            f"rollout.lora.max_loras is {config.max_loras}, but max_staleness = {max_staleness} needs {least}: raise it, or"
-            " leave it out"
-        )
-    return LoraLimits(config.max_loras or least, config.max_rank)
-
-
 async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """Serve one replica.
 
     The port opens when the engine has started: on a CPU its process is forked, and would hold sockets open.
 
     Raises:
-        ConfigError: if the model cannot be one.
+        ConfigError: if the settings cannot work.
     """
-    check_model(common.model)
+    config.check_start(common)
     server = _server(common, config)
     engine = build_engine(common.model, config, common.max_staleness)
     await engine.start()

@@ -9,9 +9,13 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from sluice.allocation import Allocation
-from sluice.config import Section, ServerConfig
+from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 
 __all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDeadlines"]
+
+
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""Arguments of vLLM whose product is the number of an engine's processes."""
 
 
 class LimitsConfig(Section):
@@ -54,6 +58,20 @@ class LoraConfig(Section):
         description="Most adapters held at a time, versions of the policy and named ones together; none takes max_staleness + 2,"
         " the least, which leaves no place to more than max_staleness names.",
     )
+
+    def places(self, max_staleness: int) -> int:
+        """How many adapters the engine has to hold: tokens may be as many versions behind, and the newest is loaded before the oldest goes.
+
+        Raises:
+            ConfigError: if `max_loras` is less.
+        """
+        least = max_staleness + 2
+        if self.max_loras is not None and self.max_loras < least:
+            raise ConfigError(
+                f"rollout.lora.max_loras is {self.max_loras}, but max_staleness = {max_staleness} needs {least}: raise it, or"
+                " leave it out"
+            )
+        return self.max_loras or least
 
 
 class RolloutConfig(Section):
@@ -122,7 +140,7 @@ class RolloutConfig(Section):
         description="Bytes for keys and values; none leaves it to the engine (on CPU: 256 MiB vLLM, 1 GiB else).",
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of the engine; none leaves it to OMP_NUM_THREADS and the engine."
+        None, ge=1, le=1024, description="CPU threads of the engine; none leaves it to OMP_NUM_THREADS and the engine."
     )
     lora: LoraConfig = Field(default_factory=LoraConfig, description="LoRA adapters beside the weights.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="How much the replica takes on.")
@@ -140,6 +158,21 @@ class RolloutConfig(Section):
         if text is not None:
             Allocation.parse_roles({"rollout": text})
         return text
+
+    @field_validator("engine_args")
+    @classmethod
+    def _has_whole_sizes(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name in PARALLEL_SIZES:
+            size = given.get(name, 1)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")
+        return given
+
+    def check_start(self, run: CommonConfig) -> None:
+        """Refuse what no replica could start with; see `Section.check_start`."""
+        from rollout_svc.start_check import check_replica  # noqa: PLC0415  it reads the settings of this module
+
+        check_replica(run, self)
 
 
 CONFIG = RolloutConfig

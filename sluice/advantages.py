@@ -15,7 +15,16 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BATCH_SCALES", "ESTIMATORS", "TRAINER_ESTIMATORS", "Advantages", "Episode", "estimate", "estimator_names"]
+__all__ = [
+    "BATCH_SCALES",
+    "ESTIMATORS",
+    "TRAINER_ESTIMATORS",
+    "Advantages",
+    "Episode",
+    "check_sides",
+    "estimate",
+    "estimator_names",
+]
 
 Rewards: TypeAlias = NDArray[np.float64]
 
@@ -24,6 +33,23 @@ STD_OFFSET = 1e-6
 
 TRAINER_ESTIMATORS = ("gae", "reinforce_pp", "process")
 """Estimators that need a model or rewards per token: the trainer runs them before its epochs; `estimate` has none of them."""
+
+
+def check_sides(advantage: str, own: str) -> None:
+    """Whether orchestrator and trainer agree on who estimates advantages.
+
+    Args:
+        advantage: `orchestrator.advantage`.
+        own: The estimator that the trainer's objective runs by itself; empty for none.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if advantage != own and (own or advantage in TRAINER_ESTIMATORS):
+        raise ValueError(
+            f"orchestrator.advantage is {advantage}, but the trainer's objective computes {own or 'no advantages by itself'}: "
+            f"set orchestrator.advantage to {own or 'an estimator that needs rewards alone'}, or choose another trainer.objective"
+        )
 
 
 @dataclass(frozen=True, slots=True)

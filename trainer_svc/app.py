@@ -8,7 +8,7 @@ from functools import partial
 
 import structlog
 
-from sluice.config import CommonConfig, ConfigError, Service, check_model
+from sluice.config import CommonConfig, ConfigError, Service
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
@@ -22,7 +22,6 @@ from trainer_svc.service.policy_publisher import PolicyPublisher
 from trainer_svc.service.rank_worker import RankWorker
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
-from trainer_svc.update.models import BASE, IN_BATCH
 from weightsync.publisher import AdapterPublisher, WeightPublisher
 
 __all__ = ["SERVICE"]
@@ -40,14 +39,10 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     """Serve one run's trainer; as another rank than the first, do what rank 0 says.
 
     Raises:
-        ConfigError: if the model cannot be one, or the processes are not as many as `trainer.parallel` says.
+        ConfigError: if the settings cannot work, or the processes are not as many as `trainer.parallel` says.
         SluiceError: if the ranks have to be started again.
     """
-    check_model(common.model)
-    for name in ("reference", "teacher", "critic"):
-        source = getattr(config, name).model
-        if source not in ("", BASE, IN_BATCH):
-            check_model(source, f"trainer.{name}.model")
+    config.check_start(common)
     compute = ComputeThread()
     deadlines = config.deadlines
     meeting = partial(_meet, config)

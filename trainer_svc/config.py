@@ -7,12 +7,14 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from sluice.allocation import Allocation
-from sluice.config import Section, ServerConfig
+from sluice.config import CommonConfig, Section, ServerConfig
 from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
 
 __all__ = [
+    "BASE",
     "CONFIG",
+    "IN_BATCH",
     "CheckpointConfig",
     "CorrectionConfig",
     "CriticConfig",
@@ -25,7 +27,14 @@ __all__ = [
     "ReferenceConfig",
     "TeacherConfig",
     "TrainerConfig",
+    "check_decay",
 ]
+
+BASE = "base"
+"""Names the model that the run starts from, where another one could stand."""
+
+IN_BATCH = "batch"
+"""Names no model: every trajectory brings its log-probabilities."""
 
 RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
 
@@ -86,7 +95,12 @@ class OptimizerConfig(Section):
         return self
 
 
-def _check_decay(config: OptimizerConfig) -> None:
+def check_decay(config: OptimizerConfig) -> None:
+    """Refuse a decay that has no steps of its own.
+
+    Raises:
+        ValueError: with the settings to change.
+    """
     if config.schedule != "constant" and config.max_steps <= config.warmup_steps:
         raise ValueError(
             f"schedule {config.schedule} ends at max_steps: set max_steps above warmup_steps ({config.warmup_steps})"
@@ -200,7 +214,7 @@ class ComputeConfig(OptimizerConfig):
         "auto", description="Where to compute; auto takes CUDA where there is one."
     )
     threads: int = Field(
-        0, ge=0, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
+        0, ge=0, le=1024, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
     )
     peak_tflops: float | None = Field(
         None,
@@ -276,7 +290,7 @@ class CriticConfig(OptimizerConfig):
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> Self:
-        _check_decay(self)
+        check_decay(self)
         return self
 
 
@@ -360,7 +374,7 @@ class TrainerConfig(ComputeConfig):
 
     @model_validator(mode="after")
     def _decay_has_an_end(self) -> Self:
-        _check_decay(self)
+        check_decay(self)
         return self
 
     @model_validator(mode="after")
@@ -415,6 +429,12 @@ class TrainerConfig(ComputeConfig):
                 " or set objective.preset to ppo"
             )
         return self
+
+    def check_start(self, run: CommonConfig) -> None:
+        """Refuse what no trainer could start with; see `Section.check_start`."""
+        from trainer_svc.start_check import check_trainer  # noqa: PLC0415  it reads the settings of this module
+
+        check_trainer(run, self)
 
 
 CONFIG = TrainerConfig

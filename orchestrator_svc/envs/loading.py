@@ -14,8 +14,9 @@ from typing import Any
 
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
 from sluice.config import ConfigError
+from sluice.importable import importable
 
-__all__ = ["BUILT_IN", "ENVIRONMENT_GROUP", "load_attribute", "load_environment"]
+__all__ = ["BUILT_IN", "ENVIRONMENT_GROUP", "check_there", "load_attribute", "load_environment", "locate"]
 
 ENVIRONMENT_GROUP = "sluice.environments"
 """Entry points of this group name environments that are installed."""
@@ -33,9 +34,7 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurn
     Raises:
         ConfigError: if it cannot be found or constructed, or is no environment.
     """
-    if not reference:
-        raise ConfigError('no environment is set: give orchestrator.environment = "path/to/env.py:Class"')
-    make = load_attribute(_location(reference), "environment")
+    make = load_attribute(locate(reference), "environment")
     try:
         environment = make(**arguments)
     except (TypeError, ValueError, OSError) as error:
@@ -48,17 +47,27 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurn
     return environment
 
 
+def check_there(location: str, what: str) -> None:
+    """Whether there is a file, or a package, of what ``module:Attr`` or ``path.py:Attr`` names; nothing is imported.
+
+    Raises:
+        ConfigError: if not.
+    """
+    module, _ = _parts(location, what)
+    if module.endswith(".py"):
+        _existing(Path(module), what)
+        return
+    if not importable(module):
+        raise ConfigError(f"cannot import {what} {module}: there is no such module; is its package installed?")
+
+
 def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever the user names
     """The attribute that ``module:Attr`` or ``path.py:Attr`` names.
 
     Raises:
         ConfigError: if there is no such module or attribute.
     """
-    module_name, separator, attribute = location.rpartition(":")
-    if not separator:
-        raise ConfigError(
-            f"{what} {location!r} is neither installed nor of the form module:Attr or path/to/file.py:Attr"
-        )
+    module_name, attribute = _parts(location, what)
     module = _from_file(Path(module_name), what) if module_name.endswith(".py") else _from_name(module_name, what)
     found = getattr(module, attribute, None)
     if found is None:
@@ -68,7 +77,23 @@ def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever 
     return found
 
 
-def _location(reference: str) -> str:
+def _parts(location: str, what: str) -> tuple[str, str]:
+    module, separator, attribute = location.rpartition(":")
+    if not separator:
+        raise ConfigError(
+            f"{what} {location!r} is neither installed nor of the form module:Attr or path/to/file.py:Attr"
+        )
+    return module, attribute
+
+
+def locate(reference: str) -> str:
+    """Where an environment is, as ``module:Attr`` or ``path/to/env.py:Attr``.
+
+    Raises:
+        ConfigError: if none is named, or the name is not installed.
+    """
+    if not reference:
+        raise ConfigError('no environment is set: give orchestrator.environment = "path/to/env.py:Class"')
     if reference in BUILT_IN:
         return BUILT_IN[reference]
     installed = {point.name: point.value for point in entry_points(group=ENVIRONMENT_GROUP)}
@@ -89,9 +114,7 @@ def _from_name(name: str, what: str) -> ModuleType:
 
 def _from_file(path: Path, what: str) -> ModuleType:
     """Import a file under a name of its own; files beside it can be imported by it."""
-    path = path.resolve()
-    if not path.is_file():
-        raise ConfigError(f"there is no {what} file {path} (relative paths start at {Path.cwd()})")
+    path = _existing(path, what)
     name = f"sluice_user_{path.parent.name}_{path.stem}".replace("-", "_").replace(".", "_")
     loaded = sys.modules.get(name)
     if loaded is not None and getattr(loaded, "__file__", None) == str(path):
@@ -109,3 +132,10 @@ def _from_file(path: Path, what: str) -> ModuleType:
         del sys.modules[name]
         raise ConfigError(f"cannot import {what} {path}: {error}") from error
     return module
+
+
+def _existing(path: Path, what: str) -> Path:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no {what} file {path} (relative paths start at {Path.cwd()})")
+    return path

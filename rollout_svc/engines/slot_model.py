@@ -16,6 +16,7 @@ from rollout_svc.engines.base_model import model_directory
 from rollout_svc.engines.slot_adapters import SlotAdapters
 from rollout_svc.engines.slot_cache import DecodeView, KvShape, PrefillView, SlotCache
 from rollout_svc.engines.slot_shapes import Keys, Logits, PickedLogits, Queries
+from rollout_svc.start_check import check_length
 
 __all__ = ["SlotModel"]
 
@@ -222,8 +223,10 @@ def _info(model: str, module: Any, max_model_len: int | None) -> ModelInfo:  # n
     longest = getattr(text, "max_position_embeddings", None) or max_model_len
     if longest is None:
         raise EngineError(f"the configuration of {model} names no longest sequence; set max_model_len")
-    if max_model_len is not None and max_model_len > longest:
-        raise EngineError(f"max_model_len is {max_model_len}, but {model} was made for {longest} positions")
+    try:
+        check_length(model, max_model_len or longest, longest)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
     ends: set[int] = set()
     for source in (text, module.generation_config):
         named = getattr(source, "eos_token_id", None)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from sluice.cli.command import Command
+from sluice.cli.options import Options
 from sluice.config import markdown_reference, run_config_class
 
 __all__ = ["COMMAND"]
@@ -33,7 +33,7 @@ names the nearest one. `--dry-run` prints what a command would use, secrets reda
 
 
 def _run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="sluice config", description="The reference of all settings, as Markdown.")
+    parser = Options(prog="sluice config", description="The reference of all settings, as Markdown.")
     parser.add_argument("action", choices=["docs"], help="docs: write the page")
     parser.add_argument("--output", type=Path, help="file to write; without it the page goes to standard output")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the file is not up to date")

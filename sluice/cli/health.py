@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 
@@ -10,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.cli.command import Command
+from sluice.cli.options import Options, seconds
 from sluice.config import SecurityConfig, load_run
 from sluice.rpc import SluiceError, connect
 
@@ -17,14 +17,14 @@ __all__ = ["COMMAND"]
 
 
 def _run(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="sluice health",
         description="Ask a server by grpc.health.v1 whether it serves. Further words are settings (`@ file.toml`,"
         " `--security.tls-ca ca.pem`).",
     )
     parser.add_argument("target", help="host:port, dns:///name:port or unix:/path")
     parser.add_argument("--service", default="", help="fully qualified service name; empty asks for the whole server")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for the answer (default: 5)")
+    parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for the answer (default: 5)")
     arguments, settings = parser.parse_known_args(argv)
     security = load_run(settings).security
     try:

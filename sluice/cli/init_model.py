@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.cli.command import Command
+from sluice.cli.options import Options, whole_number
 from sluice.whole_directory import whole_directory
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>
 
 DEFAULT_CHARACTERS = "".join(chr(code) for code in range(0x20, 0x7F)) + "\n"
 """Printable ASCII and the line feed."""
+
+MOST = 1 << 20
+"""A size above this is a slip of the pen."""
 
 ROW_MULTIPLE = 64
 """The vocabulary is filled up to a multiple of this, as matrix kernels like it."""
@@ -181,7 +185,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="sluice init-model", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("directory", type=Path, help="directory to write; must not exist")
@@ -195,10 +199,12 @@ def _parser() -> argparse.ArgumentParser:
         ("mlp", "width of the feed-forward layers"),
         ("max_positions", "longest sequence in tokens"),
     ):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(sizes, name), help=meaning)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=whole_number(1, MOST), default=getattr(sizes, name), help=meaning
+        )
     parser.add_argument("--vocab-chars", default=DEFAULT_CHARACTERS, help="characters with a token of their own")
     parser.add_argument("--tie", action="store_true", help="share the input and output embeddings")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--seed", type=whole_number(0, (1 << 32) - 1), default=0, help="seed of the weights")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="precision of the weights in the file")
     return parser
 

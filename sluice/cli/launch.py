@@ -19,7 +19,16 @@ from sluice.cli.placement import Place
 from sluice.config import PeersConfig, RunConfig, SecurityConfig
 from sluice.rpc import connect
 
-__all__ = ["Addresses", "child_environment", "child_specs", "free_addresses", "serves", "service_of", "shared_cores"]
+__all__ = [
+    "Addresses",
+    "child_environment",
+    "child_specs",
+    "free_addresses",
+    "replica_names",
+    "serves",
+    "service_of",
+    "shared_cores",
+]
 
 LOOPBACK = "127.0.0.1"
 
@@ -72,10 +81,14 @@ def service_of(child: str) -> str:
     return child.partition("-")[0]
 
 
+def replica_names(replicas: int) -> list[str]:
+    """Children of a run that are rollout replicas."""
+    return ["rollout"] if replicas == 1 else [f"rollout-{number}" for number in range(replicas)]
+
+
 def child_names(replicas: int) -> list[str]:
     """Children of a run, the one that takes longest to start first."""
-    rollout = ["rollout"] if replicas == 1 else [f"rollout-{number}" for number in range(replicas)]
-    return [*rollout, "trainer", "orchestrator", "weightsync"]
+    return [*replica_names(replicas), "trainer", "orchestrator", "weightsync"]
 
 
 def free_addresses(replicas: int) -> Addresses:

@@ -12,6 +12,10 @@ from sluice.config import ConfigError, RunConfig, allocation_of
 __all__ = ["Place", "place"]
 
 
+MOST_PROCESSES = 1024
+"""More computing processes of one machine than this are a slip of the pen."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a child gets.
@@ -40,11 +44,18 @@ def place(run: RunConfig, replicas: Sequence[str], devices: Sequence[str]) -> Ma
         A place for each replica and for ``trainer``.
 
     Raises:
-        ConfigError: if the allocation, or the trainer alone, takes more devices than there are.
+        ConfigError: if the allocation, or the trainer alone, takes more devices than there are, or a side asks for CUDA where
+            there is none.
     """
     allocation = allocation_of(run)
     processes = dict.fromkeys(replicas, _engine_processes(run)) | {"trainer": _trainer_processes(run)}
+    if sum(processes.values()) > MOST_PROCESSES:
+        raise ConfigError(
+            f"the trainer takes {processes['trainer']} processes and {len(replicas)} replicas the rest of {sum(processes.values())}: one"
+            f" machine is given at most {MOST_PROCESSES}; take fewer, or start the services apart, on several machines"
+        )
     if not devices:
+        _refuse_cuda(run)
         return {child: Place(count) for child, count in processes.items()}
     wants = {child: 0 if _on_cpu(run, child) else count for child, count in processes.items()}
     rollout = sum(wants[child] for child in replicas)
@@ -66,6 +77,12 @@ def place(run: RunConfig, replicas: Sequence[str], devices: Sequence[str]) -> Ma
     begin = 0 if shared else taken
     places["trainer"] = Place(processes["trainer"], tuple(devices[begin : begin + wants["trainer"]]) or None)
     return places
+
+
+def _refuse_cuda(run: RunConfig) -> None:
+    for name in ("trainer", "rollout"):
+        if getattr(run.section(name), "device", None) == "cuda":
+            raise ConfigError(f"{name}.device is cuda, but there is no CUDA device here: set it to auto or cpu")
 
 
 def _trainer_processes(run: RunConfig) -> int:

@@ -18,6 +18,7 @@ from rich.console import Console
 from sluice.cli import quickstart_report, rl
 from sluice.cli.command import Command
 from sluice.cli.launch import shared_cores
+from sluice.cli.options import Options, whole_number
 from sluice.cli.stage import StageError, Stages, run_quietly
 from sluice.config import ConfigError
 
@@ -25,6 +26,9 @@ __all__ = ["COMMAND", "Quickstart", "make_room", "run"]
 
 RUN = "quickstart"
 ENVIRONMENT_FILE = "env.py"
+
+MOST_STEPS = 1 << 20
+"""More steps or prompts than this are a slip of the pen."""
 
 _PARTS = (ENVIRONMENT_FILE, "demonstrations.py", "sft.toml", "rl.toml", "eval.toml")
 
@@ -204,15 +208,15 @@ def _flag(name: str, value: float | str | None) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="sluice quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seed", type=int, default=0, help="seed of data, model and sampling (default: 0)")
+    add("--seed", type=whole_number(0, MOST_STEPS), default=0, help="seed of data, model and sampling (default: 0)")
     add("--lr", type=float, help="learning rate of the RL run (default: the example's; 0 shows what no training does)")
-    add("--steps", type=int, help="RL steps (default: the example's)")
-    add("--sft-steps", type=int, help="warm-up steps (default: the example's)")
-    add("--prompts", type=int, help="held-out strings per evaluation (default: the example's)")
+    add("--steps", type=whole_number(1, MOST_STEPS), help="RL steps (default: the example's)")
+    add("--sft-steps", type=whole_number(1, MOST_STEPS), help="warm-up steps (default: the example's)")
+    add("--prompts", type=whole_number(1, MOST_STEPS), help="held-out strings per evaluation (default: the example's)")
     add("--engine", choices=("vllm", "transformers"), help="what samples (default: the example's)")
     add("--example", type=Path, default=Path("examples/reverse_text"), help="the example's directory")
     add("--output-dir", type=Path, default=Path("outputs"), help="where the directory `quickstart` is made")

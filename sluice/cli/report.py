@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.cli.command import Command
+from sluice.cli.options import Options
 from sluice.cli.progress import METRIC_NAMES
 from sluice.config import ConfigError
 
@@ -114,7 +114,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: if the directory holds no run.
     """
-    parser = argparse.ArgumentParser(prog="sluice report", description=__doc__)
+    parser = Options(prog="sluice report", description=__doc__)
     parser.add_argument("directory", type=Path, help="the run's directory, such as outputs/quickstart")
     directory: Path = parser.parse_args(argv).directory
     steps = read_steps(directory)

@@ -9,20 +9,35 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from sluice.cli.agreement import check_agreement
 from sluice.cli.command import Command
 from sluice.cli.devices import visible_devices
-from sluice.cli.launch import child_specs, free_addresses, service_of
+from sluice.cli.launch import child_specs, free_addresses, replica_names
 from sluice.cli.live_view import RunView
+from sluice.cli.options import Options, seconds, whole_number
 from sluice.cli.placement import Place, place
 from sluice.cli.restart_policy import RestartLimits
-from sluice.cli.run_directory import claim, newest_checkpoint, write_settings
+from sluice.cli.run_directory import claim, newest_checkpoint, where_resumed, write_settings
 from sluice.cli.supervisor import Ending, Outcome, Supervisor, run_until_signal
 from sluice.cli.watch import follow_run
-from sluice.config import ConfigError, RunConfig, allocation_of, check_model, dump_toml, load_run, service_names
+from sluice.config import (
+    ConfigError,
+    RunConfig,
+    ServerConfig,
+    allocation_of,
+    check_model,
+    dump_toml,
+    load_run,
+    service_names,
+)
+from sluice.hub import check_hub
+from sluice.rpc.binding import server_credentials
+from sluice.rpc.tokens import TokenCheck
 
 __all__ = ["COMMAND", "replicas_of", "run"]
 
@@ -48,12 +63,10 @@ def run(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
-    config = load_run(settings)
-    _check(config)
-    addresses = free_addresses(replicas_of(options.replicas, config))
-    places = place(
-        config, [name for name in addresses.grpc if service_of(name) == "rollout"], visible_devices(os.environ)
-    )
+    config = load_run(settings, check=partial(_check, options.replicas))
+    _ask_hub(config)
+    replicas = replicas_of(options.replicas, config)
+    addresses, places = free_addresses(replicas), _places(config, replicas)
     config = config.model_copy(update={"peers": addresses.peers()})
     with claim(config, resume=options.resume) as directory, _private_settings(config) as private:
         public = write_settings(config)
@@ -67,6 +80,8 @@ def run(argv: list[str]) -> int:
             limits=RestartLimits(restarts=options.max_restarts),
             start_deadline_s=options.start_deadline,
         )
+        if options.resume:
+            view.say(where_resumed(directory))
         view.say(f"run {config.run}: {len(specs)} services starting, logs in {directory / 'logs'}")
         _warn_of_crowding(view, places)
         began = time.monotonic()
@@ -106,28 +121,36 @@ def replicas_of(asked: int | None, config: RunConfig) -> int:
     return asked or named
 
 
-def _check(config: RunConfig) -> None:
-    """Find what would fail later, before anything is started."""
+def _check(asked: int | None, config: RunConfig) -> None:
+    """Find what would fail later, before anything is started.
+
+    Raises:
+        ConfigError: with the remedy.
+    """
     missing = [name for name in NEEDED if name not in service_names()]
     if missing:
         raise ConfigError(f"`sluice rl` needs the services {', '.join(missing)}, which are not installed here")
-    for name in NEEDED:
-        config.section(name)
     check_model(config.model)
-    _check_adapters(config)
+    replicas = replicas_of(asked, config)
+    for name in NEEDED:
+        config.section(name).check_start(config)
+    check_agreement(config)
+    TokenCheck(config.security)
+    server_credentials(ServerConfig(), config.security)
+    _places(config, replicas)
 
 
-def _check_adapters(config: RunConfig) -> None:
-    """Refuse a trainer whose versions no replica would serve."""
-    trained = getattr(config.section("trainer"), "lora", None)
-    served = getattr(config.section("rollout"), "lora", None)
-    if trained is None or served is None or not trained.rank or trained.merge:
-        return
-    if not served.enabled or served.max_rank < trained.rank:
-        raise ConfigError(
-            f"trainer.lora.rank = {trained.rank} publishes adapters, which the replicas would refuse: set rollout.lora.enabled = true"
-            f" and rollout.lora.max_rank = {trained.rank} or higher, or trainer.lora.merge = true to publish whole weights"
-        )
+def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
+    return place(config, replica_names(replicas), visible_devices(os.environ))
+
+
+def _ask_hub(config: RunConfig) -> None:
+    """See that models which are no directories can be had, before every service tries for itself."""
+    check_hub(config.model)
+    for name in ("reference", "teacher", "critic"):
+        source = getattr(getattr(config.section("trainer"), name, None), "model", "")
+        if source not in ("", "base", "batch"):
+            check_hub(source, f"trainer.{name}.model")
 
 
 @contextlib.contextmanager
@@ -186,7 +209,7 @@ def _what_resume_does(config: RunConfig) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="sluice rl",
         usage="sluice rl @ rl.toml [--trainer @ trainer.toml ...] [--key value ...] [options]",
         description=__doc__,
@@ -195,21 +218,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     limits = RestartLimits()
     add = parser.add_argument
-    add("--replicas", type=_positive, help="rollout processes (default: as many as peers.rollout names)")
-    add("--threads", type=_positive, help="threads per trainer and rollout process (default: the cores, divided)")
-    add("--resume", action="store_true", help="go on with a run that exists")
+    add("--replicas", type=whole_number(1), help="rollout processes (default: as many as peers.rollout names)")
+    add("--threads", type=whole_number(1), help="threads per trainer and rollout process (default: the cores, divided)")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on with a run that exists; one that does not begins at the start, which is said",
+    )
     add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     add("--plain", action="store_true", help="one line per step instead of the live view")
-    add("--max-restarts", type=int, default=limits.restarts, metavar="N", help="restarts of a service in ten minutes")
-    add("--start-deadline", type=float, default=600.0, metavar="S", help="seconds a service has to begin to serve")
+    add(
+        "--max-restarts",
+        type=whole_number(0),
+        default=limits.restarts,
+        metavar="N",
+        help="restarts of a service in ten minutes",
+    )
+    add("--start-deadline", type=seconds, default=600.0, metavar="S", help="seconds a service has to begin to serve")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
 
 
 COMMAND = Command("rl", "run reinforcement learning: all services as child processes, one live view", run)

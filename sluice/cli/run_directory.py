@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sluice.config import ConfigError, RunConfig, dump_toml
 
-__all__ = ["claim", "newest_checkpoint", "write_settings"]
+__all__ = ["claim", "newest_checkpoint", "where_resumed", "write_settings"]
 
 CONFIG_FILE = "config.toml"
 JOURNAL_FILE = "journal.sqlite"
@@ -54,6 +54,16 @@ def newest_checkpoint(directory: Path) -> str:
     """Name of a run's newest complete checkpoint, such as ``step_50``; empty if there is none."""
     complete = [path.parent.name for path in directory.glob("checkpoints/step_*/manifest.json")]
     return max(complete, key=lambda name: int(name.removeprefix("step_")), default="")
+
+
+def where_resumed(directory: Path) -> str:
+    """From where a run that is to be resumed goes on, for people."""
+    if not (directory / JOURNAL_FILE).exists():
+        return f"there is no run in {directory} to resume: it begins at the start"
+    checkpoint = newest_checkpoint(directory)
+    if not checkpoint:
+        return f"the run in {directory} has no checkpoint to resume: it trains from the start"
+    return f"resumes from {checkpoint} of {directory}"
 
 
 def write_settings(run: RunConfig) -> Path:

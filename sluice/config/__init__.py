@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from sluice.config.allocate import allocated, allocation_of
 from sluice.config.dump import dump_toml
-from sluice.config.errors import ConfigError
+from sluice.config.errors import ConfigError, reason_of
 from sluice.config.load import RunConfig, load_command, load_run, run_config_class
-from sluice.config.model import check_model
+from sluice.config.model import ModelSizes, check_model, sizes_on_disk
 from sluice.config.reference import markdown_reference
 from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
 from sluice.config.services import (
@@ -29,6 +29,7 @@ __all__ = [
     "CommonConfig",
     "ConfigError",
     "FailedForGoodError",
+    "ModelSizes",
     "PeersConfig",
     "RunConfig",
     "Section",
@@ -44,7 +45,9 @@ __all__ = [
     "load_run",
     "load_service",
     "markdown_reference",
+    "reason_of",
     "run_config_class",
     "service_configs",
     "service_names",
+    "sizes_on_disk",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from sluice.allocation import Allocation, Dimensions, Side
 from sluice.config.errors import ConfigError
 from sluice.config.sections import CommonConfig, Section
@@ -47,7 +49,8 @@ def allocated(run: _Run) -> _Run:
     updates: dict[str, Any] = {}
     trainer, rollout = _section(run, "trainer"), _section(run, "rollout")
     if allocation.trainer is not None and trainer is not None:
-        updates["trainer"] = _trainer(trainer, allocation.trainer.dimensions, _source(run, "trainer"))
+        sized = _trainer(trainer, allocation.trainer.dimensions, _source(run, "trainer"))
+        updates["trainer"] = _checked(sized, _source(run, "trainer"))
     if allocation.rollout is not None and rollout is not None:
         updates["rollout"] = _rollout(rollout, allocation.rollout, _source(run, "rollout"))
     return run.model_copy(update=updates)
@@ -103,6 +106,15 @@ def _rollout(rollout: Section, side: Side, source: str) -> Section:
     if tensor > 1:
         arguments["tensor_parallel_size"] = tensor
     return rollout.model_copy(update={"engine": engine, "engine_args": arguments})
+
+
+def _checked(section: Section, source: str) -> Section:
+    """A table whose sizes the allocation set, with the rules applied that settings of a file go through."""
+    try:
+        return type(section).model_validate(section.model_dump(exclude_unset=True))
+    except ValidationError as error:
+        reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise ConfigError(f"{source}: {reasons}") from error
 
 
 def _contradiction(source: str, wants: str, setting: str, value: object) -> ConfigError:

@@ -72,12 +72,15 @@ def run_config_class() -> type[RunConfig]:
     return create_model("RunConfig", __base__=RunConfig, **fields)
 
 
-def load_run(argv: Sequence[str], service: str | None = None) -> RunConfig:
+def load_run(
+    argv: Sequence[str], service: str | None = None, *, check: Callable[[RunConfig], object] = lambda _: None
+) -> RunConfig:
     """Resolve the settings of a run: flags > files (later wins) > environment > defaults.
 
     Args:
         argv: The command line after the program's and the command's name.
         service: The one service this process runs; flags that are not common keys mean its table.
+        check: Refuses settings that do not fit each other or this machine, by a `ConfigError`; before a dry run prints them.
 
     Raises:
         ConfigError: if anything is unknown, malformed or out of range.
@@ -86,16 +89,29 @@ def load_run(argv: Sequence[str], service: str | None = None) -> RunConfig:
     model = run_config_class()
     line = parse_command_line(model, argv, service)
     environment = environment_layer(model, os.environ, foreign=_command_prefixes())
-    return _finish(model, line, environment, f"sluice {service or 'rl'}", service, complete=allocated)
+
+    def complete(config: RunConfig) -> RunConfig:
+        config = allocated(config)
+        check(config)
+        return config
+
+    return _finish(model, line, environment, f"sluice {service or 'rl'}", service, complete=complete)
 
 
-def load_command(config_class: type[_Section], argv: Sequence[str], command: str) -> _Section:
+def load_command(
+    config_class: type[_Section],
+    argv: Sequence[str],
+    command: str,
+    *,
+    check: Callable[[_Section], object] = lambda _: None,
+) -> _Section:
     """Resolve the settings of a command that has a class of its own, in the same grammar and order of layers.
 
     Args:
         config_class: The command's settings.
         argv: The command line after the command's name.
         command: The command's name; its variables are ``SLUICE_<COMMAND>__KEY``.
+        check: As of `load_run`.
 
     Raises:
         ConfigError: if anything is unknown, malformed or out of range.
@@ -103,7 +119,12 @@ def load_command(config_class: type[_Section], argv: Sequence[str], command: str
     """
     line = parse_command_line(config_class, argv, None)
     environment = environment_layer(config_class, os.environ, prefix=command_prefix(command))
-    return _finish(config_class, line, environment, f"sluice {command}", None)
+
+    def complete(config: _Section) -> _Section:
+        check(config)
+        return config
+
+    return _finish(config_class, line, environment, f"sluice {command}", None, complete=complete)
 
 
 def _finish(
@@ -113,7 +134,7 @@ def _finish(
     program: str,
     service: str | None,
     *,
-    complete: Callable[[_Config], _Config] = lambda config: config,
+    complete: Callable[[_Config], _Config],
 ) -> _Config:
     if line.help:
         sys.stdout.write(help_text(model, service, program))

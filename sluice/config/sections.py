@@ -15,9 +15,11 @@ __all__ = ["CommonConfig", "PeersConfig", "Section", "SecurityConfig", "ServerCo
 
 
 class Section(BaseModel):
-    """A table of settings. Unknown keys are errors; every field has a description that names its unit."""
+    """A table of settings. Unknown keys are errors, numbers are finite; every field has a description that names its unit."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, use_attribute_docstrings=False, allow_inf_nan=False
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -34,6 +36,18 @@ class Section(BaseModel):
             if isinstance(default, Section) and field.annotation is type(default):
                 completed[name] = deep_merge(default.model_dump(exclude_unset=True), given)
         return completed
+
+    def check_start(self, run: CommonConfig) -> None:
+        """Refuse what the service of this table could not start with, as far as that is known without loading anything.
+
+        Tables of services override it; the service calls it first, and `sluice rl` before it starts any.
+
+        Args:
+            run: The run's settings.
+
+        Raises:
+            ConfigError: with the remedy.
+        """
 
 
 class SecurityConfig(Section):

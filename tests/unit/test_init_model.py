@@ -8,6 +8,7 @@ from tiny_policy import TINY, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from sluice.cli.init_model import COMMAND, DEFAULT_CHARACTERS, ModelShape, character_tokenizer, vocabulary
+from sluice.cli.main import main
 
 ARGUMENTS = ["--hidden", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--mlp", "16"]
 
@@ -76,11 +77,12 @@ def test_an_existing_directory_stays_as_it_is(tmp_path, capsys):
     [
         (["--kv-heads", "3"], "multiple of kv_heads"),
         (["--head-dim", "7"], "even"),
-        (["--layers", "0"], "at least 1"),
+        (["--layers", "0"], "--layers: give a whole number from 1"),
+        (["--hidden", "1e9"], "--hidden: give a whole number from 1"),
         (["--vocab-chars", "a"], "two characters"),
     ],
 )
 def test_impossible_shapes_are_refused(tmp_path, capsys, arguments, message):
-    assert COMMAND.run([str(tmp_path / "m"), *arguments]) == 2
+    assert main(["init-model", str(tmp_path / "m"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "m").exists()

@@ -9,7 +9,7 @@ from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrained
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from trainer_svc.config import ParallelConfig
-from trainer_svc.parallel.context import check_heads
+from trainer_svc.parallel.fits import check_heads
 from trainer_svc.parallel.mesh import join
 from trainer_svc.parallel.tensor import check_divides
 

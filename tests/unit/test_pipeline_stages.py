@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM
 
-from trainer_svc.parallel.stages import cut_stage, layer_shares, tied_weight
+from trainer_svc.parallel.fits import layer_shares
+from trainer_svc.parallel.stages import cut_stage, tied_weight
 
 
 @given(st.integers(1, 200), st.integers(1, 16))

@@ -201,10 +201,11 @@ def test_a_reward_model_scores_in_transformers_as_it_was_trained(model_dir, tmp_
     assert f"margin {margin:.4f}  score {float(scores.mean()):.4f}" in evaluated[-1]
 
 
-def test_settings_that_do_not_go_together_are_refused():
+def test_settings_that_do_not_go_together_are_refused(tmp_path):
+    rows = write_rows(tmp_path / "d.jsonl", [])
     for words, message in (
         (["--objective", "ipo", "--label-smoothing", "0.1"], "label_smoothing is read by objective dpo only"),
         (["--eval-share", "0.1", "--eval-data", "x.jsonl"], "both say what is held out"),
     ):
         with pytest.raises(ConfigError, match=message):
-            dpo_command.load_dpo(["--model", "m", "--data", "d.jsonl", *words])
+            dpo_command.load_dpo(["--model", "m", "--data", str(rows), *words])

@@ -154,8 +154,11 @@ def test_a_file_that_is_no_text_is_named(model_dir, tmp_path):
 
 def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    words = ["--model", "nobody/nothing", "--data", "rows.jsonl", "--output", str(tmp_path / "out")]
-    with pytest.raises(ConfigError, match="nobody/nothing, a directory here or a hub id, gives no tokenizer"):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
+    words = ["--model", "nobody/nothing", "--data", str(rows), "--output", str(tmp_path / "out")]
+    with pytest.raises(
+        ConfigError, match="nobody/nothing is no directory and not in the cache, and HF_HUB_OFFLINE forbids"
+    ):
         COMMAND.run(words)
 
 
@@ -173,6 +176,9 @@ def test_long_rows_are_counted_when_they_are_dropped(model_dir, tmp_path):
 
 
 def test_settings_come_in_layers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("d.jsonl", "x.jsonl"):
+        write_rows(tmp_path / name, [])
     config = tmp_path / "sft.toml"
     config.write_text('model = "m"\ndata = "d.jsonl"\nlr = 1e-3\nepochs = 2\n', encoding="utf-8")
     monkeypatch.setenv("SLUICE_SFT__LR", "5e-1")

@@ -68,6 +68,12 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
         try:
             merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
         except RuntimeError as error:  # shapes that do not fit
-            raise ValueError(f"{adapter} is no adapter of {base}: {error}") from error
+            raise ValueError(f"it is no adapter of this base ({_mismatch(error)})") from error
         merged.to(dtype).save_pretrained(staging)
         AutoTokenizer.from_pretrained(base).save_pretrained(staging)
+
+
+def _mismatch(error: RuntimeError) -> str:
+    """The first of the shapes that PyTorch names below a heading, one a line."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line.rstrip(".") for line in lines if line.startswith("size mismatch")), lines[0])

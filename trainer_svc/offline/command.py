@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from sluice.config import ConfigError, check_model, load_command
+from sluice.hub import check_hub
 from trainer_svc.offline.progress import Report, Summary
-from trainer_svc.offline.rows import DataError
+from trainer_svc.offline.rows import DataError, is_file
 from trainer_svc.offline.settings import OfflineConfig
+from trainer_svc.start_check import check_sizes
 
 if TYPE_CHECKING:
     from trainer_svc.parallel.mesh import Mesh
@@ -23,12 +25,35 @@ def load_offline(config_class: type[_Config], argv: list[str], command: str) -> 
     """Resolve the settings: flags > files (later wins) > `SLUICE_<COMMAND>__*` > defaults.
 
     Raises:
-        ConfigError: if anything is unknown, malformed or out of range, or the model cannot be one.
+        ConfigError: if anything is unknown, malformed or out of range, the model cannot be one, or the data is not there.
         SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
     """
-    config = load_command(config_class, argv, command)
-    check_model(config.model)
-    return config
+    return load_command(config_class, argv, command, check=_check)
+
+
+def _check(config: OfflineConfig) -> None:
+    """Find what would fail later, before anything is loaded.
+
+    Raises:
+        ConfigError: if the model cannot be one, or the data is not there or has no splits.
+    """
+    for setting, model in _models(config).items():
+        check_model(model, setting)
+        check_sizes(model, setting, config.parallel)
+    for setting, data in (("split", config.data), ("eval_split", config.eval_data)):
+        if not data:
+            continue
+        try:
+            from_file = is_file(data)
+        except DataError as error:
+            raise ConfigError(str(error)) from error
+        if from_file and setting in config.model_fields_set:
+            raise ConfigError(f"{setting}: {data} is a file, which has no splits: remove {setting}, or name a dataset")
+
+
+def _models(config: OfflineConfig) -> dict[str, str]:
+    """The models that are loaded, by their settings."""
+    return {name: getattr(config, name) for name in ("model", "teacher") if hasattr(config, name)}
 
 
 def run_offline(config: OfflineConfig, begin: Callable[[Report, Mesh], Summary], examples: str) -> int:
@@ -42,6 +67,8 @@ def run_offline(config: OfflineConfig, begin: Callable[[Report, Mesh], Summary],
     Raises:
         ConfigError: if the data, the output or the number of processes does not fit.
     """
+    for setting, model in _models(config).items():
+        check_hub(model, setting)
     import torch.distributed as dist  # noqa: PLC0415  `--help` must not import torch
     from transformers.utils import logging  # noqa: PLC0415
 

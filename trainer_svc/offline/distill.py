@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from trainer_svc.config import LoraConfig, ObjectiveConfig
 from trainer_svc.engine.batch import MicroBatch
@@ -20,7 +20,7 @@ from trainer_svc.offline.lesson import Lesson
 from trainer_svc.offline.loop import train, with_length
 from trainer_svc.offline.progress import Report, Summary
 from trainer_svc.offline.rows import DataError
-from trainer_svc.offline.start import build_engine, load_examples, renderer_of
+from trainer_svc.offline.start import build_engine, load_examples, renderer_of, tokenizer_of
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 
 __all__ = ["TeacherLoss", "distill", "teacher_figures"]
@@ -96,7 +96,7 @@ def _taught(config: DistillConfig, data: Data, mesh: Mesh) -> Data:
 
 
 def _check_vocabulary(config: DistillConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    teacher = AutoTokenizer.from_pretrained(config.teacher)
+    teacher = tokenizer_of(config.teacher, "teacher")
     if teacher.get_vocab() != tokenizer.get_vocab():
         raise DataError(
             f"the teacher {config.teacher} has another vocabulary than {config.model}: choose models with one tokenizer"

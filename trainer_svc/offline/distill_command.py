@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sluice.cli.command import Command
-from sluice.config import check_model
 from trainer_svc.offline.command import load_offline, run_offline
 from trainer_svc.offline.distill_config import DistillConfig
 from trainer_svc.offline.progress import Report, Summary
@@ -18,9 +17,7 @@ __all__ = ["COMMAND", "load_distill"]
 
 def load_distill(argv: list[str]) -> DistillConfig:
     """Resolve the settings; see `load_offline`."""
-    config = load_offline(DistillConfig, argv, "distill")
-    check_model(config.teacher, "teacher")
-    return config
+    return load_offline(DistillConfig, argv, "distill")
 
 
 def run(argv: list[str]) -> int:

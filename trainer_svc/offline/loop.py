@@ -10,12 +10,14 @@ from typing import TypeVar
 
 import torch
 
+from sluice.config import ConfigError
+from trainer_svc.config import check_decay
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.offline.examples import Data, Examples, batches, every_row
 from trainer_svc.offline.lesson import Lesson
-from trainer_svc.offline.progress import Evaluation, Progress, Report, Summary
-from trainer_svc.offline.resuming import RunCheckpoints
+from trainer_svc.offline.progress import Evaluation, Progress, Report, Resumed, Summary
+from trainer_svc.offline.resuming import RunCheckpoints, checkpoint_directory
 from trainer_svc.offline.settings import OfflineConfig
 
 __all__ = ["step_count", "train", "with_length"]
@@ -29,8 +31,20 @@ def step_count(config: OfflineConfig, examples: int) -> int:
 
 
 def with_length(config: _Config, examples: int) -> _Config:
-    """The settings with the number of steps filled in, at which a decay of the learning rate ends."""
-    return config.model_copy(update={"max_steps": max(step_count(config, examples), config.warmup_steps + 1)})
+    """The settings with the number of steps filled in, at which a decay of the learning rate ends.
+
+    Raises:
+        ConfigError: if these steps are too few for the warm-up and the decay.
+    """
+    steps = step_count(config, examples)
+    sized = config.model_copy(update={"max_steps": steps})
+    try:
+        check_decay(sized)
+    except ValueError as error:
+        raise ConfigError(
+            f"{examples} examples, {config.epochs:g} times over in batches of {config.batch_size}, make {steps} steps: {error}"
+        ) from error
+    return sized
 
 
 def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig, report: Report) -> Summary:
@@ -41,7 +55,7 @@ def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig
         lesson: What is minimised.
         data: What to train and to evaluate on.
         config: The settings.
-        report: Called every `log_every` steps and with each evaluation.
+        report: Called every `log_every` steps and with each evaluation, and first of all where a run was to be resumed.
 
     Raises:
         FileExistsError: if the output directory exists.
@@ -50,6 +64,8 @@ def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig
     steps = step_count(config, len(examples))
     checkpoints = RunCheckpoints(engine, config)
     first = checkpoints.resume()
+    if config.resume:
+        report(Resumed(checkpoint_directory(config.output), first))
     tally, evaluations = _Tally(lesson, first, steps), []
     start = perf_counter()
     drawn = batches(examples, config.batch_size, config.seed, engine.ranks, first=first)

@@ -10,9 +10,13 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from sluice.cli.command import Command
-from sluice.config import ConfigError, Section, check_model, load_command
+from sluice.config import ConfigError, Section, check_model, load_command, reason_of
+from sluice.hub import check_hub
 
 __all__ = ["COMMAND", "MergeConfig"]
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The two files of an adapter."""
 
 
 class MergeConfig(Section):
@@ -36,13 +40,11 @@ class MergeConfig(Section):
 
 def run(argv: list[str]) -> int:
     """Merge, and say what was written."""
-    config = load_command(MergeConfig, argv, "merge-adapter")
-    settings = config.adapter / "adapter_config.json"
-    if not settings.is_file():
-        raise ConfigError(f"adapter: {config.adapter} holds no adapter: it has no adapter_config.json")
-    base = config.model or json.loads(settings.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
-    check_model(base)
+    config = load_command(MergeConfig, argv, "merge-adapter", check=_check)
+    base = _base(config)
+    check_hub(base)
     import torch  # noqa: PLC0415  `--help` must not import torch
+    from safetensors import SafetensorError  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
     from trainer_svc.engine.adapter_export import merge_adapter  # noqa: PLC0415
@@ -50,10 +52,53 @@ def run(argv: list[str]) -> int:
     logging.disable_progress_bar()
     try:
         merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype))
-    except (FileExistsError, ValueError) as error:
-        raise ConfigError(str(error)) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"cannot merge {config.adapter} into {base}: {reason_of(error)}; give the adapter's own base with --model"
+        ) from error
     sys.stdout.write(f"{config.output}: {base} with {config.adapter} merged in, {config.save_dtype}\n")
     return 0
+
+
+def _check(config: MergeConfig) -> None:
+    """Find what would fail later, before anything is loaded.
+
+    Raises:
+        ConfigError: if the adapter is none, its base cannot be a model, or the output exists.
+    """
+    for name in (SETTINGS, WEIGHTS):
+        if not (config.adapter / name).is_file():
+            raise ConfigError(f"adapter: {config.adapter} holds no adapter as PEFT writes it: it has no {name}")
+    if config.output.exists():
+        raise ConfigError(f"output: {config.output} exists: remove it, or choose another directory")
+    base = _base(config)
+    try:
+        check_model(base)
+    except ConfigError as error:
+        if config.model:
+            raise
+        raise ConfigError(f"{error}; it is the base that the adapter names: give another one with --model") from error
+
+
+def _base(config: MergeConfig) -> str:
+    """The base model: the one that is given, or that the adapter names.
+
+    Raises:
+        ConfigError: if there is neither.
+    """
+    if config.model:
+        return config.model
+    path = config.adapter / SETTINGS
+    try:
+        written = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"adapter: cannot read {path}: {reason_of(error)}; give the directory of an adapter"
+        ) from error
+    named = written.get("base_model_name_or_path") if isinstance(written, dict) else None
+    if not isinstance(named, str) or not named:
+        raise ConfigError(f"adapter: {path} names no base model: give it with --model")
+    return named
 
 
 COMMAND = Command("merge-adapter", "add a LoRA adapter to the weights of its base", run)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["Evaluation", "Progress", "Report", "Summary"]
+__all__ = ["Evaluation", "Progress", "Report", "Resumed", "Summary"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,27 @@ class Evaluation:
         return f"held out after {self.step} steps: loss {self.loss:.4f}{_written(self.figures)}"
 
 
-Report: TypeAlias = Callable[[Progress | Evaluation], None]
-"""Called every `log_every` steps, and with each evaluation."""
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run that was to go on begins.
+
+    Attributes:
+        directory: Where its checkpoints are looked for.
+        step: Optimizer steps that are done; 0 where there is no checkpoint.
+    """
+
+    directory: Path
+    step: int
+
+    def __str__(self) -> str:
+        """The line of the start."""
+        if not self.step:
+            return f"there is no checkpoint in {self.directory} to resume: training begins at the start"
+        return f"resumed from {self.directory} after {self.step} steps"
+
+
+Report: TypeAlias = Callable[[Progress | Evaluation | Resumed], None]
+"""Called every `log_every` steps, with each evaluation, and at the start of a run that was to be resumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,45 +3,75 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from sluice.config import reason_of
 from sluice.render import TemplateError
 
-__all__ = ["DataError", "Row", "described", "named", "read_rows"]
+__all__ = ["DataError", "Row", "described", "is_file", "named", "read_rows"]
 
 Row: TypeAlias = Mapping[str, Any]
+
+FILES = {".jsonl", ".json", ".txt", ".csv", ".parquet"}
+"""Ends of names that no hub dataset has."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+"""The form of a dataset's name on the hub."""
 
 
 class DataError(ValueError):
     """The data cannot be read or rendered; the message names the row."""
 
 
+def is_file(data: str) -> bool:
+    """Whether rows come from a file, which has no splits, and not from a dataset.
+
+    Raises:
+        DataError: if it is neither a file nor a directory here, nor the form of a hub id.
+    """
+    path = Path(data)
+    if path.is_file():
+        return True
+    if not path.exists() and (path.suffix in FILES or not HUB_ID.fullmatch(data)):
+        raise DataError(f"there is no file {path.resolve()}, and {data!r} is no hub dataset id such as owner/name")
+    return False
+
+
 def read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
     """Rows of a JSONL file, of a dataset directory or of a hub dataset, each with a name for messages.
 
     Raises:
-        DataError: if there is no such file or a line is not a JSON object.
+        DataError: if there is no such file or dataset, it holds no row, or a line is not a JSON object.
     """
-    path = Path(data)
-    if not path.is_file():
-        if not path.exists() and (path.suffix in {".jsonl", ".json"} or path.is_absolute()):
-            raise DataError(f"there is no file {data}")
-        yield from _hub_rows(data, split)
-        return
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{data}:{number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{data}:{number} is not a JSON object")
-            yield f"{data}:{number}", row
+    name = None
+    for name, row in _file_rows(data) if is_file(data) else _dataset_rows(data, split):
+        yield name, row
+    if name is None:
+        raise DataError(f"{data} is empty: give a file with one JSON object per line, or a dataset with rows")
+
+
+def _file_rows(data: str) -> Iterator[tuple[str, Row]]:
+    try:
+        with Path(data).open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{data}:{number}", _row(line, f"{data}:{number}")
+    except OSError as error:
+        raise DataError(f"cannot read {data}: {error.strerror}") from error
+
+
+def _row(line: bytes, name: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{name} is not JSON: {error}; each line is one JSON object (JSONL)") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{name} is not a JSON object: each line is one (JSONL)")
+    return row
 
 
 @contextmanager
@@ -66,8 +96,13 @@ def described(row: Row) -> str:
     return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing"
 
 
-def _hub_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
-    from datasets import load_dataset  # noqa: PLC0415  seconds of import that local files do not need
+def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
+    from datasets import load_dataset  # noqa: PLC0415  seconds of import that files do not need
+    from datasets.exceptions import DatasetsError  # noqa: PLC0415
 
-    for number, row in enumerate(load_dataset(name, split=split)):
+    try:
+        rows = load_dataset(name, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(f"cannot load split {split} of the dataset {name}: {reason_of(error)}") from error
+    for number, row in enumerate(rows):
         yield f"{name}[{split}][{number}]", row

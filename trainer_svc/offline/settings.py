@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer_svc.config import ComputeConfig
+from trainer_svc.config import ComputeConfig, check_decay
 
 __all__ = ["OfflineConfig"]
 
@@ -17,9 +17,9 @@ class OfflineConfig(ComputeConfig):
 
     model: str = Field("", description="Model to start from: a Hugging Face directory or hub id.")
     data: str = Field("", description="Examples: a JSONL file, a dataset directory or a hub dataset id.")
-    split: str = Field("train", description="Split of a hub dataset.")
+    split: str = Field("train", description="Split of a dataset; a file has none.")
     output: Path = Field(Path("outputs/offline"), description="Model directory to write; must not exist.")
-    batch_size: int = Field(64, ge=1, description="Examples per optimizer step.")
+    batch_size: int = Field(64, ge=1, le=1 << 20, description="Examples per optimizer step.")
     epochs: float = Field(1.0, gt=0, description="Passes over the data; read where `max_steps` is 0.")
     max_length: int = Field(4096, ge=2, description="Longest example in tokens; see `on_long`.")
     on_long: Literal["error", "drop"] = Field(
@@ -28,7 +28,7 @@ class OfflineConfig(ComputeConfig):
     eval_data: str = Field(
         "", description="Held-out examples to report the loss of, as `data`; empty: see `eval_share`."
     )
-    eval_split: str = Field("test", description="Split of `eval_data` where that is a hub dataset.")
+    eval_split: str = Field("test", description="Split of `eval_data` where that is a dataset.")
     eval_share: float = Field(
         0.0, ge=0, lt=1, description="Share of `data` that is held out where `eval_data` is empty; 0 holds nothing out."
     )
@@ -39,7 +39,8 @@ class OfflineConfig(ComputeConfig):
         0, ge=0, description="Optimizer steps between two checkpoints in `OUTPUT.checkpoints`; 0 writes none."
     )
     resume: bool = Field(
-        False, description="Go on from the newest checkpoint, with the settings and the data of the run that wrote it."
+        False,
+        description="Go on from the newest checkpoint, with the settings and the data of the run that wrote it; where there is none, from the start, which is said.",
     )
     seed: int = Field(0, ge=0, description="Seed of the order of the data, and of new weights.")
     log_every: int = Field(20, ge=1, description="Optimizer steps between two lines of progress.")
@@ -57,6 +58,10 @@ class OfflineConfig(ComputeConfig):
             raise ValueError(
                 "the model is written at the end, which takes all layers in one stage: set parallel.pp to 1"
             )
+        if "eval_split" in self.model_fields_set and not self.eval_data:
+            raise ValueError("eval_split is read with eval_data alone: remove it, or set eval_data")
+        if self.max_steps:
+            check_decay(self)
         if self.eval_data and self.eval_share:
             raise ValueError("eval_data and eval_share both say what is held out: remove one of them")
         return self

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Protocol
 
-from transformers import AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from sluice.config import ConfigError
+from sluice.config import ConfigError, reason_of
 from sluice.render import ChatRenderer
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.network import Head
@@ -16,7 +17,7 @@ from trainer_svc.offline.resuming import checkpoint_directory
 from trainer_svc.offline.settings import OfflineConfig
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 
-__all__ = ["Load", "Loaded", "build_engine", "load_examples", "renderer_of"]
+__all__ = ["Load", "Loaded", "build_engine", "load_examples", "renderer_of", "tokenizer_of"]
 
 
 class Loaded(Examples, Protocol):
@@ -55,12 +56,24 @@ def renderer_of(config: OfflineConfig) -> ChatRenderer:
         config.output.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output: cannot write into {config.output.parent}: {error.strerror}") from error
+    return ChatRenderer(tokenizer_of(config.model, "model"))
+
+
+def tokenizer_of(model: str, setting: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model.
+
+    Args:
+        model: A directory or hub id.
+        setting: What names it, for the message.
+
+    Raises:
+        ConfigError: if it has none that loads.
+    """
     try:
-        return ChatRenderer(AutoTokenizer.from_pretrained(config.model))
-    except OSError as error:
-        reason = str(error).partition("\n")[0]
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model: {config.model}, a directory here or a hub id, gives no tokenizer: {reason}"
+            f"{setting}: {model}, a directory here or a hub id, gives no tokenizer: {reason_of(error)}"
         ) from error
 
 
@@ -95,9 +108,11 @@ def build_engine(
         mesh: The processes that train together.
 
     Raises:
-        ConfigError: if the settings do not fit the model, the device or the processes.
+        ConfigError: if the model does not load, or the settings do not fit it, the device or the processes.
     """
     try:
         return TrainEngine(config, model or config.model, config.seed, head=head, mesh=mesh)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot load the model {model or config.model}: {reason_of(error)}") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error

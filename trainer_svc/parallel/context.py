@@ -22,7 +22,7 @@ from trainer_svc.engine.attention import AttentionPlan, packed_attention
 from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.shapes import Indices, PerToken
 
-__all__ = ["EXCHANGED_ATTENTION", "Context", "check_heads", "exchanged_attention"]
+__all__ = ["EXCHANGED_ATTENTION", "Context", "exchanged_attention"]
 
 EXCHANGED_ATTENTION = "sluice_exchanged"
 """The name under which transformers finds the function."""
@@ -107,20 +107,6 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # noqa: ANN401
         (own,) = ctx.saved_tensors
         return gradient.index_select(0, own), None, None, None
-
-
-def check_heads(heads: int, tp: int, cp: int) -> None:
-    """Refuse what Ulysses cannot share out.
-
-    Raises:
-        ValueError: if the heads of one tensor-parallel process do not divide by `cp`.
-    """
-    if heads // tp % cp:
-        fitting = [size for size in range(1, heads // tp + 1) if heads // tp % size == 0]
-        raise ValueError(
-            f"cp is {cp}, but a process has {heads // tp} attention heads to share out ({heads} over tp {tp}): set"
-            f" trainer.parallel.cp to one of {', '.join(map(str, fitting))}"
-        )
 
 
 def exchanged_attention(

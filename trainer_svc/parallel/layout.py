@@ -9,7 +9,8 @@ import torch
 from trainer_svc.config import ParallelConfig
 from trainer_svc.engine.network import Network
 from trainer_svc.engine.runner import OneByOne, Runner
-from trainer_svc.parallel.context import EXCHANGED_ATTENTION, Context, check_heads
+from trainer_svc.parallel.context import EXCHANGED_ATTENTION, Context
+from trainer_svc.parallel.fits import check_heads
 from trainer_svc.parallel.fsdp import Root, shard_weights
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.pipeline import Pipeline

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["Absent", "cut_stage", "layer_shares", "tied_weight"]
+from trainer_svc.parallel.fits import layer_shares
+
+__all__ = ["Absent", "cut_stage", "tied_weight"]
 
 
 class Absent(nn.Module):  # type: ignore[misc]  # torch is not typed here
@@ -17,23 +19,6 @@ class Absent(nn.Module):  # type: ignore[misc]  # torch is not typed here
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: Any) -> torch.Tensor:  # noqa: ANN401  what the layer takes
         """The hidden states as they came."""
         return hidden_states
-
-
-def layer_shares(layers: int, stages: int) -> list[range]:
-    """Which layers each stage has, in order; the first stages have one more where they cannot share evenly.
-
-    The last stage has the head besides, which is why it is never among those with one more.
-
-    Raises:
-        ValueError: if there are fewer layers than stages.
-    """
-    if layers < stages:
-        raise ValueError(
-            f"{layers} layers cannot be shared by {stages} stages: set trainer.parallel.pp to {layers} or less"
-        )
-    least, more = divmod(layers, stages)
-    ends = [(stage + 1) * least + min(stage + 1, more) for stage in range(stages)]
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:

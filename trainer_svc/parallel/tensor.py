@@ -22,12 +22,11 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
+from sluice.config import ModelSizes
+from trainer_svc.parallel.fits import check_tensor
 from trainer_svc.parallel.stages import Absent
 
 __all__ = ["check_divides", "partial_parameters", "split_matrices", "sum_partial"]
-
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures whose modules have the names and meanings of the plan."""
 
 PARTIAL = ("q_norm.weight", "k_norm.weight")
 """Ends of the names of weights that every process has whole but applies to its own heads alone."""
@@ -86,28 +85,13 @@ def check_divides(model: PreTrainedModel, tp: int) -> None:
     Raises:
         ValueError: if the architecture is not known, or its sizes do not divide by `tp`.
     """
-    config = model.config.get_text_config()
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"tensor parallelism knows {', '.join(MODEL_TYPES)}, not {config.model_type}: set trainer.parallel.tp to 1 and"
-            " use dp_shard or cp instead"
-        )
+    check_tensor(ModelSizes.of(model.config.get_text_config().to_dict()), tp)
     wrapped = next((each for each in model.modules() if hasattr(each, "base_layer")), None)
     if wrapped is not None:
         raise ValueError(
             f"tensor parallelism cuts plain linear layers, not {type(wrapped).__name__} of an adapter: set"
             " trainer.parallel.tp to 1 and use dp_shard or cp instead"
         )
-    sizes = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "columns of the MLP": config.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if size % tp:
-            raise ValueError(
-                f"tp is {tp}, which does not divide the model's {size} {name}: set trainer.parallel.tp to a divisor of it"
-            )
 
 
 def partial_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -8,7 +8,7 @@ from typing import Self
 
 import structlog
 
-from trainer_svc.config import ComputeConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from trainer_svc.config import BASE, IN_BATCH, ComputeConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -16,12 +16,6 @@ from trainer_svc.update.critic import Critic
 from trainer_svc.update.policy import Passes, PolicyUpdate
 
 __all__ = ["IN_BATCH", "FrozenModels", "TrainedModels", "policy_update"]
-
-BASE = "base"
-"""In the settings: the model that the run starts from."""
-
-IN_BATCH = "batch"
-"""In the settings: no model, every trajectory brings its log-probabilities."""
 
 log = structlog.get_logger(__name__)
 

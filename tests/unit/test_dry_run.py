@@ -1,0 +1,137 @@
+"""`sluice rl --dry-run` refuses what the services would refuse at their start, as far as no weights have to be loaded for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sluice.cli.rl import run
+from sluice.config import ConfigError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "intermediate_size": 36,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("SLUICE_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return tmp_path
+
+
+def words(model: object, *flags: str) -> list[str]:
+    environment = f"{EXAMPLE / 'env.py'}:ReverseText"
+    settings = ["@", str(EXAMPLE / "rl.toml"), "--model", str(model), "--orchestrator.environment", environment]
+    return [*settings, "--rollout.engine", "transformers", *flags, "--dry-run"]
+
+
+def test_settings_that_work_are_printed(model: Path, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(words(model, "--trainer.parallel.tp", "3", "--replicas", "2"))
+    assert stopped.value.code == 0
+    assert tomllib.loads(capsys.readouterr().out)["trainer"]["parallel"]["tp"] == 3
+
+
+LORA = ("--trainer.lora.rank", "16")
+SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (LORA, "set rollout.lora.enabled = true and rollout.lora.max_rank = 16"),
+        ((*LORA, *SERVED, "8"), "set rollout.lora.enabled = true and rollout.lora.max_rank = 16"),
+        ((*LORA, *SERVED, "16", "--rollout.lora.max-loras", "2"), "max_staleness = 2 needs 4"),
+        ((*LORA, *SERVED, "16", "--allocation-mode", "d1+d1t3"), "set parallel.tp and parallel.pp to 1"),
+        (("--orchestrator.advantage", "gae"), "set orchestrator.advantage to an estimator that needs rewards alone"),
+        (("--trainer.objective.advantage", "process"), "set orchestrator.advantage to process"),
+        (("--orchestrator.advantage", "none"), "objective grpo reads advantages: set it to grpo"),
+        (("--trainer.objective.kl-coef", "0.1"), "set reference.model to base"),
+        (
+            ("--trainer.objective.kl-coef", "0.1", "--trainer.reference.model", "batch"),
+            "bring no log-probabilities of a reference",
+        ),
+        (
+            ("--trainer.objective.kl-coef", "0.1", "--trainer.reference.model", "/nowhere"),
+            "trainer.reference.model: there is no directory /nowhere",
+        ),
+        (
+            ("--trainer.schedule", "wsd", "--trainer.decay-steps", "9", "--trainer.max-steps", "8"),
+            "more than max_steps",
+        ),
+        (("--trainer.parallel.tp", "2"), "does not divide the model's 3 key-value heads"),
+        (("--trainer.parallel.cp", "4"), "set trainer.parallel.cp to one of 1, 2, 3, 6"),
+        (("--trainer.parallel.pp", "3"), "set trainer.parallel.pp to 2 or less"),
+        (("--rollout.engine-args.tensor_parallel_size", "two"), "tensor_parallel_size is 'two': give a whole number"),
+        (("--rollout.max-model-len", "129"), "made for 128 positions"),
+        (("--trainer.device", "cuda"), "trainer.device is cuda, but there is no CUDA device here"),
+        (("--orchestrator.environment", "nowhere.py:Env"), "there is no environment file"),
+        (("--orchestrator.environment", "nowhere:Env"), "cannot import environment nowhere"),
+        (("--orchestrator.environment", ""), "no environment is set"),
+        (("--orchestrator.workflow", "nowhere:Flow"), "cannot import workflow nowhere"),
+        (("--security.admin-token-file", "/nowhere"), "cannot read the token file /nowhere"),
+        (("--trainer.parallel.tp", "3", "--trainer.parallel.dp-shard", "100000"), "one machine is given at most 1024"),
+        (("--trainer.lr", "inf"), "trainer.lr"),
+        (("--threads", "100000"), "--threads: give a whole number from 1 to 1024, not '100000'"),
+        (("--trainer.threads", "100000"), "less than or equal to 1024"),
+        (("--replicas", "0"), "--replicas: give a whole number from 1 to 1024"),
+        (("--max-restarts", "-1"), "--max-restarts: give a whole number from 0"),
+        (("--start-deadline", "never"), "--start-deadline: give a number of seconds above 0"),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused(model: Path, flags: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run(words(model, *flags))
+    assert told in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_objective_whose_module_is_nowhere_is_refused_without_importing_one(model: Path, monkeypatch) -> None:
+    (model / "mine.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.chdir(model)
+    services = ["--model", str(model), "--rollout.engine", "transformers", "--orchestrator.environment", "mine.py:Env"]
+    with pytest.raises(ConfigError, match="there is no module 'no_such_module'"):
+        run([*services, "--trainer.objective.preset", "no_such_module:loss", "--dry-run"])
+    with pytest.raises(SystemExit, match="0"):
+        run([*services, "--trainer.objective.preset", "mine:loss", "--dry-run"])
+
+
+def test_vllm_is_told_what_it_cannot_share_or_is_ours_to_set(model: Path) -> None:
+    for flag, told in (
+        ("--rollout.engine-args.tensor_parallel_size=4", "cannot share the 6 attention heads"),
+        ("--rollout.engine-args.enable_lora=true", "comes from the table"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            run(words(model, "--rollout.engine", "vllm", flag))
+
+
+def test_a_directory_that_holds_no_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"it has no config\.json"):
+        run(words(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+        run(words(tmp_path))
+
+
+def test_sizes_of_a_hub_id_are_not_asked_for(capsys) -> None:
+    with pytest.raises(SystemExit):
+        run(words("nobody/nothing", "--trainer.parallel.tp", "5"))
+    assert capsys.readouterr().out

@@ -1,0 +1,48 @@
+"""What of a run's settings no trainer could start with, known without loading a model. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sluice.config import CommonConfig, ConfigError, check_model, sizes_on_disk
+from sluice.importable import importable
+from trainer_svc.config import BASE, IN_BATCH
+from trainer_svc.parallel.fits import check_fits
+
+if TYPE_CHECKING:
+    from trainer_svc.config import ParallelConfig, TrainerConfig
+
+__all__ = ["check_sizes", "check_trainer"]
+
+
+def check_trainer(run: CommonConfig, config: TrainerConfig) -> None:
+    """Refuse settings that the trainer would fail on while it loads.
+
+    Raises:
+        ConfigError: if a model cannot be one or be shared out as `trainer.parallel` says, or an objective's module is nowhere.
+    """
+    beside = {f"trainer.{name}.model": getattr(config, name).model for name in ("reference", "teacher", "critic")}
+    named = {setting: source for setting, source in beside.items() if source not in ("", BASE, IN_BATCH)}
+    for setting, model in {"model": run.model, **named}.items():
+        check_model(model, setting)
+        check_sizes(model, setting, config.parallel)
+    module, separator, _ = config.objective.preset.partition(":")
+    if separator and not importable(module):
+        raise ConfigError(
+            f"trainer.objective.preset: there is no module {module!r}: install it, or put its directory on PYTHONPATH"
+        )
+
+
+def check_sizes(model: str, setting: str, parallel: ParallelConfig) -> None:
+    """Refuse a model on disk whose heads or layers cannot be shared out.
+
+    Raises:
+        ConfigError: with the sizes that could.
+    """
+    sizes = sizes_on_disk(model, setting)
+    if sizes is None:
+        return
+    try:
+        check_fits(sizes, parallel)
+    except ValueError as error:
+        raise ConfigError(f"{setting} {model}: {error}") from error
