@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,18 +11,22 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.outputs import Outputs, count_loss_tokens
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.parallel.layout import spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh, make_mesh
 from trainer_svc.update.policy import PolicyUpdate
 
@@ -41,6 +47,7 @@ def checks(models: Path, scratch: Path) -> dict[str, Any]:
         "pieces": pieces(models, sharded),
         "export": export(models, scratch, cut),
         "bfloat16": half(models, sharded),
+        "memory": memory(scratch, sharded),
     }
 
 
@@ -184,3 +191,40 @@ def half(models: Path, mesh: Mesh) -> dict[str, Any]:
         "of one": one.eval_batch(ragged_batch(seed=3), likelihood, count_loss_tokens).loss,
         "masters": [*masters],
     }
+
+
+def memory(scratch: Path, mesh: Mesh) -> dict[str, list[int]]:
+    """The most bytes that each rank holds at once while it loads a model, beside those of the whole model."""
+    shape = ModelShape(hidden=512, layers=8, heads=8, kv_heads=8, head_dim=64, mlp=2048)
+    large = scratch / "large"
+    parameters = init_model(large, shape, dtype="bfloat16") if mesh.rank == 0 else 0
+    dist.barrier()
+    with peak_bytes() as own_share:
+        spread(load_network(str(large), torch.device("cpu"), read=False), mesh)
+    with peak_bytes() as whole:
+        spread(load_network(str(large), torch.device("cpu")), mesh)
+    return {"float32": 4 * parameters, "own share": gathered(own_share[0]), "whole": gathered(whole[0])}
+
+
+@contextmanager
+def peak_bytes() -> Iterator[list[int]]:
+    """The growth of this process's memory; pages of files do not count, which the system takes back when it needs them."""
+
+    def held() -> int:
+        memory = psutil.Process().memory_info()
+        return int(memory.rss - memory.shared)
+
+    gc.collect()
+    before, peak, done = held(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], held() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watching.join()

@@ -26,10 +26,14 @@ from torch.distributed.tensor import DTensor
 from trainer_svc.config import ObjectiveConfig, ParallelConfig, TrainerConfig
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.loading import load_network
+from trainer_svc.engine.local_part import local_part
+from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.outputs import Outputs, count_loss_tokens
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.parallel.layout import spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join, make_mesh
 from trainer_svc.update.policy import PolicyUpdate
 
@@ -86,6 +90,9 @@ CASES = {
     "one sequence": Case("llama", GRPO, ragged_batch(seed=8)[:1], {"parallel": {"reshard": False}}),
 }
 
+LOADED = ("gspo llama", "grpo tied", "values qwen3", "critic llama", "adapter qwen3")
+"""Cases whose models are also compared with those of which each rank reads the whole."""
+
 
 def settings(case: Case) -> TrainerConfig:
     defaults = {"lr": 1e-3, "eps": 1e-6, "device": "cpu", "grad_clip": 0.5, "threads": 1}
@@ -105,6 +112,30 @@ class Run:
     weights: dict[str, torch.Tensor]
     forward: list[torch.Tensor]
     evaluated: float
+
+
+def differently_loaded(case: Case, models: Path, mesh: Mesh) -> list[str]:
+    """Which tensors of any process are not bit for bit those of a whole model that was read and then laid out."""
+
+    def local(*, read: bool) -> dict[str, tuple[torch.Tensor, bool]]:
+        torch.manual_seed(0)
+        network = load_network(str(models / case.model), torch.device("cpu"), head=case.head, read=read)
+        assert (network.files is None) == read
+        network, _ = attach_adapter(network, settings(case).lora)
+        model = spread(network, mesh).model
+        found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: (local_part(each)[0], each.requires_grad) for name, each in found.items()}
+
+    parts, whole = local(read=False), local(read=True)
+    differing = [
+        name
+        for name in parts.keys() | whole.keys()
+        if not (name in parts and name in whole and parts[name][1] == whole[name][1])
+        or not torch.equal(parts[name][0], whole[name][0])
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, differing)
+    return sorted({name for names in everyone for name in names})
 
 
 def train(case: Case, models: Path, mesh: Mesh) -> Run:
@@ -160,6 +191,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) ->
 
 def compare(name: str, models: Path, mesh: Mesh) -> dict[str, float]:
     """Largest relative differences from one process, by what is compared."""
+    loading = {}
+    if name in LOADED:
+        loading["other weights"] = float(len(differently_loaded(CASES[name], models, mesh)))
     found = train(CASES[name], models, mesh)
     if mesh.rank:
         return {}
@@ -183,6 +217,7 @@ def compare(name: str, models: Path, mesh: Mesh) -> dict[str, float]:
         **facts,
         "gradients": gradients,
         "weights": max(relative(found.weights[each], expected.weights[each]) for each in expected.weights),
+        **loading,
         "same names": float(found.weights.keys() != expected.weights.keys()),
         "forward": max(forward, default=0.0),
         "evaluated": abs(found.evaluated - expected.evaluated) / abs(expected.evaluated),

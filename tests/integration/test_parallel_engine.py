@@ -58,7 +58,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         attention_bias=True,
     )
-    AutoModelForCausalLM.from_config(llama).save_pretrained(root / "llama")
+    # Several files in half precision, as large models have.
+    AutoModelForCausalLM.from_config(llama).bfloat16().save_pretrained(root / "llama", max_shard_size="20KB")
     return root
 
 
@@ -69,6 +70,7 @@ def run_ranks(count: int, models: Path, results: Path, *layouts: str) -> Found:
         port = str(listening.getsockname()[1])
     paths = os.pathsep.join([str(TESTS), str(TESTS / "unit"), os.environ.get("PYTHONPATH", "")])
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": paths}
+    shared["MALLOC_MMAP_THRESHOLD_"] = "65536"  # memory that was freed is not held back, so that it can be measured
     arguments = [sys.executable, str(TESTS / "parallel_rank.py"), str(models), str(results), *layouts]
     logs = [results.with_suffix(f".{rank}.log") for rank in range(count)]
     ranks = []
@@ -175,6 +177,12 @@ def test_ranks_hold_pieces_under_the_same_names_that_make_up_the_model(two: Foun
 
 def test_an_export_of_a_cut_model_is_whole_and_tied(two: Found) -> None:
     assert two["checks"]["export"] == {"same weights": True, "tied": True}
+
+
+def test_a_process_reads_its_own_share_of_the_weights(two: Found) -> None:
+    found = two["checks"]["memory"]
+    assert min(found["whole"]) > 0.9 * found["float32"]
+    assert max(found["own share"]) < 0.7 * found["float32"]
 
 
 def test_bfloat16_has_masters_in_float32_and_the_loss_of_one_process(two: Found) -> None:

@@ -21,8 +21,9 @@ from trainer_svc.engine import files
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import live_tensors, named_tensors
 from trainer_svc.engine.kernels import choose_kernels
+from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.lora import attach_adapter
-from trainer_svc.engine.network import Entropy, Head, load_network, resolve_device, resolve_dtype
+from trainer_svc.engine.network import Entropy, Head, resolve_device, resolve_dtype
 from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.engine.schedule import learning_rate
@@ -84,6 +85,7 @@ class TrainEngine:
             dtype=resolve_dtype(config.dtype, self.device),
             logit_cells=config.logit_cells,
             gradient_checkpointing=config.gradient_checkpointing,
+            read=mesh.weights is None,
         )
         network, self.adapter = attach_adapter(network, config.lora)
         laid_out = spread(network, mesh, config.parallel)

@@ -6,7 +6,7 @@ for whoever asks for its trunk; beside it an `Adapter` knows what was added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -149,17 +149,17 @@ def attach_adapter(network: Network, config: LoraConfig) -> tuple[Network, Adapt
     import peft  # noqa: PLC0415  seconds of import that training without it does not need
 
     model = network.model
-    wrapped = peft.get_peft_model(
-        model,
-        peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
-            target_modules=_targets(network, config),
-            task_type=TASKS[network.head],
-        ),
+    settings = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=_targets(network, config),
+        task_type=TASKS[network.head],
     )
+    with _as_if_read(_linear_layers(network).values()):
+        wrapped = peft.get_peft_model(model, settings)
     _store_base(network, config)
+    network = replace(network, files=network.files and network.files.renamed(_names_below_adapter(model)))
     if network.head == "both" and network.value_head is not None:
         network.value_head.requires_grad_(requires_grad=True)  # training's own module, which no adapter file holds
     if network.head == "value":
@@ -170,6 +170,26 @@ def attach_adapter(network: Network, config: LoraConfig) -> tuple[Network, Adapt
 def _linear_layers(network: Network) -> dict[str, torch.nn.Linear]:
     trunk = network.model.base_model
     return {name: module for name, module in trunk.named_modules() if isinstance(module, torch.nn.Linear)}
+
+
+@contextmanager
+def _as_if_read(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
+    """Give layers whose weights are not read yet weights that take no memory, on the CPU.
+
+    PEFT puts the factors that it draws on the device of the weight beside them, and on "meta" they would be lost.
+    """
+    unread = [(layer, layer.weight) for layer in layers if layer.weight.is_meta]
+    for layer, weight in unread:
+        layer.weight = torch.nn.Parameter(torch.zeros(1, dtype=weight.dtype).expand(weight.shape))
+    yield
+    for layer, weight in unread:
+        layer.weight = weight.requires_grad_(layer.weight.requires_grad)
+
+
+def _names_below_adapter(model: torch.nn.Module) -> dict[str, str]:
+    """The names of parameters now, by those that they had before PEFT wrapped their layers."""
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False) if BASE_LAYER in name)
+    return {name.replace(BASE_LAYER, ""): name for name in names}
 
 
 def _targets(network: Network, config: LoraConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""The network: loading a Hugging Face directory, and its outputs at packed loss tokens."""
+"""The network: a causal transformer's outputs at packed loss tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
-from trainer_svc.engine.attention import PACKED_ATTENTION, AttentionPlan
 from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.fused_logprob import Entropy
 from trainer_svc.engine.output_layer import logprobs_of_logits, logprobs_of_states
@@ -18,19 +16,14 @@ from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import PerToken
 
 if TYPE_CHECKING:
+    from trainer_svc.engine.weight_files import WeightFiles
     from trainer_svc.parallel.context import Context
     from trainer_svc.parallel.fsdp import Root
 
-__all__ = ["Entropy", "Head", "Network", "load_network", "resolve_device", "resolve_dtype"]
+__all__ = ["Entropy", "Head", "Network", "resolve_device", "resolve_dtype"]
 
 Head = Literal["language", "value", "both"]
 """What a network has on top: logits of tokens, one value per token, or both on one trunk."""
-
-PROBE_LENGTHS = (7, 4)
-"""Tokens of the two sequences with which packing is checked at load; they share their first two."""
-
-PROBE_TOLERANCE = 1e-3
-"""Largest accepted difference of log-probabilities, in nats. float32 rounding stays below 1e-4; a missing feature is far above."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -72,6 +65,7 @@ class Network:
         context: The processes that share each row of tokens, where there are several.
         root: What gathers sharded weights around the forward pass, where there are several processes.
         varlen: Whether attention takes the kernel for sequences of varying length.
+        files: Where the weights on the "meta" device are to be read from, once it is known which part of them is kept.
     """
 
     model: PreTrainedModel
@@ -84,6 +78,7 @@ class Network:
     context: Context | None = None
     root: Root | None = None
     varlen: bool = False
+    files: WeightFiles | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -198,106 +193,3 @@ def _values(head: torch.nn.Module, states: torch.Tensor) -> PerToken:
     # float32 or wider, whatever the layers run in: a critic learns returns to more digits than bfloat16 has.
     with torch.autocast(states.device.type, enabled=False):
         return head(states if states.dtype == torch.float64 else states.float()).squeeze(-1)
-
-
-def load_network(
-    path: str,
-    device: torch.device,
-    *,
-    head: Head = "language",
-    dtype: torch.dtype = torch.float32,
-    logit_cells: int = 3 << 24,
-    gradient_checkpointing: bool = False,
-) -> Network:
-    """Load a causal transformer with float32 weights and check that packed training is exact for it.
-
-    A value head that the directory does not hold begins at 0.
-
-    Args:
-        path: A Hugging Face directory or hub id.
-        device: Where to compute.
-        head: What it has on top. "value" loads a sequence classifier with one label, as transformers names it; "both" puts
-            a module `value_head` on a language model.
-        dtype: Precision of the forward pass.
-        logit_cells: Most logits alive at once.
-        gradient_checkpointing: Recompute activations in the backward pass.
-
-    Raises:
-        ValueError: if the architecture cannot be trained packed.
-    """
-    model = _load(path, head).to(device)
-    model.eval()
-    with torch.no_grad():
-        own_head = _check_packing(Network(model, device, torch.float32, logit_cells, head=head))
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in model.modules():  # recomputing asks for training mode; dropout stays off all the same
-            module.training = getattr(module, "gradient_checkpointing", False)
-    if head == "both" and not own_head:
-        raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
-    value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
-    return Network(model, device, dtype, logit_cells, own_head, value_head[head], head)
-
-
-def _load(path: str, head: Head) -> PreTrainedModel:
-    if head == "value":
-        classifier, loading = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=torch.float32, num_labels=1, output_loading_info=True
-        )
-        if not isinstance(getattr(classifier, "score", None), torch.nn.Linear):
-            raise ValueError(
-                f"{type(classifier).__name__} has no linear layer `score`: choose another model for values"
-            )
-        if "score.weight" in loading["missing_keys"]:
-            torch.nn.init.zeros_(classifier.score.weight)  # a drawn one would begin with values far off all returns
-        return classifier
-    model, loading = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
-    if missing := sorted(loading["missing_keys"]):
-        named = ", ".join(missing[:3])
-        raise ValueError(f"{path} lacks {named}, which random weights would stand in for: name a whole language model")
-    if head == "both":
-        model.value_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
-        torch.nn.init.zeros_(model.value_head.weight)
-    return model
-
-
-def _check_packing(network: Network) -> bool:
-    """Compare packed outputs with the model's own on single sequences.
-
-    Returns:
-        Whether the output embedding alone makes the logits.
-    """
-    model, device = network.model, network.device
-    body = model if network.language else model.base_model
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(network.vocabulary, (length,), generator=generator) for length in PROBE_LENGTHS]
-    rows[1][:2] = rows[0][:2]
-    expected = torch.cat([_reading(body(row.to(device).unsqueeze(0)))[1:] for row in rows])
-    model.set_attn_implementation(PACKED_ATTENTION)
-    first, second = PROBE_LENGTHS
-    plan = AttentionPlan.of([np.arange(first), np.r_[0, 1, first : first + second - 2]], first + second - 2).to(device)
-    ids = torch.cat([rows[0], rows[1][2:]]).to(device).unsqueeze(0)
-    positions = torch.cat([torch.arange(first), torch.arange(2, second)]).to(device).unsqueeze(0)
-    keep = torch.tensor([*range(1, first), 1, *range(first, first + second - 2)], device=device)
-    arguments = {"input_ids": ids, "position_ids": positions, "packed": plan, "use_cache": False}
-    try:
-        packed = _reading(body(**arguments)).index_select(0, keep)
-    except TypeError as error:  # its forward does not hand keywords down
-        raise ValueError(f"{type(model).__name__} cannot be trained packed ({error}): choose another model") from error
-    gap = float((packed - expected).abs().max())
-    if not gap <= PROBE_TOLERANCE:
-        raise ValueError(
-            f"{type(model).__name__} gives other log-probabilities when sequences are packed (by {gap:.3g} nats): its layers "
-            "mix tokens outside of softmax attention, which packed training does not support; choose another model"
-        )
-    head = model.get_output_embeddings()
-    if not network.language or head is None:
-        return not network.language
-    hidden = model.base_model(**arguments).last_hidden_state[0].index_select(0, keep)
-    return bool((torch.log_softmax(head(hidden).float(), -1) - packed).abs().max() <= PROBE_TOLERANCE)
-
-
-def _reading(output: Any) -> torch.Tensor:  # noqa: ANN401  transformers' output classes
-    """What packing must not change: log-probabilities, or hidden states where there are none."""
-    logits = getattr(output, "logits", None)
-    return output.last_hidden_state[0].float() if logits is None else torch.log_softmax(logits[0].float(), -1)

@@ -9,6 +9,7 @@ import torch
 from trainer_svc.config import ParallelConfig
 from trainer_svc.engine.network import Network
 from trainer_svc.engine.runner import OneByOne, Runner
+from trainer_svc.engine.weight_files import read_weights
 from trainer_svc.parallel.context import EXCHANGED_ATTENTION, Context
 from trainer_svc.parallel.fits import check_heads
 from trainer_svc.parallel.fsdp import Root, shard_weights
@@ -24,7 +25,8 @@ def spread(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -
     """Lay a network out over a mesh, in place; every process gives the same whole network.
 
     Args:
-        network: On the CPU where there are several processes.
+        network: On the CPU where there are several processes, or its weights still in their files: then this process reads
+            what it keeps of them.
         mesh: The processes.
         config: What FSDP keeps, and when it adds gradients up; None: the defaults.
 
@@ -53,9 +55,10 @@ def spread(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -
     root = Root(network.model, every_time=config.accumulate == "sharded")
     if mesh.data is not None:
         shard_weights(root, mesh.data, dtype=network.compute_dtype, reshard=config.reshard)
-    else:
-        root.to(mesh.device)
-    return replace(network, device=torch.device(mesh.device), context=context, root=root)
+    if network.files is not None:
+        read_weights(network.model, network.files, mesh.device)
+    root.to(mesh.device)  # FSDP moves weights itself, but learns here of those that were read
+    return replace(network, device=torch.device(mesh.device), context=context, root=root, files=None)
 
 
 def runner_of(network: Network, mesh: Mesh, *, reshard: bool = True) -> Runner:

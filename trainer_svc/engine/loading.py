@@ -1,0 +1,109 @@
+"""Loading a network from a Hugging Face directory: its weights are read, or stay in their files until it is laid out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from trainer_svc.engine.network import Head, Network
+from trainer_svc.engine.probe import check_packing
+from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
+
+__all__ = ["load_network"]
+
+CPU = torch.device("cpu")
+
+
+def load_network(
+    path: str,
+    device: torch.device,
+    *,
+    head: Head = "language",
+    dtype: torch.dtype = torch.float32,
+    logit_cells: int = 3 << 24,
+    gradient_checkpointing: bool = False,
+    read: bool = True,
+) -> Network:
+    """Load a causal transformer with float32 weights and check that packed training is exact for it.
+
+    A value head that the directory does not hold begins at 0.
+
+    Args:
+        path: A Hugging Face directory or hub id.
+        device: Where to compute.
+        head: What it has on top. "value" loads a sequence classifier with one label, as transformers names it; "both" puts
+            a module `value_head` on a language model.
+        dtype: Precision of the forward pass.
+        logit_cells: Most logits alive at once.
+        gradient_checkpointing: Recompute activations in the backward pass.
+        read: Whether to read the weights. False leaves them in their files where that can be done: then `Network.files`
+            says where they are, and the check reads them one by one.
+
+    Raises:
+        ValueError: if the architecture cannot be trained packed.
+    """
+    unread = None if read else _unread(path, head)
+    if unread is None:
+        model, files = _load(path, head).to(device), None
+        model.eval()
+        own_head = check_packing(model, device, language=head != "value")
+    else:
+        model, files, own_head = unread
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():  # recomputing asks for training mode; dropout stays off all the same
+            module.training = getattr(module, "gradient_checkpointing", False)
+    if head == "both" and not own_head:
+        raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
+    value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
+    return Network(model, device, dtype, logit_cells, own_head, value_head[head], head, files=files)
+
+
+def _unread(path: str, head: Head) -> tuple[PreTrainedModel, WeightFiles, bool] | None:
+    """A model on the "meta" device, where its weights are, and whether its output embedding alone makes the logits.
+
+    None where the weights cannot stay in their files; then it is as if it had not been tried.
+    """
+    drawn = torch.get_rng_state()
+    found = left_on_disk(partial(_load, path, head))
+    if found is not None:
+        model, files = found
+        model.eval()
+        if head == "value":
+            read_weights(model.score, files, CPU, below="score")
+        try:
+            with streaming(model):
+                own_head = check_packing(model, CPU, language=head != "value")
+        except RuntimeError:  # a module computes with weights of another one, which are not there
+            found = None
+    if found is None:
+        torch.set_rng_state(drawn)
+        return None
+    return model, files, own_head
+
+
+def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: ANN401  those of `from_pretrained`
+    if head == "value":
+        classifier, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, num_labels=1, output_loading_info=True, **options
+        )
+        if not isinstance(getattr(classifier, "score", None), torch.nn.Linear):
+            raise ValueError(
+                f"{type(classifier).__name__} has no linear layer `score`: choose another model for values"
+            )
+        if "score.weight" in loading["missing_keys"]:
+            torch.nn.init.zeros_(classifier.score.weight)  # a drawn one would begin with values far off all returns
+        return classifier
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, output_loading_info=True, **options
+    )
+    if missing := sorted(loading["missing_keys"]):
+        named = ", ".join(missing[:3])
+        raise ValueError(f"{path} lacks {named}, which random weights would stand in for: name a whole language model")
+    if head == "both":
+        model.value_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+        torch.nn.init.zeros_(model.value_head.weight)
+    return model
