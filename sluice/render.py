@@ -199,14 +199,14 @@ class ChatRenderer:
 
 
 def _with_text(message: Message, index: int) -> Message:
-    """An assistant's message with a text to learn: templates write what is none as it is, such as "None"."""
-    content = message.get("content")
-    if message["role"] != "assistant" or isinstance(content, str):
+    """A message with a text: templates write what is none as it is, such as "None". Those of others may have parts."""
+    role, content = message["role"], message.get("content")
+    if isinstance(content, str) or (isinstance(content, list) and role != "assistant"):
         return message
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
     raise TemplateError(
-        f"message {index} of the assistant has {type(content).__name__} as its content: give a text, or leave the row out"
+        f"message {index} of the {role} has {type(content).__name__} as its content: give a text, or leave the row out"
     )
 
 

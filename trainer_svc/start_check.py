@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sluice.config import CommonConfig, ConfigError, check_model, sizes_on_disk
+from sluice.config import CommonConfig, ConfigError, check_files, check_model, sizes_on_disk
 from sluice.importable import importable
 from trainer_svc.config import BASE, IN_BATCH
 from trainer_svc.parallel.fits import check_fits
@@ -26,6 +26,8 @@ def check_trainer(run: CommonConfig, config: TrainerConfig) -> None:
     for setting, model in {"model": run.model, **named}.items():
         check_model(model, setting)
         check_sizes(model, setting, config.parallel)
+    for setting, model in {"model": run.model, **named}.items():
+        check_files(model, setting, tokenizer=setting == "model")
     module, separator, _ = config.objective.preset.partition(":")
     if separator and not importable(module):
         raise ConfigError(

@@ -13,7 +13,7 @@ from sluice.config.allocate import allocated, allocation_of
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError, reason_of
 from sluice.config.load import RunConfig, load_command, load_run, run_config_class
-from sluice.config.model import ModelSizes, check_model, sizes_on_disk
+from sluice.config.model import ModelSizes, check_files, check_model, sizes_on_disk
 from sluice.config.reference import markdown_reference
 from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
 from sluice.config.services import (
@@ -39,6 +39,7 @@ __all__ = [
     "UnfinishedError",
     "allocated",
     "allocation_of",
+    "check_files",
     "check_model",
     "dump_toml",
     "load_command",

@@ -122,6 +122,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_it_is_loaded(models, 
     student, _ = models
     other = tmp_path / "other"
     GPT2Config().save_pretrained(other)
+    (other / "model.safetensors").touch()
     tokenizer = AutoTokenizer.from_pretrained(student)
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(other)
@@ -133,5 +134,9 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_it_is_loaded(models, 
         distill_command.load_distill(["--model", str(student), "--data", str(rows)])
     with pytest.raises(ConfigError, match="teacher: there is no directory /nowhere"):
         distill_command.COMMAND.run([*words, "--teacher", "/nowhere"])
+    (other / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"teacher: .*/other holds no tokenizer"):
+        distill_command.COMMAND.run(words)
+    words[3] = str(student)
     with pytest.raises(ConfigError, match=r"output: cannot write into .*rows\.jsonl"):
         distill_command.COMMAND.run([*words, "--output", str(rows / "out")])

@@ -34,6 +34,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
     return tmp_path
 
 
@@ -128,6 +130,13 @@ def test_a_directory_that_holds_no_model_is_told(tmp_path: Path) -> None:
         run(words(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+        run(words(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    for name, missing in (("model.safetensors", "holds no weights"), ("tokenizer.json", "holds no tokenizer")):
+        with pytest.raises(ConfigError, match=missing):
+            run(words(tmp_path))
+        (tmp_path / name).touch()
+    with pytest.raises(SystemExit, match="0"):
         run(words(tmp_path))
 
 

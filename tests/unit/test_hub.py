@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from sluice.config import ConfigError
-from sluice.hub import check_hub
+from sluice.hub import check_hub, check_hub_dataset
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -86,6 +86,15 @@ def test_a_directory_or_a_model_in_the_cache_is_not_asked_for(hub: type[Hub], tm
     check_hub("somebody/something")
     check_hub(str(tmp_path))
     assert hub.asked == 0
+
+
+def test_a_dataset_needs_no_page_but_has_to_be_there(hub: type[Hub]) -> None:
+    hub.status, hub.code = 404, "EntryNotFound"
+    check_hub_dataset("nobody/rows")
+    hub.code = "RepoNotFound"
+    with pytest.raises(ConfigError, match="data: nobody/rows is no directory here, and the hub has no such dataset"):
+        check_hub_dataset("nobody/rows")
+    assert hub.asked == 2
 
 
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_the_assistant_turns_of_a_prompt_are_not_learned(renderer, tmp_path):
     [
         ([pair("a", "b"), {"prompt": "x", "chosen": "y"}], r"r.jsonl:2: a row needs `prompt`, `chosen` and `rejected`"),
         ([pair("a", "a")], "chosen and rejected are the same"),
+        ([{side: [QUESTION, answer("a")] for side in ("chosen", "rejected")}], "chosen and rejected are the same"),
         ([pair("a", "b" * 100)], r"r.jsonl:1 has \d+ tokens, more than max_length 64"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.offline.demonstrations import Demonstrations
 from trainer_svc.offline.examples import batches
+from trainer_svc.offline.loop import with_length
 from trainer_svc.offline.rows import DataError
 from trainer_svc.offline.sft_command import COMMAND, load_sft
+from trainer_svc.offline.sft_config import SftConfig
 
 
 def chat(question: str, answer: str) -> dict[str, object]:
@@ -126,6 +129,9 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
         ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
         ([chat("a", "b"), {"messages": [{"content": "x"}]}], "r.jsonl:2 holds messages that are none: KeyError"),
         ([{"messages": "x"}], "r.jsonl:1 holds messages that are none"),
+        ([{"messages": [{"role": "user", "content": 7}, *chat("a", "b")["messages"]]}], "0 of the user has int"),
+        ([{"messages": [{"role": "usr", "content": "x"}, *chat("a", "b")["messages"]]}], "unknown role usr"),
+        ([], r"r\.jsonl is empty: give a file with one JSON object per line"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named_by_their_line(model_dir, tmp_path, rows, message):
@@ -157,7 +163,7 @@ def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
     words = ["--model", "nobody/nothing", "--data", str(rows), "--output", str(tmp_path / "out")]
     with pytest.raises(
-        ConfigError, match="nobody/nothing is no directory and not in the cache, and HF_HUB_OFFLINE forbids"
+        ConfigError, match="nobody/nothing is no directory here and not in the cache, and HF_HUB_OFFLINE forbids"
     ):
         COMMAND.run(words)
 
@@ -192,3 +198,56 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
         load_sft(["--data", "x.jsonl"])
     with pytest.raises(ConfigError, match="there is no directory /not/there"):
         load_sft(["--data", "x.jsonl", "--model", "/not/there"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--split", "test"], r"split: .*r\.jsonl is a file, which has no splits"),
+        (["--eval-split", "dev"], "eval_split is read with eval_data alone"),
+        (["--eval-data", "r.jsonl", "--eval-split", "dev"], r"eval_split: .*r\.jsonl is a file, which has no splits"),
+        (["--schedule", "wsd", "--decay-steps", "9", "--max-steps", "8"], r"more than max_steps \(8\)"),
+        (["--data", "none.jsonl"], r"there is no file .*none\.jsonl"),
+        (["--data", "./none"], r"there is no file .*none, and '\./none' is no hub dataset id"),
+        (["--lr", "nan"], "lr: Input should be a finite number"),
+        (["--threads", "100000"], "threads: Input should be less than or equal to 1024"),
+        (["--batch-size", "10000000000000"], "batch_size: Input should be less than or equal to"),
+        (["--model", "."], "it has no config"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_loaded(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "r.jsonl", [chat("a", "b")])
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_sft(["--model", "m", "--data", "r.jsonl", *words, "--dry-run"])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_decay_that_the_data_leaves_no_steps_for_is_refused_with_the_steps_that_there_are():
+    config = SftConfig(model="m", data="d", schedule="linear", warmup_steps=10, epochs=2, batch_size=3)
+    assert with_length(config, 30).max_steps == 20
+    with pytest.raises(
+        ConfigError, match=r"12 examples, 2 times over in batches of 3, make 8 steps: .*warmup_steps \(10\)"
+    ):
+        with_length(config, 12)
+
+
+def test_a_run_with_nothing_to_resume_says_so(model_dir, tmp_path, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
+    words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    assert COMMAND.run([*words, "--max-steps", "1", "--resume"]) == 0
+    assert "no checkpoint in " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_model_of_other_shapes_than_it_says_is_told_in_one_line(model_dir, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
+    other = shutil.copytree(model_dir, tmp_path / "other")
+    written = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(written | {"intermediate_size": 2 * written["intermediate_size"]}))
+    words = ["--model", str(other), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
+    with pytest.raises(ConfigError, match=r"^cannot load the model .*/other: .*shape"):
+        COMMAND.run(words)
+    whole = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(whole[:100])
+    with pytest.raises(ConfigError, match=r"^cannot load the model .*/other: .*header"):
+        COMMAND.run(words)

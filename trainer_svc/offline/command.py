@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from sluice.config import ConfigError, check_model, load_command
+from sluice.config import ConfigError, check_files, check_model, load_command
 from sluice.hub import check_hub
 from trainer_svc.offline.progress import Report, Summary
 from trainer_svc.offline.rows import DataError, is_file
@@ -40,6 +40,7 @@ def _check(config: OfflineConfig) -> None:
     for setting, model in _models(config).items():
         check_model(model, setting)
         check_sizes(model, setting, config.parallel)
+        check_files(model, setting)
     for setting, data in (("split", config.data), ("eval_split", config.eval_data)):
         if not data:
             continue

@@ -17,6 +17,8 @@ from trainer_svc.offline.rows import DataError, Row, described, named, read_rows
 
 __all__ = ["Preferences", "ScoredAnswers", "count_pairs", "pair_places", "render_pair"]
 
+SAME = "chosen and rejected are the same: drop the row"
+
 CHOSEN, REJECTED = 1.0, 0.0
 """Rewards of a pair's rows, by which a loss tells them apart."""
 
@@ -28,6 +30,8 @@ def render_pair(renderer: ChatRenderer, row: Row) -> tuple[Rendered, Rendered]:
         TemplateError: if the row is no pair, or cannot be rendered.
     """
     prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+    if chosen == rejected and chosen is not None:
+        raise TemplateError(SAME)
     if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
         chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
@@ -46,7 +50,7 @@ def render_pair(renderer: ChatRenderer, row: Row) -> tuple[Rendered, Rendered]:
             + described(row)
         )
     if pair[0].ids == pair[1].ids:
-        raise TemplateError("chosen and rejected are the same: drop the row")
+        raise TemplateError(SAME)
     return pair
 
 

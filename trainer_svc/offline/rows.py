@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sluice.config import reason_of
+from sluice.config import ConfigError, reason_of
+from sluice.hub import check_hub_dataset
 from sluice.render import TemplateError
 
 __all__ = ["DataError", "Row", "described", "is_file", "named", "read_rows"]
@@ -100,6 +101,10 @@ def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
     from datasets import load_dataset  # noqa: PLC0415  seconds of import that files do not need
     from datasets.exceptions import DatasetsError  # noqa: PLC0415
 
+    try:
+        check_hub_dataset(name)
+    except ConfigError as error:
+        raise DataError(str(error)) from error
     try:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError, DatasetsError) as error:

@@ -116,3 +116,10 @@ def build_engine(
         raise ConfigError(f"cannot load the model {model or config.model}: {reason_of(error)}") from error
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    except RuntimeError as error:
+        if "mismatched_sizes" not in str(error):
+            raise
+        raise ConfigError(
+            f"cannot load the model {model or config.model}: its weights have other shapes than its config.json says: give the"
+            " directory of a whole model"
+        ) from error
