@@ -14,10 +14,10 @@ from typing import Any
 
 from orchestrator_svc.config import OrchestratorConfig, ReplicasConfig
 from orchestrator_svc.envs.base import SingleTurnEnvironment
-from orchestrator_svc.envs.loading import load_environment
+from orchestrator_svc.envs.loading import check_there, load_environment, locate
 from orchestrator_svc.eval_config import EvalConfig
 from sluice.cli.command import Command
-from sluice.config import ConfigError, load_command
+from sluice.config import ConfigError, check_files, check_model, load_command
 from sluice.telemetry import configure_logging
 
 __all__ = ["COMMAND", "run_evaluation"]
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> int:
     Returns:
         0, or 1 if a task failed or a reward is missing.
     """
-    config = load_command(EvalConfig, argv, "eval")
+    config = load_command(EvalConfig, argv, "eval", check=_check)
     configure_logging("eval", "warning")
     began = time.monotonic()
     metrics, version, rows = asyncio.run(run_evaluation(config))
@@ -64,6 +64,18 @@ def run(argv: list[str]) -> int:
     if config.samples_output is not None:
         _write(config.samples_output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return int(metrics["failed_tasks"] > 0 or metrics["missing_rewards"] > 0)
+
+
+def _check(config: EvalConfig) -> None:
+    """Find what would fail later, before a replica is started.
+
+    Raises:
+        ConfigError: if the model cannot be one, or the environment is not there.
+    """
+    if config.model:
+        check_model(config.model)
+        check_files(config.model)
+    check_there(locate(config.environment), "environment")
 
 
 async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, list[dict[str, Any]]]:

@@ -212,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="sluice quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--seed", type=whole_number(0, MOST_STEPS), default=0, help="seed of data, model and sampling (default: 0)")
+    add("--seed", type=whole_number(0, (1 << 32) - 1), default=0, help="seed of data, model and sampling (default: 0)")
     add("--lr", type=float, help="learning rate of the RL run (default: the example's; 0 shows what no training does)")
     add("--steps", type=whole_number(1, MOST_STEPS), help="RL steps (default: the example's)")
     add("--sft-steps", type=whole_number(1, MOST_STEPS), help="warm-up steps (default: the example's)")

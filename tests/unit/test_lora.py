@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_preferences import vowels_preferred
 from test_sft import chat, write_rows
-from tiny_policy import policy_step, ragged_batch, row, tiny_model
+from tiny_policy import TINY, policy_step, ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from sluice.cli.init_model import ModelShape, init_model
@@ -131,6 +131,12 @@ def test_an_adapter_is_merged_on_request(model_dir, tmp_path, capsys):
     other = other_base(tmp_path)
     with pytest.raises(ConfigError, match=r"is no adapter of this base \(size mismatch for .*with --model$"):
         merge_command.COMMAND.run([*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(other)])
+    for layers, told in ((TINY.layers + 1, "it lacks"), (TINY.layers - 1, "it has")):
+        init_model(tmp_path / str(layers), replace(TINY, layers=layers))
+        with pytest.raises(ConfigError, match=rf"is no adapter of this base \({told} base_model\.model.*with --model$"):
+            merge_command.COMMAND.run(
+                [*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(tmp_path / str(layers))]
+            )
     assert not (tmp_path / "wrong").exists()
     with pytest.raises(ConfigError, match="holds no adapter"):
         merge_command.COMMAND.run(["--adapter", str(other), "--output", str(tmp_path / "wrong")])

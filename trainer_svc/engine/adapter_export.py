@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,20 +58,39 @@ def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) 
         FileExistsError: if the directory exists.
         ValueError: if there is no adapter, or it is none of this base.
     """
-    from peft import PeftConfig, PeftModel  # noqa: PLC0415  seconds of import that training without it does not need
+    # Seconds of import that training without it does not need.
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights  # noqa: PLC0415
 
     with whole_directory(directory) as staging:
-        config = PeftConfig.from_pretrained(adapter)
+        try:
+            config = PeftConfig.from_pretrained(adapter)
+        except KeyError as error:
+            raise ValueError(f"{adapter} is of a kind that PEFT does not know: {error}") from error
         if config.task_type == "SEQ_CLS":
             model = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32, num_labels=1)
         else:
             model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         try:
-            merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of names that are missing, which are compared below
+                wrapped = PeftModel.from_pretrained(model, adapter)
         except RuntimeError as error:  # shapes that do not fit
             raise ValueError(f"it is no adapter of this base ({_mismatch(error)})") from error
+        _check_names(set(load_peft_weights(adapter, device="cpu")), set(get_peft_model_state_dict(wrapped)))
+        merged = wrapped.merge_and_unload(safe_merge=True)
         merged.to(dtype).save_pretrained(staging)
         AutoTokenizer.from_pretrained(base).save_pretrained(staging)
+
+
+def _check_names(given: set[str], wanted: set[str]) -> None:
+    """Refuse factors that belong to no layer of the base, and layers without any: PEFT leaves out the first and draws the second."""
+    lacking, foreign = (
+        sorted(name for name in names if ".lora_" in name) for names in (wanted - given, given - wanted)
+    )
+    if lacking:
+        raise ValueError(f"it is no adapter of this base (it lacks {lacking[0]}, whose layer the base has)")
+    if foreign:
+        raise ValueError(f"it is no adapter of this base (it has {foreign[0]}, whose layer the base lacks)")
 
 
 def _mismatch(error: RuntimeError) -> str:

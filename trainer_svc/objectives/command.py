@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from sluice.cli.command import Command
+from sluice.cli.options import Options
 from sluice.config import ConfigError
 from trainer_svc.objectives.case import Case
 
@@ -24,7 +25,7 @@ docs/objectives.md lists presets, parameters and further fields.
 
 def run(argv: list[str]) -> int:
     """Print one JSON object: `loss`, `grad` (d loss / d logp, one list per sequence) and `metrics`."""
-    parser = argparse.ArgumentParser(
+    parser = Options(
         prog="sluice objective",
         description="An objective on given numbers, in float64, by the code that trains.",
         epilog=_EXAMPLE,

@@ -10,8 +10,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from sluice.cli.command import Command
-from sluice.config import ConfigError, Section, check_model, load_command, reason_of
+from sluice.config import ConfigError, Section, check_files, check_model, load_command, reason_of
 from sluice.hub import check_hub
+from trainer_svc.offline.output import make_parent
 
 __all__ = ["COMMAND", "MergeConfig"]
 
@@ -43,6 +44,7 @@ def run(argv: list[str]) -> int:
     config = load_command(MergeConfig, argv, "merge-adapter", check=_check)
     base = _base(config)
     check_hub(base)
+    make_parent(config.output)
     import torch  # noqa: PLC0415  `--help` must not import torch
     from safetensors import SafetensorError  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
@@ -50,12 +52,13 @@ def run(argv: list[str]) -> int:
     from trainer_svc.engine.adapter_export import merge_adapter  # noqa: PLC0415
 
     logging.disable_progress_bar()
+    failed = f"cannot merge {config.adapter} into {base}"
     try:
         merge_adapter(base, str(config.adapter), config.output, getattr(torch, config.save_dtype))
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(
-            f"cannot merge {config.adapter} into {base}: {reason_of(error)}; give the adapter's own base with --model"
-        ) from error
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{failed}: {reason_of(error)}; give directories as save_pretrained writes them") from error
+    except ValueError as error:
+        raise ConfigError(f"{failed}: {reason_of(error)}; give the adapter's own base with --model") from error
     sys.stdout.write(f"{config.output}: {base} with {config.adapter} merged in, {config.save_dtype}\n")
     return 0
 
@@ -74,6 +77,7 @@ def _check(config: MergeConfig) -> None:
     base = _base(config)
     try:
         check_model(base)
+        check_files(base)
     except ConfigError as error:
         if config.model:
             raise

@@ -13,6 +13,7 @@ from sluice.render import ChatRenderer
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.network import Head
 from trainer_svc.offline.examples import Data, Examples, hold_out
+from trainer_svc.offline.output import make_parent
 from trainer_svc.offline.resuming import checkpoint_directory
 from trainer_svc.offline.settings import OfflineConfig
 from trainer_svc.parallel.mesh import SINGLE, Mesh
@@ -52,10 +53,7 @@ def renderer_of(config: OfflineConfig) -> ChatRenderer:
         )
     if config.output.exists():
         raise FileExistsError(f"{config.output} exists: remove it or set output to another directory")
-    try:
-        config.output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output: cannot write into {config.output.parent}: {error.strerror}") from error
+    make_parent(config.output)
     return ChatRenderer(tokenizer_of(config.model, "model"))
 
 
