@@ -24,6 +24,9 @@ Message = Mapping[str, Any]
 SENTINEL = "SLUICEturnSENTINEL"
 """Content of a stand-in assistant turn. Letters only, so that no template or tokenizer treats it specially."""
 
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+"""Roles that every template for chats knows, or refuses aloud."""
+
 _STAND_IN = ({"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL})
 
 
@@ -56,6 +59,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._arguments = dict(template_arguments or {})
         self._closings: dict[str, list[int]] = {}
+        self._own_roles: set[str] = set()
 
     def text(
         self,
@@ -133,6 +137,7 @@ class ChatRenderer:
                 messages are added, as those do that strip earlier reasoning.
         """
         messages = [_with_text(message, index) for index, message in enumerate(messages)]
+        self._check_roles(messages, tools)
         ids: list[int] = []
         mask: list[bool] = []
         done = ""
@@ -163,6 +168,19 @@ class ChatRenderer:
         if not context or not answer:
             raise TemplateError("prompt and completion must not be empty: nothing would predict the first token")
         return Rendered([*context, *answer], [False] * len(context) + [True] * len(answer))
+
+    def _check_roles(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Refuse a role that the template passes over, as many do with one that they do not know; each is looked at once."""
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role in ROLES or role in self._own_roles:
+                continue
+            marked = [*messages[:index], {**message, "content": SENTINEL}]
+            if SENTINEL not in self.text(marked, add_generation_prompt=False, tools=tools):
+                raise TemplateError(
+                    f"message {index} has the role {role!r}, which the chat template leaves out: use {', '.join(sorted(ROLES))}"
+                )
+            self._own_roles.add(role)
 
     def _learned(self, answer: list[int]) -> int:
         """How many ids of an assistant turn are the policy's: up to its last end token; templates add line feeds behind."""

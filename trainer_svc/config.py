@@ -233,6 +233,18 @@ class ComputeConfig(OptimizerConfig):
         return self
 
     @model_validator(mode="after")
+    def _has_the_precision(self) -> Self:
+        """Refuse what is known before a device is looked for; the engine finds the rest."""
+        single = self.dtype == "float32" or (self.dtype == "auto" and self.device == "cpu")
+        if single and self.lora.base_dtype == "bfloat16":
+            raise ValueError("lora.base_dtype is bfloat16, but the forward pass is float32: set dtype to bfloat16")
+        if self.attention == "varlen" and (single or self.device == "cpu"):
+            raise ValueError(
+                "attention is varlen, but the kernel needs CUDA and half precision: set attention to auto or sdpa"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _offloads_adamw(self) -> Self:
         if self.optimizer_offload and self.optimizer == "muon":
             raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import TYPE_CHECKING
 
 from sluice.config import CommonConfig, ConfigError, check_files, check_model, sizes_on_disk
@@ -10,9 +12,12 @@ from trainer_svc.config import BASE, IN_BATCH
 from trainer_svc.parallel.fits import check_fits
 
 if TYPE_CHECKING:
-    from trainer_svc.config import ParallelConfig, TrainerConfig
+    from trainer_svc.config import ComputeConfig, ParallelConfig, TrainerConfig
 
-__all__ = ["check_sizes", "check_trainer"]
+__all__ = ["check_compiler", "check_sizes", "check_trainer"]
+
+COMPILERS = ("g++", "clang++", "gcc", "clang")
+"""What `torch.compile` looks for."""
 
 
 def check_trainer(run: CommonConfig, config: TrainerConfig) -> None:
@@ -28,10 +33,23 @@ def check_trainer(run: CommonConfig, config: TrainerConfig) -> None:
         check_sizes(model, setting, config.parallel)
     for setting, model in {"model": run.model, **named}.items():
         check_files(model, setting, tokenizer=setting == "model")
+    check_compiler(config)
     module, separator, _ = config.objective.preset.partition(":")
     if separator and not importable(module):
         raise ConfigError(
             f"trainer.objective.preset: there is no module {module!r}: install it, or put its directory on PYTHONPATH"
+        )
+
+
+def check_compiler(config: ComputeConfig) -> None:
+    """Refuse `compile` where nothing could compile; kernels of CUDA need a compiler for what calls them.
+
+    Raises:
+        ConfigError: if there is no C++ compiler.
+    """
+    if config.compile and not os.environ.get("CXX") and not any(map(shutil.which, COMPILERS)):
+        raise ConfigError(
+            f"compile makes kernels by a C++ compiler, and there is none ({', '.join(COMPILERS)}): install one, or set compile to false"
         )
 
 

@@ -27,8 +27,8 @@ and takes what concerns it. Later sources cover earlier ones:
    JSON; `none` for nothing. In a one-service command the table's name may be left out: `sluice trainer @ rl.toml --lr 1e-4`.
 
 `inference` is another name of `rollout`, dashes and underscores in keys are the same. An unknown key is an error that
-names the nearest one. `--dry-run` prints what a command would use, secrets redacted; that of `sluice rl`
-refuses what the services would refuse at their start, as far as no model has to be loaded for it.
+names the nearest one. `--dry-run` prints what a command would use, secrets redacted, and refuses what a service would
+refuse at its start as far as no model has to be loaded for it; `sluice rl --dry-run` does so for all services together.
 
 """
 

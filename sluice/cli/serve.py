@@ -47,7 +47,7 @@ def serve(name: str, argv: list[str]) -> int:
     Raises:
         ConfigError: if the settings are wrong.
     """
-    run = load_run(argv, service=name)
+    run = load_run(argv, service=name, check=lambda run: run.section(name).check_start(run))
     # Only the trainer has ranks; the name is common enough for a pod to have it for a reason of its own.
     rank = int(os.environ.get("RANK", "0")) if name == "trainer" else 0
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator_svc import eval_command
 from sluice.cli.rl import run
+from sluice.cli.serve import serve
 from sluice.config import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
@@ -79,6 +81,11 @@ SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
             ("--trainer.schedule", "wsd", "--trainer.decay-steps", "9", "--trainer.max-steps", "8"),
             "more than max_steps",
         ),
+        (("--trainer.attention", "varlen", "--trainer.dtype", "float32"), "set attention to auto or sdpa"),
+        (
+            ("--trainer.device=cpu", *LORA, *SERVED, "16", "--trainer.lora.base-dtype", "bfloat16"),
+            "set dtype to bfloat16",
+        ),
         (("--trainer.parallel.tp", "2"), "does not divide the model's 3 key-value heads"),
         (("--trainer.parallel.cp", "4"), "set trainer.parallel.cp to one of 1, 2, 3, 6"),
         (("--trainer.parallel.pp", "3"), "set trainer.parallel.pp to 2 or less"),
@@ -123,6 +130,28 @@ def test_vllm_is_told_what_it_cannot_share_or_is_ours_to_set(model: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=told):
             run(words(model, "--rollout.engine", "vllm", flag))
+
+
+def test_compiled_layers_need_a_compiler(model: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(model))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match="install one, or set compile to false"):
+        run(words(model, "--trainer.compile"))
+
+
+def test_a_service_of_its_own_refuses_the_same_before_it_imports_torch(model: Path) -> None:
+    with pytest.raises(ConfigError, match="does not divide the model's 3 key-value heads"):
+        serve("trainer", ["--model", str(model), "--parallel.tp", "2", "--dry-run"])
+
+
+def test_an_evaluation_is_refused_before_a_replica_is_started(tmp_path: Path) -> None:
+    for flags, told in (
+        (["--model", str(tmp_path)], r"it has no config\.json"),
+        (["--address", "localhost:1"], "no environment is set"),
+        (["--address", "localhost:1", "--environment", "nowhere.py:Env"], "there is no environment file"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            eval_command.run(flags)
 
 
 def test_a_directory_that_holds_no_model_is_told(tmp_path: Path) -> None:

@@ -179,3 +179,23 @@ def test_a_turn_of_tool_calls_alone_has_an_empty_text(characters):
     empty = {**called, "content": ""}
     question = {"role": "user", "content": "ab"}
     assert characters.render_sft([question, called]) == characters.render_sft([question, empty])
+
+
+@pytest.mark.parametrize("content", [None, 5])
+def test_a_message_that_is_no_text_is_not_written_as_one(characters, content):
+    with pytest.raises(TemplateError, match=r"message 0 of the user has (NoneType|int) as its content"):
+        characters.render_sft([{"role": "user", "content": content}, assistant("x")])
+
+
+def test_a_role_that_the_template_passes_over_is_refused_and_one_of_its_own_is_taken():
+    lists = "{% for message in messages %}{% if message.role in ['user', 'assistant', 'critic'] %}"
+    known = lists + CHATML.removeprefix("{% for message in messages %}").replace(
+        "{% endfor %}", "{% endif %}{% endfor %}"
+    )
+    renderer = ChatRenderer(word_piece(known))
+    with pytest.raises(
+        TemplateError, match="message 0 has the role 'usr', which the chat template leaves out: use assist"
+    ):
+        renderer.render_sft([{"role": "usr", "content": "x"}, assistant("y")])
+    rendered = renderer.render_sft([{"role": "critic", "content": "x"}, assistant("y")])
+    assert "critic\nx" in renderer.tokenizer.decode(rendered.ids)

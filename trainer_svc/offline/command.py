@@ -11,7 +11,7 @@ from sluice.hub import check_hub
 from trainer_svc.offline.progress import Report, Summary
 from trainer_svc.offline.rows import DataError, is_file
 from trainer_svc.offline.settings import OfflineConfig
-from trainer_svc.start_check import check_sizes
+from trainer_svc.start_check import check_compiler, check_sizes
 
 if TYPE_CHECKING:
     from trainer_svc.parallel.mesh import Mesh
@@ -41,6 +41,7 @@ def _check(config: OfflineConfig) -> None:
         check_model(model, setting)
         check_sizes(model, setting, config.parallel)
         check_files(model, setting)
+    check_compiler(config)
     for setting, data in (("split", config.data), ("eval_split", config.eval_data)):
         if not data:
             continue
