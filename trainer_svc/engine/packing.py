@@ -60,15 +60,22 @@ def pack(
     return [_micro_batch(sequences, inputs, units) for units in bins]
 
 
-def empty_batch() -> MicroBatch:
-    """One token without sequences or loss tokens: for a rank that has no rows left while others have."""
+def empty_batch(ranks: int = 1) -> MicroBatch:
+    """Tokens without sequences or loss tokens: for a rank that has no rows left while others have.
+
+    Two for each process, as layers that are compiled for any number of tokens are compiled once more for a single one.
+
+    Args:
+        ranks: Processes that share a row of tokens.
+    """
+    tokens = 2 * ranks
     nothing, no_place = torch.empty(0), torch.empty(0, dtype=torch.int64)
     return MicroBatch(
         sequences=(),
         order=(),
-        input_ids=torch.zeros((1, 1), dtype=torch.int64),
-        position_ids=torch.zeros((1, 1), dtype=torch.int64),
-        attention=AttentionPlan.of([np.zeros(1, dtype=np.int64)], 1),
+        input_ids=torch.zeros((1, tokens), dtype=torch.int64),
+        position_ids=torch.arange(tokens).unsqueeze(0),
+        attention=AttentionPlan.of([np.arange(tokens)], tokens),
         **{name: nothing.bool() if name == "kept" else nothing for name in OPTIONAL_COLUMNS},
         predictors=no_place,
         targets=no_place,

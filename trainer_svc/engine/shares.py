@@ -53,7 +53,7 @@ def micro_batches(
         raise refusal
     if totals["refused"]:
         raise ValueError("another rank refused its share of the batch: its own error says why")
-    batches += [empty_batch()] * (int(totals["max_batches"]) - len(batches))
+    batches += [empty_batch(engine.mesh.dims.cp)] * (int(totals["max_batches"]) - len(batches))
     return batches, totals["weight"] or 1.0
 
 

@@ -109,6 +109,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         return gradient.index_select(0, own), None, None, None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # layers are compiled around it, as around packed_attention
 def exchanged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
