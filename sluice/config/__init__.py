@@ -13,7 +13,8 @@ from sluice.config.allocate import allocated, allocation_of
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError, reason_of
 from sluice.config.load import RunConfig, load_command, load_run, run_config_class
-from sluice.config.model import ModelSizes, check_files, check_model, sizes_on_disk
+from sluice.config.model import ModelSizes, check_model, sizes_on_disk
+from sluice.config.model_files import check_files
 from sluice.config.reference import markdown_reference
 from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
 from sluice.config.services import (

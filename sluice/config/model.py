@@ -11,13 +11,7 @@ from typing import Any, Self
 
 from sluice.config.errors import ConfigError
 
-__all__ = ["ModelSizes", "check_files", "check_model", "sizes_on_disk"]
-
-WEIGHTS = ("*.safetensors", "*.bin")
-"""Files of a model's weights."""
-
-TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
-"""Files that hold a vocabulary, as the tokenizers of transformers name them."""
+__all__ = ["ModelSizes", "check_model", "sizes_on_disk"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -44,29 +38,6 @@ def check_model(model: str, setting: str = "model") -> None:
         raise ConfigError(
             f"{setting}: there is no directory {path.resolve()}, and {model!r} is no hub id such as Qwen/Qwen3-0.6B"
         )
-
-
-def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -> None:
-    """Refuse a directory that holds a model's configuration but no weights, or no tokenizer; a hub id is taken.
-
-    Args:
-        model: What the setting names.
-        setting: Its name, for the message.
-        tokenizer: Whether its tokenizer is read.
-
-    Raises:
-        ConfigError: with what is missing.
-    """
-    path = Path(model)
-    if not path.is_dir():
-        return
-    needed = {"weights": WEIGHTS} | ({"tokenizer": TOKENIZERS} if tokenizer else {})
-    for what, patterns in needed.items():
-        if not any(any(path.glob(pattern)) for pattern in patterns):
-            raise ConfigError(
-                f"{setting}: {path.resolve()} holds no {what} ({', '.join(patterns)}): give the directory of a whole model, as"
-                " save_pretrained of model and tokenizer writes it"
-            )
 
 
 @dataclass(frozen=True, slots=True)

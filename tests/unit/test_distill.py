@@ -122,7 +122,7 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_it_is_loaded(models, 
     student, _ = models
     other = tmp_path / "other"
     GPT2Config().save_pretrained(other)
-    (other / "model.safetensors").touch()
+    (other / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     tokenizer = AutoTokenizer.from_pretrained(student)
     tokenizer.add_tokens(["<|new|>"])
     tokenizer.save_pretrained(other)

@@ -26,6 +26,10 @@ LLAMA = {
 }
 
 
+EMPTY = b"\x02" + bytes(7) + b"{}"
+"""A safetensors file without tensors."""
+
+
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in [name for name in os.environ if name.startswith("SLUICE_")]:
@@ -36,8 +40,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / name).touch()
+    (tmp_path / "model.safetensors").write_bytes(EMPTY)
+    (tmp_path / "tokenizer.json").touch()
     return tmp_path
 
 
@@ -164,9 +168,22 @@ def test_a_directory_that_holds_no_model_is_told(tmp_path: Path) -> None:
     for name, missing in (("model.safetensors", "holds no weights"), ("tokenizer.json", "holds no tokenizer")):
         with pytest.raises(ConfigError, match=missing):
             run(words(tmp_path))
-        (tmp_path / name).touch()
+        (tmp_path / name).write_bytes(EMPTY)
     with pytest.raises(SystemExit, match="0"):
         run(words(tmp_path))
+
+
+@pytest.mark.parametrize("content", [b"", EMPTY[:-1], b"version https://git-lfs.github.com/spec/v1"])
+def test_weights_that_are_cut_off_or_were_never_fetched_are_told(model: Path, content: bytes) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"weights in .* are not whole .* `git lfs pull`"):
+        run(words(model))
+
+
+def test_a_shard_that_is_missing_is_told(model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"weights in .* are not whole \(No such file.*model-2\.safetensors"):
+        run(words(model))
 
 
 def test_sizes_of_a_hub_id_are_not_asked_for(capsys) -> None:

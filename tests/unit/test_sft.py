@@ -249,5 +249,5 @@ def test_a_model_of_other_shapes_than_it_says_is_told_in_one_line(model_dir, tmp
         COMMAND.run(words)
     whole = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(whole[:100])
-    with pytest.raises(ConfigError, match=r"^cannot load the model .*/other: .*header"):
+    with pytest.raises(ConfigError, match=r"^model: the weights in .*/other are not whole \(.*header"):
         COMMAND.run(words)
