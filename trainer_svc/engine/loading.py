@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -15,6 +16,8 @@ from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weig
 __all__ = ["load_network"]
 
 CPU = torch.device("cpu")
+
+log = structlog.get_logger(__name__)
 
 
 def load_network(
@@ -75,12 +78,13 @@ def _unread(path: str, head: Head) -> tuple[PreTrainedModel, WeightFiles, bool] 
         if head == "value":
             read_weights(model.score, files, CPU, below="score")
         try:
-            with streaming(model):
+            with streaming(model, files):
                 own_head = check_packing(model, CPU, language=head != "value")
         except RuntimeError:  # a module computes with weights of another one, which are not there
             found = None
     if found is None:
         torch.set_rng_state(drawn)
+        log.warning("weights cannot stay in their files: every process reads the whole model", model=path)
         return None
     return model, files, own_head
 

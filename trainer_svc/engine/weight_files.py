@@ -1,7 +1,7 @@
 """Weights that stay in their files until it is known which part of them this process keeps.
 
-transformers and accelerate can leave a model on disk: its parameters are on the "meta" device, and each module reads its own
-while it runs. That suffices to check a model; what a process keeps of it is then read by ranges.
+transformers can leave a model on disk: its parameters are on the "meta" device, and it says where they are. To check such a
+model each module reads its own while it runs; what a process keeps of it is then read by ranges.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import NamedTuple, Self
 
@@ -75,7 +76,7 @@ class WeightFiles:
 
 
 def left_on_disk(load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Load a model that reads the weights of each module while it runs.
+    """Load a model without its weights: they are on the "meta" device, but for a value head that is new, which begins at 0.
 
     Args:
         load: Calls `from_pretrained` with the options that it is given, and raises ValueError or ImportError if that fails.
@@ -94,34 +95,85 @@ def left_on_disk(load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel,
         for name, entry in model.get_input_embeddings()._hf_hook.weights_map.dataset.index.items()  # noqa: SLF001 - what accelerate reads from
     }
     files = WeightFiles(places)
-    return (model, files) if getattr(model, "hf_quantizer", None) is None and files.hold(model) else None
+    if getattr(model, "hf_quantizer", None) is not None or not files.hold(model):
+        return None
+    for name, each in model.named_parameters():
+        if name not in places and each.is_meta:
+            _become(each, torch.zeros_like(each, device="cpu"))
+    _release(model)
+    return model, files
 
 
 def _not_about_disk(record: logging.LogRecord) -> bool:
     return "offloaded to the" not in record.getMessage()  # a warning that weights are where they were asked to be
 
 
+def _release(model: PreTrainedModel) -> None:
+    """Take off all that accelerate put on a model."""
+    remove_hook_from_submodules(model)
+    del model.hf_device_map
+    for module in model.modules():
+        if vars(module).get("forward") == MethodType(type(module).forward, module):
+            del module.forward
+
+
 @contextmanager
-def streaming(model: PreTrainedModel) -> Iterator[None]:
-    """Let the modules of a model from `left_on_disk` read their weights while they run; afterwards they no longer do."""
-    parameters = [
-        (module, name, each) for module in model.modules() for name, each in module.named_parameters(recurse=False)
-    ]
+def streaming(model: PreTrainedModel, files: WeightFiles) -> Iterator[None]:
+    """Let modules read their weights while they run; those of one after the other lie in the same memory.
+
+    Args:
+        model: On the "meta" device; its modules run on the CPU.
+        files: Where its weights are.
+    """
+    unread = {name: _unread(module) for name, module in model.named_modules()}
+    largest = max(sum(each.numel() for each in own.values()) for own in unread.values())
+    room = torch.empty(largest)
+    hooks = []
+    for name, module in model.named_modules():
+        if own := unread[name]:
+            inner = any(_unread(child) for child in module.modules() if child is not module)
+            enter = partial(_enter, files, f"{name}." if name else "", own, None if inner else room)
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(partial(_leave, own)))
     try:
         yield
     finally:
-        remove_hook_from_submodules(model)
-        del model.hf_device_map  # nothing is to know later that it was on disk
-        for module, name, parameter in parameters:
-            setattr(module, name, parameter)  # tied ones are one object again
-        for module in model.modules():
-            if vars(module).get("forward") == MethodType(type(module).forward, module):
-                del module.forward
+        for hook in hooks:
+            hook.remove()
+        for name, module in model.named_modules():
+            _leave(unread[name], module)
+
+
+def _unread(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: each for name, each in module.named_parameters(recurse=False) if each.is_meta}
+
+
+def _enter(
+    files: WeightFiles,
+    prefix: str,
+    own: dict[str, torch.nn.Parameter],
+    room: torch.Tensor | None,
+    module: torch.nn.Module,
+    _: object,
+) -> None:
+    """Read a module's weights: into the room, or where modules run inside of it into memory of its own."""
+    start = 0
+    for name, unread in own.items():
+        end = start + unread.numel()
+        weight = torch.empty(unread.shape) if room is None else room[start:end].view(unread.shape)
+        weight.copy_(files.read(prefix + name, (0,) * unread.ndim, unread.shape))
+        setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
+        start = end
+
+
+def _leave(own: dict[str, torch.nn.Parameter], module: torch.nn.Module, *_: object) -> None:
+    for name, unread in own.items():
+        setattr(module, name, unread)
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def read_weights(module: torch.nn.Module, files: WeightFiles, device: torch.device, *, below: str = "") -> None:
-    """Read what this process has of the parameters that are on the "meta" device; a value head without a place becomes 0.
+    """Read what this process has of the parameters that are on the "meta" device.
 
     Args:
         module: Plain parameters are read whole, of DTensors the local part.
@@ -132,10 +184,12 @@ def read_weights(module: torch.nn.Module, files: WeightFiles, device: torch.devi
     for name, parameter in module.named_parameters(prefix=below):
         if not parameter.is_meta:
             continue
-        empty = torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, empty)  # it stays the object that modules share and FSDP knows
+        _become(parameter, torch.empty_like(parameter, device=device))
         local, offsets = local_part(parameter)
-        if name not in files.places:
-            local.zero_()
-        elif local.numel():
+        if local.numel():
             local.copy_(files.read(name, offsets, local.shape))
+
+
+def _become(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    """Give a parameter another tensor; it stays the object that modules share and FSDP knows."""
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad))
