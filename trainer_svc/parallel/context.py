@@ -83,7 +83,9 @@ class Context:
 def _slice(row: torch.Tensor, start: int, width: int) -> torch.Tensor:
     """Cells of a row of shape [1, packed]; zeros behind its end, which belong to no sequence."""
     part = row[:, start : start + width]
-    return torch.nn.functional.pad(part, (0, width - part.shape[1]))
+    piece = row.new_zeros((1, width))  # not a view: compiled layers are compiled once more for its strides
+    piece[:, : part.shape[1]] = part
+    return piece
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
