@@ -200,7 +200,7 @@ class ComputeConfig(OptimizerConfig):
     )
     compile: bool = Field(
         False,
-        description="Make kernels for the decoder layers by torch.compile, which takes a minute or more at the start; attention stays as it is.",
+        description="Make kernels for the decoder layers by torch.compile, which takes a minute or more at the start; attention stays as it is. Not with `parallel.tp`.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -229,6 +229,14 @@ class ComputeConfig(OptimizerConfig):
         if self.lora.rank and (self.parallel.tp > 1 or self.parallel.pp > 1):
             raise ValueError(
                 "adapters are trained over dp_replicate, dp_shard and cp: set parallel.tp and parallel.pp to 1, or lora.rank to 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _compiles_whole_matrices(self) -> Self:
+        if self.compile and self.parallel.tp > 1:
+            raise ValueError(
+                "torch.compile cannot take matrices cut by tp for any number of tokens: set compile to false, or parallel.tp to 1"
             )
         return self
 

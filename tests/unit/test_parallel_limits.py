@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from pydantic import ValidationError
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from trainer_svc.config import ParallelConfig
+from trainer_svc.config import ParallelConfig, TrainerConfig
 from trainer_svc.parallel.fits import check_heads
 from trainer_svc.parallel.mesh import join
 from trainer_svc.parallel.tensor import check_divides
@@ -54,6 +55,12 @@ def test_heads_that_cannot_be_shared_out_are_refused_with_the_sizes_that_can():
     check_heads(8, tp=2, cp=4)
     with pytest.raises(ValueError, match=r"4 attention heads to share out.*one of 1, 2, 4"):
         check_heads(8, tp=2, cp=3)
+
+
+def test_compiled_layers_are_refused_where_their_matrices_are_cut():
+    with pytest.raises(ValidationError, match=r"set compile to false, or parallel\.tp to 1"):
+        TrainerConfig(compile=True, parallel={"tp": 2})
+    TrainerConfig(compile=True, parallel={"dp_replicate": 2, "dp_shard": 2, "cp": 2, "pp": 2})
 
 
 @pytest.mark.parametrize("local", ["0", "1"])
