@@ -1,7 +1,7 @@
 """One rank of a trainer of several processes, as a program: trains in every layout and compares with one process.
 
 Arguments: directory of the models, file for the results of rank 0, layouts. A layout names its axes, and the cases if they
-are not all: ``dp_shard=2,tp=2/grpo qwen3,one sequence``; ``checks`` runs those of `parallel_checks.py`. Rank, count and meeting point come from the environment, as torchrun gives them.
+are not all: ``dp_shard=2,tp=2/grpo qwen3,one sequence by aot_eager``; ``checks`` runs those of `parallel_checks.py`. Rank, count and meeting point come from the environment, as torchrun gives them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_checks import checks
+from parallel_checks import checks, gathered
 from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 
 from trainer_svc.config import ObjectiveConfig, ParallelConfig, TrainerConfig
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.kernels import compile_layers
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.local_part import local_part
 from trainer_svc.engine.lora import attach_adapter
@@ -138,8 +139,12 @@ def differently_loaded(case: Case, models: Path, mesh: Mesh) -> list[str]:
     return sorted({name for names in everyone for name in names})
 
 
-def train(case: Case, models: Path, mesh: Mesh) -> Run:
+def train(case: Case, models: Path, mesh: Mesh, backend: str = "") -> Run:
     engine = TrainEngine(settings(case), models / case.model, mesh=mesh, head=case.head)
+    if backend:
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        compile_layers(engine.network.model, backend)
     rows = mine(case.rows, mesh)
     gradients: list[dict[str, torch.Tensor]] = []
 
@@ -189,12 +194,22 @@ def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) ->
     return float((found - expected).norm() / max(float(expected.norm()), least, 1e-30))
 
 
+def compiled(mesh: Mesh) -> dict[str, float]:
+    """Whether a rank ran its layers as they are, or compiled them more often than another one with the same layers."""
+    graphs = gathered(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    alike = len(set(graphs)) == 1 or mesh.stages is not None
+    return {"not compiled": float(min(graphs) == 0), "compiled more often": float(not alike)}
+
+
 def compare(name: str, models: Path, mesh: Mesh) -> dict[str, float]:
-    """Largest relative differences from one process, by what is compared."""
-    loading = {}
-    if name in LOADED:
-        loading["other weights"] = float(len(differently_loaded(CASES[name], models, mesh)))
-    found = train(CASES[name], models, mesh)
+    """Largest relative differences from one process, by what is compared; ``case by backend`` compiles layers."""
+    name, _, backend = name.partition(" by ")
+    more = {}
+    if name in LOADED and not backend:
+        more["other weights"] = float(len(differently_loaded(CASES[name], models, mesh)))
+    found = train(CASES[name], models, mesh, backend)
+    if backend:
+        more |= compiled(mesh)
     if mesh.rank:
         return {}
     expected = alone(name, models)
@@ -217,7 +232,7 @@ def compare(name: str, models: Path, mesh: Mesh) -> dict[str, float]:
         **facts,
         "gradients": gradients,
         "weights": max(relative(found.weights[each], expected.weights[each]) for each in expected.weights),
-        **loading,
+        **more,
         "same names": float(found.weights.keys() != expected.weights.keys()),
         "forward": max(forward, default=0.0),
         "evaluated": abs(found.evaluated - expected.evaluated) / abs(expected.evaluated),
@@ -231,6 +246,7 @@ def dims_of(layout: str) -> ParallelDims:
 def main() -> None:
     models, results, *layouts = sys.argv[1:]
     torch.set_num_threads(1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # from there on layers would run as they are
     count = int(os.environ["WORLD_SIZE"])
     join(ParallelConfig(dp_replicate=1, dp_shard=count, timeout_s=TIMEOUT_S), "cpu")
     found: dict[str, dict[str, Any]] = {}
