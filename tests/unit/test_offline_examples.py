@@ -28,7 +28,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     [("sft", SftConfig), ("dpo", DpoConfig), ("reward_model", RewardModelConfig), ("distill", DistillConfig)],
 )
 def test_the_settings_of_each_example_are_valid(name, config_class):
-    words = ["@", str(EXAMPLES / name / f"{name}.toml"), "--model", "someone/model", "--data", "rows.jsonl"]
+    words = ["@", str(EXAMPLES / name / f"{name}.toml"), "--model", "someone/model", "--data", "someone/rows"]
     words += ["--teacher", "someone/teacher"] if config_class is DistillConfig else []
     config = load_offline(config_class, words, name)
     assert config.eval_share == 0.1
