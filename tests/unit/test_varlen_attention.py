@@ -15,6 +15,7 @@ from trainer_svc.engine.kernels import compile_layers
 from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.engine.packing import empty_batch, pack
 from trainer_svc.engine.varlen_attention import Ragged, uses_varlen
+from trainer_svc.parallel.context import _slice
 
 
 def documented_kernel(  # noqa: PLR0917 - the kernel's own signature
@@ -73,6 +74,13 @@ def test_the_kernel_is_refused_where_it_cannot_run_and_auto_does_without():
         uses_varlen("varlen", cpu, torch.bfloat16, shape)
     with pytest.raises(ValueError, match=r"half precision and the forward pass is float32"):
         uses_varlen("varlen", torch.device("cuda"), torch.float32, shape)
+
+
+def test_a_slice_looks_alike_to_compiled_layers_with_and_without_padding_behind_the_row():
+    row = torch.arange(8).unsqueeze(0)
+    inside, padded = _slice(row, 4, 4), _slice(row, 6, 4)
+    assert inside.stride() == padded.stride() == (4, 1)
+    assert (inside.tolist(), padded.tolist()) == ([[4, 5, 6, 7]], [[6, 7, 0, 0]])
 
 
 @pytest.mark.slow
