@@ -40,7 +40,8 @@ def test_the_quickstart_leaves_a_model_a_report_and_everything_it_names(tmp_path
 
 
 def test_ctrl_c_ends_the_quickstart_and_all_of_its_services(tmp_path: Path) -> None:
-    argv = [*SLUICE, "quickstart", "--output-dir", str(tmp_path), *SMALL, "--sft-steps", "2", "--prompts", "2", "--steps", "100000"]
+    argv = [*SLUICE, "quickstart", "--output-dir", str(tmp_path), *SMALL]
+    argv += ["--sft-steps", "2", "--prompts", "2", "--steps", "100000"]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout is not None
         for line in process.stdout:

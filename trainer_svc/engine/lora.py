@@ -181,9 +181,11 @@ def _as_if_read(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
     unread = [(layer, layer.weight) for layer in layers if layer.weight.is_meta]
     for layer, weight in unread:
         layer.weight = torch.nn.Parameter(torch.zeros(1, dtype=weight.dtype).expand(weight.shape))
-    yield
-    for layer, weight in unread:
-        layer.weight = weight.requires_grad_(layer.weight.requires_grad)
+    try:
+        yield
+    finally:
+        for layer, weight in unread:
+            layer.weight = weight.requires_grad_(layer.weight.requires_grad)
 
 
 def _names_below_adapter(model: torch.nn.Module) -> dict[str, str]:
