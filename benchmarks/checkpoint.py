@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 
 __all__ = ["measure_checkpoint"]

@@ -26,7 +26,8 @@ from trainer_svc.checkpoint.saver import Saver
 from trainer_svc.checkpoint.shards import read_below
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
-from trainer_svc.config import ParallelConfig, TrainerConfig
+from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.offload import OffloadedAdamW
 from trainer_svc.engine.optimizers import Optimizers

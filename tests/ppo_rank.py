@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from tiny_policy import ragged_batch
 
-from trainer_svc.config import ParallelConfig, TrainerConfig
+from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.dims import ParallelDims

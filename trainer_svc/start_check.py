@@ -12,7 +12,8 @@ from trainer_svc.config import BASE, IN_BATCH
 from trainer_svc.parallel.fits import check_fits
 
 if TYPE_CHECKING:
-    from trainer_svc.config import ComputeConfig, ParallelConfig, TrainerConfig
+    from trainer_svc.compute_config import ComputeConfig, ParallelConfig
+    from trainer_svc.config import TrainerConfig
 
 __all__ = ["check_compiler", "check_sizes", "check_trainer"]
 

@@ -18,7 +18,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from weightsync.publish.kept_file import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher

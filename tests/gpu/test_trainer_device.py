@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.attention import packed_attention
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine

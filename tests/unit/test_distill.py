@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline import distill_command
 from trainer_svc.offline.demonstrations import Demonstrations

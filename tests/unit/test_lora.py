@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.config import ComputeConfig, TrainerConfig
+from trainer_svc.compute_config import ComputeConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.offline import dpo_command, merge_command, reward_model_command, sft_command

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_policy import policy_step, ragged_batch, tiny_model
 
-from trainer_svc.config import ComputeConfig, OptimizerConfig, TrainerConfig
+from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.muon import ShardedMuon
 from trainer_svc.engine.offload import OffloadedAdamW

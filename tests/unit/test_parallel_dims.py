@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_svc.config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.parallel.dims import MESH_AXES, ParallelDims
 
 few = st.integers(1, 3)

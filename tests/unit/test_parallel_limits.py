@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from trainer_svc.config import ParallelConfig, TrainerConfig
+from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.parallel.fits import check_heads
 from trainer_svc.parallel.mesh import join
 from trainer_svc.parallel.tensor import check_divides

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.packing import empty_batch

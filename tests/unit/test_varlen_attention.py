@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_policy import ragged_batch, tiny_model
 
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine import varlen_attention as module
 from trainer_svc.engine.attention import AttentionPlan, packed_attention
 from trainer_svc.engine.engine import TrainEngine

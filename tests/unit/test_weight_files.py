@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from trainer_svc.config import LoraConfig
+from trainer_svc.compute_config import LoraConfig
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import Head, Network

@@ -16,7 +16,7 @@ import torch
 from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from trainer_svc.checkpoint.saver import Saver
 from trainer_svc.checkpoint.writers import Writers
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine import files
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import live_tensors, named_tensors

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainer_svc.config import LoraConfig
+from trainer_svc.compute_config import LoraConfig
 from trainer_svc.engine.export import OWN_MODULES
 from trainer_svc.engine.network import Network
 

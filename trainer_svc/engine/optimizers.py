@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from trainer_svc.config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.muon import ShardedMuon
 from trainer_svc.engine.offload import OffloadedAdamW
 from trainer_svc.engine.schedule import schedule_factor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from trainer_svc.config import OptimizerConfig
+from trainer_svc.compute_config import OptimizerConfig
 
 __all__ = ["learning_rate", "schedule_factor"]
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from trainer_svc.config import LoraConfig, ObjectiveConfig
+from trainer_svc.compute_config import LoraConfig
+from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import Scalar

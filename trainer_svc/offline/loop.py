@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from sluice.config import ConfigError
-from trainer_svc.config import check_decay
+from trainer_svc.compute_config import check_decay
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.offline.examples import Data, Examples, batches, every_row

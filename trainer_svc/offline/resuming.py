@@ -16,7 +16,7 @@ from trainer_svc.checkpoint.durable import write_durably
 from trainer_svc.checkpoint.saver import Saver
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
-from trainer_svc.config import ComputeConfig, OptimizerConfig
+from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.files import POLICY, SAVE_S
 from trainer_svc.offline.settings import OfflineConfig

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from trainer_svc.config import ComputeConfig, check_decay
+from trainer_svc.compute_config import ComputeConfig, check_decay
 
 __all__ = ["OfflineConfig"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from trainer_svc.config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig
 
 __all__ = ["MESH_AXES", "ParallelDims"]
 

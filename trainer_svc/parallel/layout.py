@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from trainer_svc.config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.engine.network import Network
 from trainer_svc.engine.runner import OneByOne, Runner
 from trainer_svc.engine.weight_files import read_weights

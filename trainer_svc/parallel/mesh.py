@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer_svc.config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.parallel.dims import MESH_AXES, ParallelDims
 from trainer_svc.parallel.meeting import fresh_store
 from trainer_svc.parallel.ranks import ALONE, Ranks

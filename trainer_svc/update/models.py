@@ -8,7 +8,8 @@ from typing import Self
 
 import structlog
 
-from trainer_svc.config import BASE, IN_BATCH, ComputeConfig, LoraConfig, OptimizerConfig, TrainerConfig
+from trainer_svc.compute_config import ComputeConfig, LoraConfig, OptimizerConfig
+from trainer_svc.config import BASE, IN_BATCH, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.mesh import SINGLE, Mesh
