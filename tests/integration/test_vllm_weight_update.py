@@ -206,8 +206,7 @@ async def test_reports_the_pause_beside_a_plain_copy(models, record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("double_buffer", [True, False])
+@pytest.mark.parametrize(("tied", "double_buffer"), [(True, False), (False, True)])
 async def test_tensor_parallel_workers_switch_together(tmp_path, tied, double_buffer):
     models = [save_model(tmp_path / str(seed), seed, tied=tied) for seed in range(2)]
     weights = {BASE: models[0], Version(1, 1): models[1]}
