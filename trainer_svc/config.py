@@ -225,6 +225,11 @@ class TrainerConfig(ComputeConfig):
             )
         return self
 
+    def models_beside(self) -> dict[str, str]:
+        """Reference, teacher and critic, where they are models of their own."""
+        named = {f"trainer.{name}.model": getattr(self, name).model for name in ("reference", "teacher", "critic")}
+        return {setting: model for setting, model in named.items() if model not in ("", BASE, IN_BATCH)}
+
     def check_start(self, run: CommonConfig) -> None:
         """Refuse what no trainer could start with; see `Section.check_start`."""
         from trainer_svc.start_check import check_trainer  # noqa: PLC0415  it reads the settings of this module

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from sluice.config import CommonConfig, ConfigError, check_files, check_model, sizes_on_disk
 from sluice.importable import importable
-from trainer_svc.config import BASE, IN_BATCH
 from trainer_svc.parallel.fits import check_fits
 
 if TYPE_CHECKING:
@@ -27,12 +26,11 @@ def check_trainer(run: CommonConfig, config: TrainerConfig) -> None:
     Raises:
         ConfigError: if a model cannot be one or be shared out as `trainer.parallel` says, or an objective's module is nowhere.
     """
-    beside = {f"trainer.{name}.model": getattr(config, name).model for name in ("reference", "teacher", "critic")}
-    named = {setting: source for setting, source in beside.items() if source not in ("", BASE, IN_BATCH)}
-    for setting, model in {"model": run.model, **named}.items():
+    models = {"model": run.model, **config.models_beside()}
+    for setting, model in models.items():
         check_model(model, setting)
         check_sizes(model, setting, config.parallel)
-    for setting, model in {"model": run.model, **named}.items():
+    for setting, model in models.items():
         check_files(model, setting, tokenizer=setting == "model")
     check_compiler(config)
     module, separator, _ = config.objective.preset.partition(":")

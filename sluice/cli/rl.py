@@ -146,11 +146,9 @@ def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
 
 def _ask_hub(config: RunConfig) -> None:
     """See that models which are no directories can be had, before every service tries for itself."""
-    check_hub(config.model)
-    for name in ("reference", "teacher", "critic"):
-        source = getattr(getattr(config.section("trainer"), name, None), "model", "")
-        if source not in ("", "base", "batch"):
-            check_hub(source, f"trainer.{name}.model")
+    beside = config.section("trainer").models_beside()
+    for setting, model in {"model": config.model, **beside}.items():
+        check_hub(model, setting)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,10 @@ class Section(BaseModel):
             ConfigError: with the remedy.
         """
 
+    def models_beside(self) -> dict[str, str]:
+        """The models that the service of this table loads beside the run's, by the settings that name them."""
+        return {}
+
 
 class SecurityConfig(Section):
     """Who may call, and over what."""
