@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from sluice.config.errors import ConfigError
 from sluice.config.layers import SECTION_ALIASES, Layer, canonical, file_layer, nest
 from sluice.config.merge import deep_merge
-from sluice.config.schema import FieldType, is_flag, nested_models, parse_text, resolve
+from sluice.config.schema import FieldType, is_flag, is_open, nested_models, parse_text, resolve
 
 __all__ = ["CommandLine", "parse_command_line"]
 
@@ -103,7 +103,7 @@ def _value(name: str, annotation: FieldType, words: list[str]) -> str:
     follows = bool(words) and not words[0].startswith(("--", "@"))
     if is_flag(annotation) and not (follows and words[0].lower() in _BOOLEANS):
         return "true"
-    if annotation is Any and not follows:
+    if is_open(annotation) and not follows:
         return "true"
     if not follows:
         raise ConfigError(f"--{name} needs a value: `--{name} VALUE` or `--{name}=VALUE`")

@@ -18,6 +18,7 @@ __all__ = [
     "FieldType",
     "accepts_none",
     "is_flag",
+    "is_open",
     "leaf_paths",
     "nested_models",
     "parse_text",
@@ -53,8 +54,13 @@ def accepts_none(annotation: FieldType) -> bool:
 
 
 def is_flag(annotation: FieldType) -> bool:
-    """Whether ``--key`` without a value means true."""
-    return bool in _alternatives(annotation)
+    """Whether a value is true or false and nothing else, so that ``--key`` without one means true."""
+    return set(_alternatives(annotation)) - {type(None)} == {bool}
+
+
+def is_open(annotation: FieldType) -> bool:
+    """Whether the text of a value decides of which type it is, as in a table of a user's own keys."""
+    return annotation is Any or (bool in _alternatives(annotation) and not is_flag(annotation))
 
 
 def _containers(annotation: FieldType) -> tuple[Any, ...]:
@@ -155,7 +161,7 @@ def parse_text(annotation: FieldType, text: str) -> Value:
         return None
     if _is_sequence(annotation):
         return _json(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
-    if annotation is Any:
+    if is_open(annotation):
         try:
             return json.loads(text)
         except json.JSONDecodeError:

@@ -102,6 +102,13 @@ def test_free_form_tables_take_json_values_and_keep_text():
     assert engine == {"max_len": 128, "name": "x", "eager": True}
 
 
+def test_values_of_a_users_own_keys_follow_their_flag_and_say_their_type():
+    flags = ("--trainer.objective.params.gain", "0.1", "--trainer.objective.params.kind=soft")
+    own = ("--trainer.objective.params.on", "--trainer.objective.preset", "mine:surrogate")
+    params = load_run([*flags, *own]).trainer.objective.params
+    assert params == {"gain": 0.1, "kind": "soft", "on": True}
+
+
 def test_lists_of_tables_are_written_as_json():
     assert load_run(["--toy.schedule", '[{"at": 3, "factor": 0.5}]']).toy.schedule[0].at == 3
 
