@@ -6,6 +6,7 @@ Files that a trainer writes. Manifests are kept as protobuf-JSON, the rest as bi
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from sluice.v1 import common_pb2 as _common_pb2
 from sluice.v1 import trainer_pb2 as _trainer_pb2
@@ -26,6 +27,26 @@ class CheckpointManifest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
@@ -33,6 +54,8 @@ class CheckpointManifest(_message.Message):
     NEXT_SEQUENCE_NO_FIELD_NUMBER: _builtins.int
     LINEAGE_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    BATCH_RECORD_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     tokenizer_digest: _builtins.str
@@ -53,6 +76,14 @@ class CheckpointManifest(_message.Message):
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___CheckpointFile]:
         """Every other file of the checkpoint."""
 
+    @_builtins.property
+    def batch_record(self) -> Global___BatchRecordPosition:
+        """Where the record of applied batches ended when the checkpoint was written: it names every batch that the weights hold."""
+
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Settings that a run must have to resume from here, as TOML values by name. Offline training only."""
+
     def __init__(
         self,
         *,
@@ -63,10 +94,12 @@ class CheckpointManifest(_message.Message):
         next_sequence_no: _builtins.int = ...,
         lineage: Global___EpochLineage | None = ...,
         files: _abc.Iterable[Global___CheckpointFile] | None = ...,
+        batch_record: Global___BatchRecordPosition | None = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "lineage", b"lineage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_record", b"batch_record", "checkpoint", b"checkpoint", "lineage", b"lineage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "files", b"files", "lineage", b"lineage", "next_sequence_no", b"next_sequence_no", "optimizer_steps", b"optimizer_steps", "run", b"run", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_record", b"batch_record", "checkpoint", b"checkpoint", "files", b"files", "lineage", b"lineage", "next_sequence_no", b"next_sequence_no", "optimizer_steps", b"optimizer_steps", "run", b"run", "settings", b"settings", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,6 +134,89 @@ class CheckpointFile(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointFile: _TypeAlias = CheckpointFile  # noqa: Y015
+
+@_typing.final
+class BatchRecordPosition(_message.Message):
+    """A place in the record of applied batches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILE_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    file: _builtins.str
+    """File below the trainer's directory, such as `batches/00000001.record`."""
+    size_bytes: _builtins.int
+    """Bytes of this file, and of every file with a smaller number, that belong to the checkpoint."""
+    def __init__(
+        self,
+        *,
+        file: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file", b"file", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchRecordPosition: _TypeAlias = BatchRecordPosition  # noqa: Y015
+
+@_typing.final
+class BatchRecord(_message.Message):
+    """One applied batch in `trainer/batches/*.record`, which a trainer only appends to. A file is a row of frames; each is the
+    length and the CRC-32 of a serialized BatchRecord, both 32-bit little-endian, then its bytes. A frame cut short at the
+    end of the last file is the trace of a crash and not part of the record.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_NO_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    batch_id: _builtins.str
+    """The batch."""
+    sequence_no: _builtins.int
+    """Its sequence number."""
+    content_digest: _builtins.str
+    """xxh3-128, hexadecimal, of its trajectories: for each in the order of arrival the length of its deterministic
+    serialization (64-bit little-endian), then the serialization.
+    """
+    skipped: _builtins.bool
+    """True if no optimizer step of the batch was applied."""
+    @_builtins.property
+    def policy_version(self) -> _common_pb2.PolicyVersion:
+        """Version that resulted."""
+
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TrajectoryResult]:
+        """What became of each trajectory."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """When the batch was applied; for people to read."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _common_pb2.PolicyVersion | None = ...,
+        batch_id: _builtins.str = ...,
+        sequence_no: _builtins.int = ...,
+        content_digest: _builtins.str = ...,
+        skipped: _builtins.bool = ...,
+        results: _abc.Iterable[_trainer_pb2.TrajectoryResult] | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "content_digest", b"content_digest", "end_time", b"end_time", "policy_version", b"policy_version", "results", b"results", "sequence_no", b"sequence_no", "skipped", b"skipped"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchRecord: _TypeAlias = BatchRecord  # noqa: Y015
 
 @_typing.final
 class EpochLineage(_message.Message):

@@ -345,6 +345,7 @@ class GetTrainerStateResponse(_message.Message):
     NEWEST_CHECKPOINT_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     ADVANTAGE_ESTIMATOR_FIELD_NUMBER: _builtins.int
+    OLDEST_REPORTED_NUMBER_FIELD_NUMBER: _builtins.int
     phase: Global___TrainerPhase.ValueType
     """What it is doing."""
     queued_batches: _builtins.int
@@ -361,6 +362,8 @@ class GetTrainerStateResponse(_message.Message):
     """Estimator that the trainer itself runs on the rewards of a batch, such as "gae": batches then bring no advantages.
     Empty: batches bring advantages, or name an estimator that needs rewards alone.
     """
+    oldest_reported_number: _builtins.int
+    """Smallest version number that WatchSteps still reports in this epoch; the number of the next version if none is kept."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version of the weights."""
@@ -386,10 +389,11 @@ class GetTrainerStateResponse(_message.Message):
         newest_checkpoint: Global___Checkpoint | None = ...,
         last_error: _builtins.str = ...,
         advantage_estimator: _builtins.str = ...,
+        oldest_reported_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["newest_checkpoint", b"newest_checkpoint", "policy_version", b"policy_version", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "last_error", b"last_error", "newest_checkpoint", b"newest_checkpoint", "next_sequence_no", b"next_sequence_no", "optimizer_steps", b"optimizer_steps", "phase", b"phase", "policy_version", b"policy_version", "published_version", b"published_version", "queued_batches", b"queued_batches", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "last_error", b"last_error", "newest_checkpoint", b"newest_checkpoint", "next_sequence_no", b"next_sequence_no", "oldest_reported_number", b"oldest_reported_number", "optimizer_steps", b"optimizer_steps", "phase", b"phase", "policy_version", b"policy_version", "published_version", b"published_version", "queued_batches", b"queued_batches", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -406,7 +410,7 @@ class WatchStepsRequest(_message.Message):
     run: _builtins.str
     """`runs/{run}`."""
     from_number: _builtins.int
-    """First version number to report."""
+    """First version number to report. 0: the oldest one kept."""
     def __init__(
         self,
         *,
@@ -479,12 +483,15 @@ class StepReport(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     batch_id: _builtins.str
     """The batch."""
     sequence_no: _builtins.int
     """Its sequence number."""
     skipped: _builtins.bool
-    """True if the weights did not change because the loss or the gradient was not finite."""
+    """True if no optimizer step of the batch was applied because loss or gradient was never finite."""
+    content_digest: _builtins.str
+    """Digest of the batch's trajectories as they arrived: xxh3-128, hexadecimal. See BatchRecord for how it is computed."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version that resulted."""
@@ -516,10 +523,11 @@ class StepReport(_message.Message):
         results: _abc.Iterable[Global___TrajectoryResult] | None = ...,
         duration: _duration_pb2.Duration | None = ...,
         end_time: _timestamp_pb2.Timestamp | None = ...,
+        content_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "end_time", b"end_time", "policy_version", b"policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "duration", b"duration", "end_time", b"end_time", "metrics", b"metrics", "policy_version", b"policy_version", "results", b"results", "sequence_no", b"sequence_no", "skipped", b"skipped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "content_digest", b"content_digest", "duration", b"duration", "end_time", b"end_time", "metrics", b"metrics", "policy_version", b"policy_version", "results", b"results", "sequence_no", b"sequence_no", "skipped", b"skipped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,11 +549,14 @@ class TrajectoryResult(_message.Message):
     outcome: _tokens_pb2.TrajectoryOutcome.ValueType
     """Trained or dropped."""
     reason: _builtins.str
-    """Why it was dropped: STALE, NO_TRAINED_TOKENS, MISSING_REWARD, NON_FINITE_STEP, RETIRED_EPOCH."""
+    """Why it was dropped. STALE, RETIRED_EPOCH: its tokens are too old. MISSING_REWARD: nothing to estimate its advantage
+    from. NO_TRAINED_TOKENS: no token has everything that the loss reads. NON_FINITE_STEP: every optimizer step that it
+    was part of was skipped. CRITIC_WARMUP: it trained the critic alone; the policy did not change.
+    """
     max_staleness: _builtins.int
     """Greatest staleness of its tokens when it was consumed, in versions."""
     trained_tokens: _builtins.int
-    """Tokens that entered the loss."""
+    """Tokens that entered the policy's loss; 0 if it was dropped."""
     def __init__(
         self,
         *,

@@ -83,10 +83,12 @@ class TrainerServiceServicer:
 
     def SubmitBatch(self, request_iterator, context):
         """Hands over one batch: a header, then its trajectories in parts. Answered when the batch is whole, valid and
-        queued, before it is trained. Idempotent by batch_id: a repeat answers as the first did.
-        Errors: INVALID_ARGUMENT (malformed trajectory, by index), FAILED_PRECONDITION (wrong run, epoch or tokenizer
-        digest; sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo),
-        DATA_LOSS (fewer trajectories than announced).
+        queued, before it is trained. Idempotent by batch_id: a repeat with the same trajectories answers as the first did,
+        also for a batch that the restored checkpoint holds.
+        Errors: INVALID_ARGUMENT (malformed trajectory, by index), ALREADY_EXISTS (a batch of this id was accepted with
+        another sequence_no or with other trajectories), FAILED_PRECONDITION (wrong run, epoch or tokenizer digest;
+        sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo), DATA_LOSS (fewer
+        trajectories than announced).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,8 +102,11 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchSteps(self, request, context):
-        """Streams the report of every applied batch from `from_number` on, past ones first (the last 1,024 are kept).
-        Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is no longer kept).
+        """Streams the report of every batch that the weights hold, from version number `from_number` on: past batches first,
+        then each new one when it is applied. The last 1,024 reports are kept. After a restart the trainer also reports the
+        batches that the restored checkpoint holds, from a record on disk: a caller that died with the trainer learns what
+        became of them. Such a report has no metrics and no duration, and its policy_version names the epoch that applied it.
+        Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is below oldest_reported_number).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -41,16 +41,21 @@ class TrainerServiceStub:
     """
     SubmitBatch: _grpc.StreamUnaryMultiCallable[_trainer_pb2.SubmitBatchRequest, _trainer_pb2.SubmitBatchResponse]
     """Hands over one batch: a header, then its trajectories in parts. Answered when the batch is whole, valid and
-    queued, before it is trained. Idempotent by batch_id: a repeat answers as the first did.
-    Errors: INVALID_ARGUMENT (malformed trajectory, by index), FAILED_PRECONDITION (wrong run, epoch or tokenizer
-    digest; sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo),
-    DATA_LOSS (fewer trajectories than announced).
+    queued, before it is trained. Idempotent by batch_id: a repeat with the same trajectories answers as the first did,
+    also for a batch that the restored checkpoint holds.
+    Errors: INVALID_ARGUMENT (malformed trajectory, by index), ALREADY_EXISTS (a batch of this id was accepted with
+    another sequence_no or with other trajectories), FAILED_PRECONDITION (wrong run, epoch or tokenizer digest;
+    sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo), DATA_LOSS (fewer
+    trajectories than announced).
     """
     GetTrainerState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]
     """Reports version, queue and health. No side effects."""
     WatchSteps: _grpc.UnaryStreamMultiCallable[_trainer_pb2.WatchStepsRequest, _trainer_pb2.WatchStepsResponse]
-    """Streams the report of every applied batch from `from_number` on, past ones first (the last 1,024 are kept).
-    Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is no longer kept).
+    """Streams the report of every batch that the weights hold, from version number `from_number` on: past batches first,
+    then each new one when it is applied. The last 1,024 reports are kept. After a restart the trainer also reports the
+    batches that the restored checkpoint holds, from a record on disk: a caller that died with the trainer learns what
+    became of them. Such a report has no metrics and no duration, and its policy_version names the epoch that applied it.
+    Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is below oldest_reported_number).
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
@@ -72,16 +77,21 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     SubmitBatch: _aio.StreamUnaryMultiCallable[_trainer_pb2.SubmitBatchRequest, _trainer_pb2.SubmitBatchResponse]  # type: ignore[assignment]
     """Hands over one batch: a header, then its trajectories in parts. Answered when the batch is whole, valid and
-    queued, before it is trained. Idempotent by batch_id: a repeat answers as the first did.
-    Errors: INVALID_ARGUMENT (malformed trajectory, by index), FAILED_PRECONDITION (wrong run, epoch or tokenizer
-    digest; sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo),
-    DATA_LOSS (fewer trajectories than announced).
+    queued, before it is trained. Idempotent by batch_id: a repeat with the same trajectories answers as the first did,
+    also for a batch that the restored checkpoint holds.
+    Errors: INVALID_ARGUMENT (malformed trajectory, by index), ALREADY_EXISTS (a batch of this id was accepted with
+    another sequence_no or with other trajectories), FAILED_PRECONDITION (wrong run, epoch or tokenizer digest;
+    sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo), DATA_LOSS (fewer
+    trajectories than announced).
     """
     GetTrainerState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]  # type: ignore[assignment]
     """Reports version, queue and health. No side effects."""
     WatchSteps: _aio.UnaryStreamMultiCallable[_trainer_pb2.WatchStepsRequest, _trainer_pb2.WatchStepsResponse]  # type: ignore[assignment]
-    """Streams the report of every applied batch from `from_number` on, past ones first (the last 1,024 are kept).
-    Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is no longer kept).
+    """Streams the report of every batch that the weights hold, from version number `from_number` on: past batches first,
+    then each new one when it is applied. The last 1,024 reports are kept. After a restart the trainer also reports the
+    batches that the restored checkpoint holds, from a record on disk: a caller that died with the trainer learns what
+    became of them. Such a report has no metrics and no duration, and its policy_version names the epoch that applied it.
+    Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is below oldest_reported_number).
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes a checkpoint between two batches and answers when its manifest is on disk. Idempotent per version.
@@ -112,10 +122,12 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SubmitBatchResponse, _abc.Awaitable[_trainer_pb2.SubmitBatchResponse]]:
         """Hands over one batch: a header, then its trajectories in parts. Answered when the batch is whole, valid and
-        queued, before it is trained. Idempotent by batch_id: a repeat answers as the first did.
-        Errors: INVALID_ARGUMENT (malformed trajectory, by index), FAILED_PRECONDITION (wrong run, epoch or tokenizer
-        digest; sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo),
-        DATA_LOSS (fewer trajectories than announced).
+        queued, before it is trained. Idempotent by batch_id: a repeat with the same trajectories answers as the first did,
+        also for a batch that the restored checkpoint holds.
+        Errors: INVALID_ARGUMENT (malformed trajectory, by index), ALREADY_EXISTS (a batch of this id was accepted with
+        another sequence_no or with other trajectories), FAILED_PRECONDITION (wrong run, epoch or tokenizer digest;
+        sequence_no is not the next one: the message names it), RESOURCE_EXHAUSTED (queue full; RetryInfo), DATA_LOSS (fewer
+        trajectories than announced).
         """
 
     @_abc_1.abstractmethod
@@ -132,8 +144,11 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WatchStepsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.WatchStepsResponse], _abc.AsyncIterator[_trainer_pb2.WatchStepsResponse]]:
-        """Streams the report of every applied batch from `from_number` on, past ones first (the last 1,024 are kept).
-        Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is no longer kept).
+        """Streams the report of every batch that the weights hold, from version number `from_number` on: past batches first,
+        then each new one when it is applied. The last 1,024 reports are kept. After a restart the trainer also reports the
+        batches that the restored checkpoint holds, from a record on disk: a caller that died with the trainer learns what
+        became of them. Such a report has no metrics and no duration, and its policy_version names the epoch that applied it.
+        Errors: FAILED_PRECONDITION (wrong run), NOT_FOUND (from_number is below oldest_reported_number).
         """
 
     @_abc_1.abstractmethod
