@@ -11,7 +11,7 @@ import grpc
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
-from sluice.v1.trainer_pb2 import BatchHeader, SubmitBatchRequest, SubmitBatchResponse
+from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.admission import RefusedError, Ticket
@@ -46,7 +46,7 @@ RETRY_AFTER_S = 0.5
 class Arrived:
     """A batch that has come over the wire."""
 
-    header: BatchHeader
+    header: trainer_pb2.BatchHeader
     messages: list[SubmitBatchRequest] = field(default_factory=list)
     trajectories: list[tokens_pb2.Trajectory] = field(default_factory=list)
     size: int = 0
@@ -103,7 +103,7 @@ class Intake:
             batch = await asyncio.to_thread(self._convert_and_keep, arrived, ticket)
             return _response(queue, ticket, duplicate=_decide(queue, ticket, batch))
 
-    def _check_run(self, header: BatchHeader) -> None:
+    def _check_run(self, header: trainer_pb2.BatchHeader) -> None:
         expected = f"runs/{self._trainer.common.run}"
         if header.run != expected:
             raise SluiceError.failed_precondition(
@@ -144,7 +144,7 @@ class Intake:
         )
 
 
-async def _first(requests: AsyncIterator[SubmitBatchRequest]) -> BatchHeader:
+async def _first(requests: AsyncIterator[SubmitBatchRequest]) -> trainer_pb2.BatchHeader:
     async for message in requests:
         if message.WhichOneof("part") == "header":
             return message.header
@@ -152,7 +152,7 @@ async def _first(requests: AsyncIterator[SubmitBatchRequest]) -> BatchHeader:
     raise SluiceError.invalid_argument("header", "the first message of a batch carries its header")
 
 
-def _ticket(header: BatchHeader) -> Ticket:
+def _ticket(header: trainer_pb2.BatchHeader) -> Ticket:
     if not 0 < len(header.batch_id) <= MAX_NAME:
         raise SluiceError.invalid_argument("header.batch_id", f"give 1 to {MAX_NAME} characters")
     return Ticket(
@@ -169,7 +169,9 @@ def _own_estimator(config: TrainerConfig) -> str:
     return choices.advantage if choices.runs_estimator else ""
 
 
-def _expectations(header: BatchHeader, ticket: Ticket, config: TrainerConfig, vocabulary: int) -> Expectations:
+def _expectations(
+    header: trainer_pb2.BatchHeader, ticket: Ticket, config: TrainerConfig, vocabulary: int
+) -> Expectations:
     choices = config.objective.choices
     return Expectations(
         vocabulary=vocabulary,
@@ -181,7 +183,7 @@ def _expectations(header: BatchHeader, ticket: Ticket, config: TrainerConfig, vo
     )
 
 
-def _check_header(header: BatchHeader, config: TrainerConfig) -> None:
+def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> None:
     if header.on_stale not in {policy.value for policy in OnStale}:
         raise SluiceError.invalid_argument("header.on_stale", "say what happens to stale trajectories")
     if not 0 < header.trajectory_count <= MAX_TRAJECTORIES:
@@ -212,7 +214,7 @@ def _decide(queue: BatchQueue, ticket: Ticket, batch: Batch | None = None) -> bo
         raise SluiceError.failed_precondition(refusal.reason, str(refusal)) from refusal
 
 
-async def _receive(header: BatchHeader, requests: AsyncIterator[SubmitBatchRequest]) -> Arrived:
+async def _receive(header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]) -> Arrived:
     arrived = Arrived(header, [SubmitBatchRequest(header=header)])
     async for message in requests:
         if message.WhichOneof("part") != "trajectories":
@@ -243,7 +245,7 @@ def _oversize(arrived: Arrived) -> dict[str, str]:
     }
 
 
-def _estimator_faults(header: BatchHeader, samples: list[Sample]) -> dict[str, str]:
+def _estimator_faults(header: trainer_pb2.BatchHeader, samples: list[Sample]) -> dict[str, str]:
     if not header.advantage_estimator:
         return {}
     try:
