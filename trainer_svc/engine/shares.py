@@ -10,6 +10,7 @@ from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.outputs import LossWeight
 from trainer_svc.engine.packing import empty_batch, pack
 from trainer_svc.parallel.agreement import check_same_rows
+from trainer_svc.parallel.ranks import agree
 
 if TYPE_CHECKING:
     from trainer_svc.engine.engine import TrainEngine
@@ -35,24 +36,19 @@ def micro_batches(
         whole_groups: Whether the sequences of a group share a micro-batch.
 
     Raises:
-        ValueError: if a token id is outside of the vocabulary, or another rank refused its share.
+        ValueError: if a token id is outside of the vocabulary, on any rank.
     """
     check_same_rows(sequences, engine.mesh)
-    batches: list[MicroBatch] = []
-    weight, refusal = 0.0, None
-    try:
+
+    def packed() -> tuple[list[MicroBatch], float]:
         _check_ids(sequences, engine.network.vocabulary)
-        weight = loss_weight_fn(sequences)
         chosen = sequences if contributes is None else [each for each in sequences if contributes(each)]
         fold = engine.config.fold_prompts
         batches = pack(chosen, engine.config.token_budget, fold=fold, whole_groups=whole_groups)
-    except ValueError as error:
-        refusal = error  # raised when the other ranks know, lest they wait for this one
-    totals = engine.ranks.total({"weight": weight, "max_batches": len(batches), "refused": float(refusal is not None)})
-    if refusal is not None:
-        raise refusal
-    if totals["refused"]:
-        raise ValueError("another rank refused its share of the batch: its own error says why")
+        return batches, loss_weight_fn(sequences)
+
+    batches, weight = agree(engine.ranks, packed)
+    totals = engine.ranks.total({"weight": weight, "max_batches": len(batches)})
     batches += [empty_batch(engine.mesh.dims.cp)] * (int(totals["max_batches"]) - len(batches))
     return batches, totals["weight"] or 1.0
 

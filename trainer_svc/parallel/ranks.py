@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["ALONE", "Ranks"]
+__all__ = ["ALONE", "OtherRankError", "OtherRankRefusedError", "Ranks", "agree"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,9 @@ class Ranks:
         Raises:
             RuntimeError: if a rank is gone or does not answer within the group's timeout.
         """
-        own = "\n".join([*values, ""]).encode()
-        everyone = self.gather(torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else torch.empty(0).byte())
-        names = set(bytes(everyone.tolist()).decode().split("\n")) - {""}
+        names = {
+            name for answer in self.exchange("\n".join(values).encode()) for name in answer.decode().split("\n") if name
+        }
         return self.total({name: values.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names})
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
@@ -78,6 +81,60 @@ class Ranks:
         dist.all_gather(parts, padded, group=self.group)
         return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
+    def exchange(self, content: bytes) -> list[bytes]:
+        """Return what every rank gave, by rank.
+
+        Raises:
+            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+        """
+        if self.group is None:
+            return [content]
+        lengths = self.gather(torch.tensor([len(content)])).tolist()
+        given = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        )
+        return [part.numpy().tobytes() for part in self.gather(given).split(lengths)]
+
 
 ALONE = Ranks()
 """One process that trains the whole batch."""
+
+
+class OtherRankError(RuntimeError):
+    """Another rank raised in the work that this rank finished; the message names that rank and quotes its error."""
+
+
+class OtherRankRefusedError(OtherRankError, ValueError):
+    """Another rank raised ValueError, so this rank raises one too: callers then treat the failure alike on every rank."""
+
+
+def agree(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Run `work` on every rank. If one rank raises, all ranks raise, so that none blocks in the next all-reduce.
+
+    Args:
+        ranks: The ranks; every one of them calls this.
+        work: What this rank does. It must not communicate with the other ranks.
+
+    Returns:
+        What `work` returned on this rank.
+
+    Raises:
+        Exception: what `work` raised on this rank.
+        OtherRankRefusedError: if another rank raised ValueError (the first one that raised anything is named).
+        OtherRankError: if another rank raised any other exception.
+        RuntimeError: if a rank is gone or does not answer within the group's timeout.
+    """
+    if ranks.size == 1:
+        return work()
+    try:
+        result = work()
+    except Exception as error:
+        refused = isinstance(error, ValueError)
+        ranks.exchange((b"refused:" if refused else b"failed:") + f"{type(error).__name__}: {error}".encode())
+        raise
+    for rank, answer in enumerate(ranks.exchange(b"")):
+        kind, _, reason = answer.partition(b":")
+        if kind:
+            failure = OtherRankRefusedError if kind == b"refused" else OtherRankError
+            raise failure(f"rank {rank} raised {reason.decode(errors='replace')}")
+    return result

@@ -16,7 +16,7 @@ from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.aggregation import with_group_tokens
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import check_columns, with_advantages, with_selection
-from trainer_svc.update.agreement import agreed
+from trainer_svc.parallel.ranks import agree
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.critic import CRITIC, Critic, value_facts
 from trainer_svc.update.minibatches import split_by_group
@@ -91,7 +91,7 @@ class PolicyUpdate:
         seconds: dict[str, float] = {}
         with _timed(seconds, "frozen"):
             rows = self._with_frozen(sequences)
-        rows, dropped = agreed(self.engine.ranks, partial(self._trainable, rows))
+        rows, dropped = agree(self.engine.ranks, partial(self._trainable, rows))
         rows = self._prepared(with_group_tokens(rows), seconds)
         losses = {f"dropped_tokens/{cause}": float(dropped.get(cause, 0)) for cause in CAUSES}
         measured = _shares(self.engine.ranks.total(_advantage_sums(rows) | losses))

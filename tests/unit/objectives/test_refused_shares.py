@@ -13,8 +13,7 @@ from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import check_columns
-from trainer_svc.parallel.ranks import ALONE, Ranks
-from trainer_svc.update.agreement import agreed
+from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 from trainer_svc.update.trainable import keep_trainable
 
 
@@ -40,12 +39,13 @@ def test_what_a_row_of_one_rank_lacks_is_refused_by_all(objective: dict[str, Any
         return len(keep_trainable(rows, chosen)[0])
 
     def said(rows: list[Sequence], ranks: Ranks) -> str:
-        with pytest.raises(ValueError, match=f"another rank refused|{lack}") as refused:
-            agreed(ranks, lambda: trainable(rows))
+        with pytest.raises(ValueError, match=f"rank 1 raised ValueError|{lack}") as refused:
+            agree(ranks, lambda: trainable(rows))
         return str(refused.value)
 
     other, own = on_ranks([[has], [has, lacks]], said)
-    assert "another rank refused" in other
+    assert "rank 1 raised ValueError" in other
+    assert lack in other
     assert lack in own
     assert "'lacks'" in own
-    assert agreed(ALONE, lambda: trainable([has, has])) == 2
+    assert agree(ALONE, lambda: trainable([has, has])) == 2

@@ -44,6 +44,9 @@ class ThreadRanks:
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.meeting.exchange(self.index, rows))
 
+    def exchange(self, content: bytes) -> list[bytes]:
+        return self.meeting.exchange(self.index, content)
+
 
 def on_ranks(shares: list, work: Callable) -> list:
     """`work(share, ranks)` of each share, all at once, each on a rank of its own; the results in the same order."""
