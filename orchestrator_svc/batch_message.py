@@ -28,6 +28,7 @@ def batch_header(
     trajectories: int,
     max_staleness: int,
     tokenizer_digest: str,
+    sampler_dtype: str,
     config: OrchestratorConfig,
 ) -> trainer_pb2.BatchHeader:
     """The header of a batch."""
@@ -40,6 +41,7 @@ def batch_header(
         on_stale=_STALE_POLICIES[config.on_stale],
         trajectory_count=trajectories,
         tokenizer_digest=tokenizer_digest,
+        sampler_dtype=sampler_dtype,
         advantage_estimator="" if config.advantage == NO_ADVANTAGE else config.advantage,
     )
 

@@ -170,6 +170,11 @@ class ReplicaPool:
             )
         return next(iter(digests), "")
 
+    def sampler_dtype(self) -> str:
+        """Return the precision of the replicas' weights, such as ``bfloat16``; empty if it is not known or they differ."""
+        dtypes = {each.model.dtype for each in self.replicas if each.model.dtype}
+        return dtypes.pop() if len(dtypes) == 1 else ""
+
     def update_metrics(self, newest: Version) -> dict[str, float]:
         """What the replicas' last updates cost, the slowest of each part, and how many versions the last one is behind."""
         ready = [each for each in self.replicas if not each.why_not()]

@@ -178,6 +178,7 @@ class Training:
             trajectories=len(records),
             max_staleness=parts.common.max_staleness,
             tokenizer_digest=await self._tokenizer_digest(),
+            sampler_dtype=parts.pool.sampler_dtype(),
             config=parts.config,
         )
         # What the trainer is given must be there to be given again.

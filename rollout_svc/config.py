@@ -129,7 +129,8 @@ class RolloutConfig(Section):
         "auto", description="Where the transformers engine computes; auto takes CUDA where there is one."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Precision of the weights in the engine; auto takes the model's own."
+        "auto",
+        description="Precision of the weights in the engine. auto: what the trainer computes in, so that both sides use the same weights; with `follow_weights = false` the model's own.",
     )
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and continuation together; none takes the model's own."

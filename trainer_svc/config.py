@@ -143,7 +143,7 @@ class TrainerConfig(ComputeConfig):
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy of a KL term.")
     teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="The teacher of distillation.")
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Precision of published weights. auto: bfloat16 on CUDA, float32 on CPU."
+        "auto", description="Precision of published weights. auto: the engine's (`rollout.dtype`)."
     )
     publish: PublishConfig = Field(default_factory=PublishConfig, description="How new weights travel to weight sync.")
     queue_batches: int = Field(

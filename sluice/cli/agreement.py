@@ -34,7 +34,7 @@ def _check_adapters(config: RunConfig) -> None:
     """Refuse a trainer whose versions no replica would serve."""
     trained = getattr(config.section("trainer"), "lora", None)
     served = getattr(config.section("rollout"), "lora", None)
-    if trained is None or served is None or not trained.rank or trained.merge:
+    if trained is None or served is None or not trained.rank or trained.merge is True:
         return
     if not served.enabled or served.max_rank < trained.rank:
         raise ConfigError(

@@ -14,9 +14,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.cli.child_process import ChildSpec
-from sluice.cli.devices import VISIBLE
 from sluice.cli.placement import Place
 from sluice.config import PeersConfig, RunConfig, SecurityConfig
+from sluice.devices import VISIBLE
 from sluice.rpc import connect
 
 __all__ = [

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sluice.cli.devices import VISIBLE
 from sluice.config import ConfigError, RunConfig, allocation_of
+from sluice.devices import VISIBLE
 
 __all__ = ["Place", "place"]
 

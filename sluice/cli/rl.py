@@ -16,7 +16,6 @@ from rich.console import Console
 
 from sluice.cli.agreement import check_agreement
 from sluice.cli.command import Command
-from sluice.cli.devices import visible_devices
 from sluice.cli.launch import child_specs, free_addresses, replica_names
 from sluice.cli.live_view import RunView
 from sluice.cli.options import Options, seconds, whole_number
@@ -35,6 +34,7 @@ from sluice.config import (
     load_run,
     service_names,
 )
+from sluice.devices import visible_devices
 from sluice.hub import check_hub
 from sluice.rpc.binding import server_credentials
 from sluice.rpc.tokens import TokenCheck

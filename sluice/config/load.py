@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.config.allocate import allocated
+from sluice.config.decide import decided
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError
 from sluice.config.flags import CommandLine, parse_command_line
@@ -21,6 +22,7 @@ from sluice.config.reference import help_text
 from sluice.config.resolve import resolve_layers
 from sluice.config.sections import CommonConfig, Section
 from sluice.config.services import service_configs
+from sluice.devices import visible_devices
 
 __all__ = ["COMMAND_GROUP", "RunConfig", "load_command", "load_run", "run_config_class"]
 
@@ -90,10 +92,10 @@ def load_run(
     line = parse_command_line(model, argv, service)
     environment = environment_layer(model, os.environ, foreign=_command_prefixes())
 
-    def complete(config: RunConfig) -> RunConfig:
-        config = allocated(config)
+    def complete(config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
+        config, decisions = decided(allocated(config), cuda=bool(visible_devices(os.environ)))
         check(config)
-        return config
+        return config, decisions
 
     return _finish(model, line, environment, f"sluice {service or 'rl'}", service, complete=complete)
 
@@ -120,9 +122,9 @@ def load_command(
     line = parse_command_line(config_class, argv, None)
     environment = environment_layer(config_class, os.environ, prefix=command_prefix(command))
 
-    def complete(config: _Section) -> _Section:
+    def complete(config: _Section) -> tuple[_Section, Sequence[str]]:
         check(config)
-        return config
+        return config, ()
 
     return _finish(config_class, line, environment, f"sluice {command}", None, complete=complete)
 
@@ -134,14 +136,15 @@ def _finish(
     program: str,
     service: str | None,
     *,
-    complete: Callable[[_Config], _Config],
+    complete: Callable[[_Config], tuple[_Config, Sequence[str]]],
 ) -> _Config:
     if line.help:
         sys.stdout.write(help_text(model, service, program))
         raise SystemExit(0)
-    config = complete(resolve_layers(model, [Layer("command line", line.flags), *reversed(line.files), environment]))
+    layers = [Layer("command line", line.flags), *reversed(line.files), environment]
+    config, decisions = complete(resolve_layers(model, layers))
     if line.dry_run:
-        sys.stdout.write(dump_toml(config))
+        sys.stdout.write("".join(f"# decided: {decision}\n" for decision in decisions) + dump_toml(config))
         raise SystemExit(0)
     return config
 

@@ -210,6 +210,7 @@ class BatchHeader(_message.Message):
     TRAJECTORY_COUNT_FIELD_NUMBER: _builtins.int
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     ADVANTAGE_ESTIMATOR_FIELD_NUMBER: _builtins.int
+    SAMPLER_DTYPE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     batch_id: _builtins.str
@@ -228,6 +229,10 @@ class BatchHeader(_message.Message):
     """Estimator for trajectories without advantages, and for the survivors where some were dropped, such as "grpo". Where the
     trainer runs one by itself (GetTrainerStateResponse.advantage_estimator): that one, or empty.
     """
+    sampler_dtype: _builtins.str
+    """Precision of the weights that sampled, such as "bfloat16"; empty if it is not known or the replicas differ. The trainer
+    names it when its log-probabilities differ from the sampler's.
+    """
     @_builtins.property
     def target_version(self) -> _common_pb2.PolicyVersion:
         """Version that applying the batch will produce; its epoch must be the trainer's present one."""
@@ -244,10 +249,11 @@ class BatchHeader(_message.Message):
         trajectory_count: _builtins.int = ...,
         tokenizer_digest: _builtins.str = ...,
         advantage_estimator: _builtins.str = ...,
+        sampler_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target_version", b"target_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "batch_id", b"batch_id", "max_staleness", b"max_staleness", "on_stale", b"on_stale", "run", b"run", "sequence_no", b"sequence_no", "target_version", b"target_version", "tokenizer_digest", b"tokenizer_digest", "trajectory_count", b"trajectory_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "batch_id", b"batch_id", "max_staleness", b"max_staleness", "on_stale", b"on_stale", "run", b"run", "sampler_dtype", b"sampler_dtype", "sequence_no", b"sequence_no", "target_version", b"target_version", "tokenizer_digest", b"tokenizer_digest", "trajectory_count", b"trajectory_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,7 +58,7 @@ def test_settings_that_work_are_printed(model: Path, capsys) -> None:
     assert tomllib.loads(capsys.readouterr().out)["trainer"]["parallel"]["tp"] == 3
 
 
-LORA = ("--trainer.lora.rank", "16")
+LORA = ("--trainer.lora.rank", "16", "--trainer.lora.merge", "false")
 SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
 
 

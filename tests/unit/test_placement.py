@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.cli.devices import visible_devices
 from sluice.cli.placement import Place, place
 from sluice.cli.rl import replicas_of
 from sluice.config import ConfigError, load_run
+from sluice.devices import visible_devices
 
 EIGHT = tuple("01234567")
 

@@ -35,7 +35,7 @@ def export_adapter(
     Raises:
         FileExistsError: if the directory exists.
     """
-    if adapter.config.merge:
+    if adapter.config.merges:
         with tempfile.TemporaryDirectory(prefix="sluice-adapter-") as parts:
             adapter.save(Path(parts), weights=weights)
             merge_adapter(source, parts, directory, dtype or torch.float32)

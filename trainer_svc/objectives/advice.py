@@ -6,13 +6,41 @@ from collections.abc import Mapping
 
 from trainer_svc.objectives.choices import Choices
 
-__all__ = ["NARROW_BOUND", "bypass_warning", "estimator_warning"]
+__all__ = ["MISMATCH_BOUNDS", "NARROW_BOUND", "bypass_warning", "estimator_warning", "mismatch_warning"]
 
 NARROW_BOUND = 5e-3
 """Half-width of a clip, as a ratio, below which rounding of bf16 (8 bits of mantissa) alone reaches it."""
 
 ALIKE = {"centered": "dr_grpo"}
 """Two names of one estimator."""
+
+MISMATCH_BOUNDS = {"float32": 1e-3, "bfloat16": 1e-2}
+"""Largest `mismatch_kl` at staleness 0, in nats a token, that rounding explains, by the precision of the forward pass."""
+
+
+def mismatch_warning(measured: Mapping[str, float], *, staleness: int, sampled: str, computed: str) -> str | None:
+    """Return a warning if trainer and engine disagree about tokens that the present weights sampled.
+
+    Args:
+        measured: What a step reported, with its `mismatch_kl`.
+        staleness: The largest age of a trained token, in versions. Above 0 the policies differ on purpose.
+        sampled: Precision of the engine's weights; empty if it is not known.
+        computed: Precision of the trainer's forward pass.
+    """
+    mismatch = measured.get("mismatch_kl", 0.0)
+    if staleness > 0 or mismatch <= MISMATCH_BOUNDS.get(computed, 1e-2):
+        return None
+    finding = f"mismatch_kl is {mismatch:.4f} at staleness 0"
+    if sampled and sampled != computed:
+        return (
+            f"{finding}: the engine samples with {sampled} weights and the trainer computes in {computed}, so the engine misses small"
+            f" updates; set rollout.dtype to {computed} or auto"
+        )
+    precision = f"both use {computed}" if sampled else "the precision of the engine's weights is not known"
+    return (
+        f"{finding}: the engine does not sample from the policy that is trained ({precision}); check that both load the same model,"
+        f" that rollout.dtype is {computed} or auto, and that rollout.engine_args quantises neither weights nor the KV cache"
+    )
 
 
 def bypass_warning(choices: Choices, measured: Mapping[str, float], *, bf16: bool, staleness: int) -> str | None:

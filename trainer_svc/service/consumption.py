@@ -56,6 +56,7 @@ class Batch:
         samples: Its trajectories.
         reads_behaviour: Whether the objective reads log-probabilities of the policy that sampled: a token without a finite
             one is not trained then.
+        sampler_dtype: Precision of the weights that sampled, such as ``bfloat16``; empty if it is not known.
     """
 
     batch_id: str
@@ -66,6 +67,7 @@ class Batch:
     estimator: str
     samples: tuple[Sample, ...]
     reads_behaviour: bool = True
+    sampler_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

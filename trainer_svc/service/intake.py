@@ -139,6 +139,7 @@ class Intake:
             max_staleness=header.max_staleness,
             on_stale=OnStale(header.on_stale),
             estimator=estimates or header.advantage_estimator,
+            sampler_dtype=header.sampler_dtype,
             samples=tuple(samples),
             reads_behaviour=self._trainer.config.objective.choices.preset.needs_behaviour,
         )

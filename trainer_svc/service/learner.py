@@ -30,7 +30,7 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
-from trainer_svc.objectives.advice import bypass_warning, estimator_warning
+from trainer_svc.objectives.advice import bypass_warning, estimator_warning, mismatch_warning
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
@@ -196,7 +196,7 @@ class Learner:
             sequences = with_whole_batch_facts(consumption.sequences, self.update.objective, staleness)
             with self.crew.together("train", sequences) as rows:
                 metrics = self.train(rows)
-            self._advise(metrics, consumption, batch.estimator)
+            self._advise(metrics, consumption, batch)
         self.version = batch.target
         self.last_batch_id = batch.batch_id
         return Applied(consumption, metrics, perf_counter() - start)
@@ -206,14 +206,20 @@ class Learner:
         self._is_base = False
         return self.update.apply(rows)
 
-    def _advise(self, metrics: StepMetrics, consumption: Consumption, estimator: str) -> None:
-        """Say once what a step shows to be a poor choice of objective."""
+    def _advise(self, metrics: StepMetrics, consumption: Consumption, batch: Batch) -> None:
+        """Warn once of each setting that a step shows to be a poor choice."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self._publish_dtype())
         oldest = int(consumption.metrics["staleness_max"])
         choices = self.update.objective.choices
         advices = (
             bypass_warning(choices, metrics.measured, bf16=rounds, staleness=oldest),
-            estimator_warning(choices, estimator),
+            estimator_warning(choices, batch.estimator),
+            mismatch_warning(
+                metrics.measured,
+                staleness=oldest,
+                sampled=batch.sampler_dtype,
+                computed=str(self.engine.network.compute_dtype).removeprefix("torch."),
+            ),
         )
         for kind, advice in enumerate(advices):
             if advice and kind not in self._advised:

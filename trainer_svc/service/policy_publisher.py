@@ -54,7 +54,7 @@ class PolicyPublisher:
             SluiceError: DEADLINE_EXCEEDED if the push before goes on for longer.
         """
         adapter = engine.adapter
-        if adapter is None or adapter.config.merge:
+        if adapter is None or adapter.config.merges:
             update = self.weights.encode(version, engine.live_tensors(), dtype=dtype, deadline_s=deadline_s)
             return Offer(version, partial(self.weights.publish, update))
         tensors = adapter.tensors(dtype)

@@ -1,0 +1,130 @@
+"""The engine samples from the weights that the trainer computes with, unless the settings say otherwise."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from small_learner import learner, train
+from small_models import save_model
+from structlog.testing import capture_logs
+from tiny_policy import tiny_model
+
+from rollout_svc.app import build_engine
+from sluice.config import load_run
+from sluice.config.decide import decided
+from trainer_svc.objectives.advice import mismatch_warning
+
+
+@pytest.fixture(autouse=True)
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("SLUICE_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "flags", "precision"),
+    [
+        (False, (), ("float32", "float32", "float32")),
+        (True, (), ("bfloat16", "bfloat16", "bfloat16")),
+        (True, ("--trainer.device", "cpu"), ("float32", "float32", "float32")),
+        (True, ("--trainer.dtype", "float32"), ("float32", "float32", "float32")),
+        (False, ("--trainer.dtype", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
+        (False, ("--rollout.dtype", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
+        (True, ("--rollout.dtype", "float16"), ("bfloat16", "float16", "float16")),
+        (False, ("--trainer.dtype", "float32", "--rollout.dtype", "bfloat16"), ("float32", "bfloat16", "bfloat16")),
+        (False, ("--trainer.publish-dtype", "bfloat16"), ("float32", "bfloat16", "float32")),
+        (False, ("--rollout.follow-weights", "false"), ("auto", "auto", "auto")),
+    ],
+)
+def test_one_precision_is_decided_for_both_sides(cuda, flags, precision, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if cuda else "")
+    run = load_run(flags)
+    assert (run.trainer.dtype, run.trainer.publish_dtype, run.rollout.dtype) == precision
+
+
+@pytest.mark.parametrize(
+    ("cuda", "flags", "merge"),
+    [
+        (False, (), True),
+        (True, (), False),
+        (True, ("--rollout.engine", "transformers", "--rollout.device", "cpu"), True),
+        (False, ("--trainer.lora.merge", "false"), False),
+        (True, ("--trainer.lora.merge",), True),
+    ],
+)
+def test_adapters_are_merged_for_an_engine_on_a_cpu(cuda, flags, merge, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if cuda else "")
+    run = load_run(["--trainer.lora.rank", "8", *flags])
+    assert run.trainer.lora.merge is merge
+    assert run.trainer.lora.merges is merge
+
+
+def test_a_run_without_adapters_decides_nothing_about_them():
+    _, decisions = decided(load_run([]), cuda=False)
+    assert not [line for line in decisions if "lora" in line]
+
+
+def test_a_dry_run_says_what_was_decided_and_why(capsys):
+    with pytest.raises(SystemExit):
+        load_run(["--trainer.lora.rank", "8", "--dry-run"])
+    printed = capsys.readouterr().out
+    settings = tomllib.loads(printed)
+    assert settings["rollout"]["dtype"] == "float32"
+    assert settings["trainer"]["lora"]["merge"] is True
+    said = [line for line in printed.splitlines() if line.startswith("#")]
+    assert [line.split(" (auto: ")[0] for line in said] == [
+        "# decided: trainer.dtype = float32",
+        "# decided: trainer.publish_dtype = float32",
+        "# decided: trainer.lora.merge = true",
+        "# decided: rollout.dtype = float32",
+    ]
+
+
+def test_settings_that_were_decided_stay_when_they_are_read_again(monkeypatch, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[trainer]\ndtype = "float32"\n[rollout]\ndtype = "float32"\n')
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # a replica's host has a device, the trainer's has none
+    run = load_run(["@", str(file)], "rollout")
+    assert (run.trainer.dtype, run.rollout.dtype) == ("float32", "float32")
+
+
+async def test_a_bfloat16_checkpoint_is_sampled_in_float32_beside_a_trainer_on_a_cpu(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", 1, dtype=torch.bfloat16)
+    run = load_run(["--model", str(model), "--rollout.engine", "transformers"])
+    engine = build_engine(str(model), run.rollout, run.max_staleness)
+    await engine.start()
+    try:
+        assert engine.info.dtype == "float32"
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("mismatch", "staleness", "sampled", "computed", "told"),
+    [
+        (0.0012, 0, "bfloat16", "float32", "set rollout.dtype to float32 or auto"),
+        (0.0012, 0, "float32", "float32", "quantises neither weights nor the KV cache"),
+        (0.0012, 0, "", "float32", "the precision of the engine's weights is not known"),
+        (0.0012, 0, "bfloat16", "bfloat16", None),
+        (0.02, 0, "float16", "bfloat16", "set rollout.dtype to bfloat16 or auto"),
+        (0.5, 1, "bfloat16", "float32", None),
+        (1e-7, 0, "bfloat16", "float32", None),
+    ],
+)
+def test_a_mismatch_at_staleness_0_is_warned_of_with_its_cause(mismatch, staleness, sampled, computed, told):
+    warning = mismatch_warning({"mismatch_kl": mismatch}, staleness=staleness, sampled=sampled, computed=computed)
+    assert (warning is None) if told is None else (told in warning)
+
+
+def test_a_trainer_warns_once_of_tokens_that_its_own_weights_did_not_sample(tmp_path: Path) -> None:
+    policy = learner(tiny_model(tmp_path), tmp_path)
+    policy.restore(1, "")
+    with capture_logs() as logs:
+        train(policy, 1)  # the batch's log-probabilities are made up
+    warnings = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
+    assert [text for text in warnings if "at staleness 0: the engine does not sample from the policy" in text]
