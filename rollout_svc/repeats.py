@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import xxhash
 
 from sluice.rpc import SluiceError
+from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2
 
 __all__ = ["Repeats"]
@@ -55,6 +56,7 @@ class Repeats:
         running = self._running.get(request_id)
         if running is None:
             task = asyncio.ensure_future(_run(make))
+            discard_outcome(task)  # its last waiter may leave while it fails
             waiters = 0
         else:
             running_content, task, waiters = running

@@ -13,6 +13,7 @@ from typing import Protocol
 from sluice.cli.child_logs import ChildLog, LogLine
 from sluice.cli.child_process import Child, ChildSpec, Watchdog, describe_exit
 from sluice.cli.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy
+from sluice.tasks import discard_outcome
 
 __all__ = ["ChildState", "Ending", "Listener", "Outcome", "Supervisor", "run_until_signal"]
 
@@ -129,6 +130,7 @@ class Supervisor:
             child = await Child.start(spec, log, watchdog, lambda line: self._listener.on_line(spec.name, line))
             self._children[spec.name] = child
             ended = asyncio.create_task(child.ended())
+            discard_outcome(ended)
             try:
                 ready = await self._serving(spec, ended)
                 was_ready = was_ready or ready
@@ -159,6 +161,7 @@ class Supervisor:
             serves.result()
         finally:
             serves.cancel()
+            discard_outcome(serves)
         self._listener.on_state(spec.name, ChildState.SERVING, "")
         return True
 

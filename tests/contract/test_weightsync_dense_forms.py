@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import threading
 from pathlib import Path
 
 import grpc
@@ -15,6 +17,7 @@ from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.publish.shard_source import ShardSource
+from weightsync.store import materialize
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +169,26 @@ async def test_a_dense_form_goes_on_after_a_restart(tmp_path: Path) -> None:
         await eventually(lambda: dense_path(stack, 3).exists())
         assert equal_bits(load_file(dense_path(stack, 3)), content(3))
         assert not half.exists()
+
+
+async def test_a_service_that_stops_ends_a_dense_form_under_construction_and_reports_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, advance_file = threading.Event(), materialize._advance_file
+
+    def until_told_to_stop(*arguments: object) -> pb.Shard:
+        began.set()
+        assert arguments[-1].wait(20)
+        return advance_file(*arguments)
+
+    monkeypatch.setattr(materialize, "_advance_file", until_told_to_stop)
+    async with running_stack(tmp_path, dense_delay_s=0) as stack:
+        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await push_deltas(stack, 2, 2)
+        await eventually(began.is_set)
+    assert dense(stack) == {"v1.1"}
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def test_without_room_deltas_are_committed_and_the_dense_form_waits(tmp_path: Path) -> None:

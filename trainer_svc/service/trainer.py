@@ -12,6 +12,7 @@ import structlog
 
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
+from sluice.tasks import discard_outcome
 from sluice.v1 import trainer_pb2
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
@@ -131,6 +132,7 @@ class Trainer:
                 raise SluiceError.aborted("EPOCH_OPENING", f"epoch {present} is being opened: wait for it, then retry")
             self._check_newer(epoch, present)
             opening = asyncio.create_task(self._open(epoch, checkpoint))
+            discard_outcome(opening)
             self._opening = (epoch, opening)
         # A caller who leaves does not stop the opening; asking again for the same epoch waits for it.
         restored = await asyncio.shield(opening)

@@ -10,6 +10,7 @@ import grpc
 import structlog
 
 from sluice.rpc import SluiceError
+from sluice.tasks import settle
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.manifest import DenseTensor, check_sendable, version_digest
 from weightsync.publish.push_report import PushReport
@@ -58,7 +59,7 @@ async def push_dense(
             log.warning("push broke, going on", version=str(to.version), error=str(error))
         return await _attempt(to, source, transfer, digests, announced, resume=True)
     finally:
-        await asyncio.wait({digests})  # it reads the caller's memory
+        await settle(digests)  # it reads the caller's memory
 
 
 async def _attempt(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from sluice import tasks
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.receive.local_files import is_local, read_local
 from weightsync.receive.pull import ChunkSink, PullCall, PullLimits, ShardRange, pull_range
@@ -117,8 +118,4 @@ class FormPull:
 async def run_to_end(threads: Executor, work: Callable[[], T]) -> T:
     """Run in a thread. A caller that is cancelled still waits for the thread: it may work on a file that is about to go."""
     future = asyncio.get_running_loop().run_in_executor(threads, work)
-    try:
-        return await asyncio.shield(future)
-    finally:
-        if not future.done():
-            await asyncio.wait({future})
+    return await tasks.run_to_end(future)

@@ -12,6 +12,7 @@ import grpc
 import structlog
 
 from sluice.rpc import SluiceError
+from sluice.tasks import settle
 from sluice.v1 import common_pb2
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.chunks import ChunkError, ChunkSizeError
@@ -193,10 +194,8 @@ async def _stream(call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: 
             feeding = loop.run_in_executor(threads, _feed, sink, message)
     finally:
         stream.cancel()
-        if feeding is not None and not feeding.done():
-            await asyncio.wait({feeding})
-        if feeding is not None and not feeding.cancelled():
-            feeding.exception()  # seen: the next attempt meets it again, or what broke the stream is the news
+        if feeding is not None:
+            await settle(feeding)  # the next attempt meets its failure again, or what broke the stream is the news
 
 
 def _feed(sink: ChunkSink, message: bytes) -> None:

@@ -8,6 +8,7 @@ import grpc
 import structlog
 
 from sluice.rpc import SluiceError
+from sluice.tasks import run_to_end, settle
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
@@ -68,11 +69,7 @@ async def fetch_version(
     for shard in manifest.shards:
         await fetch.bring(shard)
     committing = asyncio.ensure_future(commit_version(runs, run, manifest))
-    try:
-        await asyncio.shield(committing)
-    except asyncio.CancelledError:  # a commit under way comes to its end, so that it is whole or not there
-        await asyncio.wait({committing})
-        raise
+    await run_to_end(committing)  # so that the version is whole or not there
 
 
 class _Fetch:
@@ -167,8 +164,8 @@ class _Fetch:
                 writing = self._runs.in_thread(upload.write, ticket, response.chunk)
         finally:
             call.cancel()
-            if writing is not None and not writing.done():
-                await asyncio.wait({writing})
+            if writing is not None:
+                await settle(writing)
 
     async def _check(self, shard: pb.Shard, upload: Upload) -> str:
         if shard.digest in {"", upload.shard.digest}:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from sluice.rpc import SluiceError
+from sluice.tasks import run_to_end
 from weightsync.format.layout import LayoutError
 from weightsync.metrics import DENSE_SECONDS
 from weightsync.store.chain import Step, next_dense
@@ -164,12 +165,7 @@ class DenseForms:
                 run.store.drop_building(target.version)
 
         working = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(working)
-        except asyncio.CancelledError:
-            build.stop.set()
-            await asyncio.wait({working})
-            raise
+        return await run_to_end(working, on_cancel=build.stop.set)
 
 
 class _Build:

@@ -9,6 +9,7 @@ from functools import partial
 import grpc
 
 from sluice.rpc import SluiceError
+from sluice.tasks import settle
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, ChunkSizeError
@@ -194,9 +195,8 @@ async def _write_chunks(
         if flushing is not None:
             await flushing
     finally:
-        working = {each for each in (writing, flushing) if each is not None and not each.done()}
-        if working:
-            await asyncio.wait(working, timeout=runs.config.chunk_idle_s)
+        working = [each for each in (writing, flushing) if each is not None]
+        await settle(*working, timeout_s=runs.config.chunk_idle_s)
 
 
 async def _copy_file(runs: Runs, source: LocalSource, upload: Upload, ticket: object) -> None:
@@ -208,8 +208,8 @@ async def _copy_file(runs: Runs, source: LocalSource, upload: Upload, ticket: ob
         try:
             await asyncio.shield(copying)
         finally:
-            if not copying.done():  # the file stays open until the thread is done with it
-                await asyncio.wait({copying}, timeout=runs.config.chunk_idle_s)
+            # The file stays open until the thread is done with it.
+            await settle(copying, timeout_s=runs.config.chunk_idle_s)
 
 
 def _check_digest(upload: Upload, announced: pb.Shard) -> None:

@@ -9,6 +9,7 @@ import grpc
 import structlog
 
 from sluice.rpc import SluiceError
+from sluice.tasks import discard_outcome
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
@@ -51,6 +52,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         task = asyncio.create_task(commit_version(self._runs, run, request.manifest))
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
+        discard_outcome(task)
         return await asyncio.shield(task)
 
     async def ListVersions(  # noqa: N802 - gRPC's name
