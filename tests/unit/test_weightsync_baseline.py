@@ -164,6 +164,7 @@ def test_files_in_shared_memory_go_with_their_objects() -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
+    gc.collect()  # of what other tests left open
     before = open_files()
     files = [KeptFile(4096, HOST) for _ in range(5)]
     paths = [file.path for file in files]

@@ -91,6 +91,26 @@ def test_what_others_keep_there_is_left_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*/*"))) == 2
 
 
+def test_a_link_is_not_swept_and_nothing_is_written_or_removed_where_it_leads(tmp_path: Path) -> None:
+    area, model = tmp_path / "shm", tmp_path / "model"
+    for directory in (area, model):
+        directory.mkdir()
+    (model / "model.safetensors").write_bytes(b"precious")
+    (area / "sluice-run.0").symlink_to(model)
+    assert remove_stale(area) == []
+    SharedArea(area, "run")
+    assert [path.name for path in model.iterdir()] == ["model.safetensors"]
+
+
+def test_a_staged_name_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    directory, model = tmp_path / "sluice-run", tmp_path / "model.safetensors"
+    directory.mkdir()
+    model.write_bytes(b"precious")
+    (directory / "v1.1-a.safetensors").symlink_to(model)
+    assert remove_stale(tmp_path) == []
+    assert model.read_bytes() == b"precious"
+
+
 def test_a_version_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:
     area = SharedArea(tmp_path, "run")
     with pytest.raises(StagingError, match=rf"needs {1 << 60}: .*shm_size"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -14,6 +13,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from sluice.host_files import close, open_private, remove_unlocked
 from sluice.v1 import weightsync_pb2 as pb
 
 __all__ = ["HOST_DIRECTORY", "KeptFile", "sweep"]
@@ -63,15 +63,9 @@ class KeptFile:
 
 
 def sweep(directory: Path) -> None:
-    """Remove files of processes that are gone."""
+    """Remove files of this user's processes that are gone."""
     for path in directory.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, in use, or just removed
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
+        remove_unlocked(path)
 
 
 def _new_file(size: int, directory: Path) -> tuple[int, Path | None]:
@@ -82,7 +76,7 @@ def _new_file(size: int, directory: Path) -> tuple[int, Path | None]:
         if space.f_bavail * space.f_frsize < (1 + _SPARE_COPIES) * size:
             log.info("no room to hand weights over in shared memory, they go by socket", directory=str(directory))
             return -1, None
-        descriptor = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        descriptor = open_private(directory.resolve(), os.O_TMPFILE | os.O_RDWR)
         os.posix_fallocate(descriptor, 0, size)  # now, rather than by a SIGBUS at a later write
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
@@ -92,13 +86,13 @@ def _new_file(size: int, directory: Path) -> tuple[int, Path | None]:
     except OSError as error:
         log.info("weights cannot be handed over in shared memory, they go by socket", reason=str(error))
         if descriptor >= 0:
-            os.close(descriptor)
+            close(descriptor)
         return -1, None
     return descriptor, path
 
 
 def _remove(owner: int, descriptor: int, path: Path | None) -> None:
-    if path is not None and os.getpid() == owner:  # not at the end of a forked child
-        path.unlink(missing_ok=True)
-    if descriptor >= 0:
-        os.close(descriptor)
+    if path is None or os.getpid() != owner:  # at the end of a forked child, which has closed the file
+        return
+    path.unlink(missing_ok=True)
+    close(descriptor)

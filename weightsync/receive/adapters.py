@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from sluice.host_files import close, lock_now, open_private, owned_directory, remove_tree
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.receive.build import VersionBuilder
@@ -85,8 +85,8 @@ class AdapterStage:
     def close(self) -> None:
         """Remove everything; without effect the second time."""
         if self._path is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-            os.close(self._lock_file)
+            remove_tree(self._path)
+            close(self._lock_file)
             self._path = None
 
     async def _stage(self, manifest: pb.Manifest) -> tuple[StagedAdapter, UpdateTimings]:
@@ -102,7 +102,7 @@ class AdapterStage:
         parent = self._path = self._path or self._make_directory()
         directory = parent / f"v{version}-{manifest.digest}"
         part = directory.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
+        remove_tree(part)
         part.mkdir(mode=0o700)
         descriptor = os.open(part / "adapter_model.safetensors", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -111,7 +111,7 @@ class AdapterStage:
             part.rename(directory)
         finally:
             os.close(descriptor)
-            shutil.rmtree(part, ignore_errors=True)
+            remove_tree(part)
         tensors = {
             each.name: TensorSpec(each.dtype, tuple(each.global_shape))
             for shard in manifest.shards
@@ -133,7 +133,7 @@ class AdapterStage:
         if held is None:
             return
         for version in self._staged.keys() - set(held):
-            shutil.rmtree(self._staged.pop(version).path, ignore_errors=True)
+            remove_tree(self._staged.pop(version).path)
 
     def _make_directory(self) -> Path:
         self._parent.mkdir(parents=True, exist_ok=True)
@@ -150,32 +150,31 @@ class AdapterStage:
 
 
 def _remove_stale(parent: Path) -> None:
-    """Remove the directories whose replicas are dead."""
+    """Remove the directories of this user whose replicas are dead."""
     for directory in parent.glob(f"{_PREFIX}*"):
-        if _is_dead(directory):
-            shutil.rmtree(directory, ignore_errors=True)
+        if _is_dead(directory) and remove_tree(directory):
             log.info("removed what a dead replica had staged", path=str(directory))
 
 
 def _locked_file(directory: Path) -> int:
     """Make the lock file; it gets its name when it is locked, so that nobody sees it unlocked while its replica lives."""
     unnamed = directory / f"{_LOCK}.new"
-    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = open_private(unnamed, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     unnamed.rename(directory / _LOCK)
     return descriptor
 
 
-def _is_dead(directory: Path) -> bool:
-    """Whether nobody holds the lock. A directory without the file is being made, or none of ours."""
-    try:
-        descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+def _is_dead(path: Path) -> bool:
+    """Whether nobody holds the lock. A directory without the file is being made, or is not one of ours."""
+    with owned_directory(path) as directory:
+        if directory is None:
+            return False
+        try:
+            descriptor = open_private(_LOCK, os.O_RDWR, directory=directory)
+        except OSError:
+            return False
+        try:
+            return lock_now(descriptor, fcntl.LOCK_EX)
+        finally:
+            close(descriptor)

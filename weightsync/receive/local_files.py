@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from sluice.host_files import PeerFileError, open_peer_file
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.raw_chunks import RawChunk
 from weightsync.receive.pull import ChunkSink, PullError
@@ -41,13 +42,10 @@ def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None
         OSError: if there is no room for it.
     """
     try:
-        descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise PullError(f"{file.path} cannot be read: {error}") from error
+        descriptor = open_peer_file(file.path, file.device, file.inode, size)
+    except PeerFileError as error:
+        raise PullError(str(error)) from error
     try:
-        status = os.fstat(descriptor)
-        if (status.st_dev, status.st_ino, status.st_size) != (file.device, file.inode, size):
-            raise PullError(f"{file.path} is not the file that was named")
         block = memoryview(bytearray(min(_BLOCK_BYTES, size)))
         while sink.position < end:
             part = block[: min(len(block), end - sink.position)]

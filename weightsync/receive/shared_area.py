@@ -21,8 +21,8 @@ from pathlib import Path
 
 import structlog
 
+from sluice.host_files import close, is_at, lock_now, open_private, owned_directory, remove_unlocked, unlink_at
 from sluice.versions import Version
-from weightsync.receive.file_locks import close, is_at, lock_now, open_private
 from weightsync.receive.staging import StagingError
 
 __all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
@@ -239,7 +239,7 @@ def _parts(path: Path) -> list[str]:
 
 
 def remove_stale(parent: Path) -> list[Path]:
-    """Remove what the dead left of any run.
+    """Remove what dead processes of this user left, of any run.
 
     Returns:
         The staged versions that were removed.
@@ -249,49 +249,38 @@ def remove_stale(parent: Path) -> list[Path]:
 
 def _sweep(directory: Path) -> list[Path]:
     """Remove the files that no living process makes or uses, and the directory if it is empty then."""
-    try:
-        names = [each.name for each in directory.iterdir()]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return []
-    stems = {name.removesuffix(suffix) for name in names for suffix in (_BUILD, _PART, _FILE) if name.endswith(suffix)}
-    removed = [path for stem in sorted(stems) if _sweep_one(path := directory / f"{stem}{_FILE}")]
+    with owned_directory(directory) as opened:
+        if opened is None:
+            return []
+        names = os.listdir(opened)  # noqa: PTH208 - by descriptor
+        stems = {
+            name.removesuffix(suffix) for name in names for suffix in (_BUILD, _PART, _FILE) if name.endswith(suffix)
+        }
+        removed = [directory / f"{stem}{_FILE}" for stem in sorted(stems) if _sweep_one(opened, stem)]
+    for path in removed:
+        log.info("removed a version that a dead replica had staged", path=str(path))
     if stems or not names:
-        with contextlib.suppress(OSError):  # somebody uses it
+        with contextlib.suppress(OSError):  # a process uses it
             directory.rmdir()
     return removed
 
 
-def _sweep_one(path: Path) -> bool:
-    """Remove one version unless it is made or used; whether there was something to remove."""
-    lock_path = _beside(path, _BUILD)
+def _sweep_one(directory: int, stem: str) -> bool:
+    """Remove one version unless a process makes or uses it. Return whether there was one to remove."""
+    lock_name = f"{stem}{_BUILD}"
     try:
-        lock = open_private(lock_path, os.O_RDWR | os.O_CREAT)
-    except OSError:  # removed meanwhile, or another user's
+        lock = open_private(lock_name, os.O_RDWR | os.O_CREAT, directory=directory)
+    except OSError:  # the directory was removed in the meantime
         return False
     try:
-        if not lock_now(lock, fcntl.LOCK_EX) or not is_at(lock, lock_path):
+        if not lock_now(lock, fcntl.LOCK_EX) or not is_at(lock, lock_name, directory=directory):
             return False
-        _beside(path, _PART).unlink(missing_ok=True)
-        removed = _remove_unused(path)
-        lock_path.unlink(missing_ok=True)
+        unlink_at(directory, f"{stem}{_PART}")
+        removed = remove_unlocked(f"{stem}{_FILE}", directory=directory)
+        unlink_at(directory, lock_name)
     finally:
         close(lock)
     return removed
-
-
-def _remove_unused(path: Path) -> bool:
-    try:
-        descriptor = open_private(path, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        if not lock_now(descriptor, fcntl.LOCK_EX):
-            return False
-        path.unlink(missing_ok=True)
-    finally:
-        close(descriptor)
-    log.info("removed what a dead replica had staged", path=str(path))
-    return True
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -1,0 +1,213 @@
+"""Files that processes of one host share: file locks, removal of what dead processes left, files that a peer names.
+
+Directories such as ``/dev/shm`` are writable by everybody, so a name in them proves nothing: before anything is read or
+removed, the file itself is opened without following a symbolic link, and its type and owner are checked. All calls block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import structlog
+
+__all__ = [
+    "PeerFileError",
+    "close",
+    "is_at",
+    "lock_now",
+    "open_peer_file",
+    "open_private",
+    "owned_directory",
+    "remove_tree",
+    "remove_unlocked",
+    "unlink_at",
+]
+
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Follow no symbolic link, wait for no pipe, and do not pass to a program that this process starts."""
+
+_open: set[int] = set()
+"""Descriptors that a forked child closes: in an engine's process they would keep locks held and removed files in memory."""
+
+log = structlog.get_logger(__name__)
+
+
+class PeerFileError(Exception):
+    """The file that a peer named is not to be read here; the message says why."""
+
+
+def open_private(path: Path | str, flags: int, *, directory: int | None = None) -> int:
+    """Open a file, which is created for this user alone. A forked child does not keep it. Close it with `close`.
+
+    Args:
+        path: The file.
+        flags: As for `os.open`; a symbolic link at the end of the path is never followed.
+        directory: Descriptor of the directory that a relative path starts from.
+
+    Raises:
+        OSError: as `os.open`.
+    """
+    descriptor = os.open(path, flags | _SAFE, 0o600, dir_fd=directory)
+    _open.add(descriptor)
+    return descriptor
+
+
+def close(descriptor: int) -> None:
+    """Close what `open_private` opened; this releases its lock."""
+    _open.discard(descriptor)
+    os.close(descriptor)
+
+
+def lock_now(descriptor: int, kind: int) -> bool:
+    """Take a file lock (flock(2), which ends with its process) without waiting. Return False if another process holds it.
+
+    Args:
+        descriptor: The open file.
+        kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
+            raise
+        return False
+    return True
+
+
+def is_at(descriptor: int, path: Path | str, *, directory: int | None = None) -> bool:
+    """Whether the open file still has this name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=directory, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def owned_directory(path: Path) -> Iterator[int | None]:
+    """Open a directory to remove files in it by their names.
+
+    Returns:
+        Its descriptor, for ``dir_fd`` arguments. None if there is no such directory, if the path is a symbolic link, or if
+        another user owns it: then nothing in it is this user's to remove.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
+    except OSError:
+        yield None
+        return
+    try:
+        yield descriptor if os.fstat(descriptor).st_uid == os.getuid() else None
+    finally:
+        os.close(descriptor)
+
+
+def unlink_at(directory: int, name: str) -> None:
+    """Remove a name from an open directory; do nothing if it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+
+
+def remove_unlocked(path: Path | str, *, directory: int | None = None) -> bool:
+    """Remove a regular file of this user that no process has locked. Return whether it was removed.
+
+    Args:
+        path: The file.
+        directory: Descriptor of the directory that a relative path starts from.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _SAFE, dir_fd=directory)
+    except OSError:  # a symbolic link, another user's, or removed in the meantime
+        return False
+    try:
+        if not _is_own_file(os.fstat(descriptor)) or not lock_now(descriptor, fcntl.LOCK_EX):
+            return False
+        if not is_at(descriptor, path, directory=directory):
+            return False
+        os.unlink(path, dir_fd=directory)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def remove_tree(path: Path) -> bool:
+    """Remove a directory and everything in it. Symbolic links in it are removed, never followed.
+
+    Two threads may remove the same directory. What cannot be removed is logged.
+
+    Returns:
+        Whether the directory is gone. A path that is a symbolic link or a file stays.
+    """
+
+    def note(
+        _function: Callable[..., object], where: str, why: tuple[type[BaseException], BaseException, object]
+    ) -> None:
+        if not isinstance(why[1], FileNotFoundError):  # another thread was faster
+            failures.append(f"{where}: {why[1]}")
+
+    failures: list[str] = []
+    shutil.rmtree(path, onerror=note)
+    if failures:
+        log.warning("a directory could not be removed", path=str(path), error=failures[0], failures=len(failures))
+    return not failures
+
+
+def open_peer_file(path: str, device: int, inode: int, size: int, *, below: Path | None = None) -> int:
+    """Open a file that another process of this host named, to read it in place of a transfer.
+
+    Args:
+        path: Its name, which the peer may have chosen freely.
+        device: Number of the device that it lies on.
+        inode: Number of the file on that device. The two numbers tell a file from another one of the same name, such as in
+            another container.
+        size: Bytes that it must have.
+        below: Directory in which it must lie; None allows every directory.
+
+    Returns:
+        A descriptor; close it with `os.close`.
+
+    Raises:
+        PeerFileError: if it cannot be opened, is not a regular file of this user or of root, is not the file that was named,
+            or lies elsewhere.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _SAFE)
+    except (OSError, ValueError) as error:
+        raise PeerFileError(f"{path} cannot be opened ({error})") from error
+    status = os.fstat(descriptor)
+    # Asked of the kernel, because a directory on the path may be a symbolic link.
+    found = Path(f"/proc/self/fd/{descriptor}").readlink()
+    why_not = ""
+    if (status.st_dev, status.st_ino) != (device, inode):
+        why_not = "is another file on this host"
+    elif not stat.S_ISREG(status.st_mode):
+        why_not = "is not a regular file"
+    elif status.st_uid not in {os.getuid(), 0}:
+        why_not = f"belongs to user {status.st_uid}; only files of this user or of root are read"
+    elif status.st_size != size:
+        why_not = f"has {status.st_size} bytes, not {size}"
+    elif below is not None and not found.is_relative_to(below.resolve()):
+        why_not = f"does not lie below {below}"
+    if why_not:
+        os.close(descriptor)
+        raise PeerFileError(f"{path} {why_not}")
+    return descriptor
+
+
+def _is_own_file(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _close_in_child() -> None:
+    for descriptor in _open:
+        os.close(descriptor)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,74 @@
+"""Staged adapters: each replica has a directory that ends with the replica, even if a child that it forked lives on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+REPLICA = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
+from weightsync.receive.adapters import AdapterStage, AdapterUse
+from weightsync.receive.form_pull import BuildCost
+from weightsync.staged import ApplyReport
+
+class Builder:
+    async def build(self, target, held, descriptor):
+        return BuildCost()
+
+async def apply(staged):
+    return ApplyReport(staged.version, 0.0, 0.0)
+
+async def load(staged, timings):
+    return await apply(staged)
+
+stage = AdapterStage(Path(sys.argv[1]), "run", Builder(), AdapterUse(apply, lambda: {Version(1, 1)}))
+manifest = pb.Manifest(version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ADAPTER, digest="0" * 32)
+asyncio.run(stage.bring(manifest, load))
+if sys.argv[2] == "forks":
+    child = os.fork()
+    if not child:
+        signal.pause()
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def replica(stage_dir: Path, mode: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", REPLICA, str(stage_dir), mode], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_what_a_killed_replica_left_is_removed_although_its_forked_child_lives(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", REPLICA, str(tmp_path), "forks"], stdout=subprocess.PIPE, text=True
+    ) as killed:
+        assert killed.stdout is not None
+        child = int(killed.stdout.readline())
+        try:
+            killed.wait(timeout=60)
+            (left,) = tmp_path.glob("sluice_adapters-*")
+            other = replica(tmp_path, "ends")
+            assert other.returncode == 0, other.stderr
+            assert not left.exists()
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_link_and_a_stranger_s_directory_are_left_alone(tmp_path: Path) -> None:
+    stage_dir, target = tmp_path / "stage", tmp_path / "target"
+    for path in (stage_dir, target):
+        path.mkdir()
+    (target / ".lock").touch()
+    (target / "kept").touch()
+    link = stage_dir / "sluice_adapters-run-1.0"
+    link.symlink_to(target)
+    assert replica(stage_dir, "ends").returncode == 0
+    assert link.is_symlink()
+    assert (target / "kept").exists()
