@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen3MoeConfig,
 )
 
@@ -117,6 +118,23 @@ ARCHITECTURES = {
     "gemma2": Gemma2Config(**SIZES, head_dim=8),
     "gpt2": GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.5),
     "mamba": MambaConfig(vocab_size=128, hidden_size=32, num_hidden_layers=2),
+    "dynamic": LlamaConfig(
+        **SIZES,
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0},
+    ),
+    "longrope": Phi3Config(
+        **SIZES,
+        pad_token_id=0,
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+        },
+    ),
 }
 
 
@@ -143,6 +161,27 @@ def test_packed_log_probabilities_equal_those_of_each_sequence_alone(models, arc
         mask = sequence.loss_mask[1:]
         assert (values[1:][mask] - alone[mask]).abs().max() < 1e-5
         assert values[~sequence.loss_mask].isnan().all()
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_sequence_whose_length_changes_the_rope_frequencies_of_its_neighbours_is_refused(models, rope):
+    short, long = row([5, 6], [7, 8, 9], name="short"), row([3] * 20, [4] * 20, name="long")
+    engine = TrainEngine(TrainerConfig(device="cpu"), models[rope])
+    with pytest.raises(ValueError, match=rf"'long' has 40 tokens.*{rope}.*32"):
+        engine.forward([short, long])
+    plain = AutoModelForCausalLM.from_pretrained(models[rope], attn_implementation="eager").eval()
+    (values,) = engine.forward([short])
+    with torch.no_grad():
+        alone = torch.log_softmax(plain(short.input_ids.unsqueeze(0)).logits[0, :-1], -1)
+    assert torch.allclose(values[2:], alone.gather(1, short.input_ids[1:, None]).squeeze(1)[1:], atol=1e-5)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_rows_up_to_the_original_length_train_whatever_lies_beside_them(models, rope):
+    rows = [row([5, 6], [7, 8, 9], name="short"), row([3] * 20, [4] * 12, name="as long as allowed")]
+    engine = TrainEngine(TrainerConfig(device="cpu"), models[rope])
+    together = engine.forward(rows)
+    assert torch.allclose(together[0], engine.forward(rows[:1])[0], atol=1e-6, equal_nan=True)
 
 
 def test_logits_in_parts_give_the_same_gradient(models):

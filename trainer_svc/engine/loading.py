@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trainer_svc.engine.network import Head, Network
 from trainer_svc.engine.probe import check_packing
+from trainer_svc.engine.rope import fix_frequencies
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 
 __all__ = ["load_network"]
@@ -62,7 +63,10 @@ def load_network(
     if head == "both" and not own_head:
         raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
     value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
-    return Network(model, device, dtype, logit_cells, own_head, value_head[head], head, files=files)
+    longest_row = fix_frequencies(model)
+    return Network(
+        model, device, dtype, logit_cells, own_head, value_head[head], head, files=files, longest_row=longest_row
+    )
 
 
 def _unread(path: str, head: Head) -> tuple[PreTrainedModel, WeightFiles, bool] | None:

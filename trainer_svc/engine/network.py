@@ -66,6 +66,7 @@ class Network:
         root: What gathers sharded weights around the forward pass, where there are several processes.
         varlen: Whether attention takes the kernel for sequences of varying length.
         files: Where the weights on the "meta" device are to be read from, once it is known which part of them is kept.
+        longest_row: Most tokens of a sequence; None means any number. See `trainer_svc.engine.rope`.
     """
 
     model: PreTrainedModel
@@ -79,6 +80,7 @@ class Network:
     root: Root | None = None
     varlen: bool = False
     files: WeightFiles | None = None
+    longest_row: int | None = None
 
     @property
     def vocabulary(self) -> int:

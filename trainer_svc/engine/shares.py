@@ -7,6 +7,8 @@ from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING
 
 from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.engine.forwarded import forwarded
+from trainer_svc.engine.network import Network
 from trainer_svc.engine.outputs import LossWeight
 from trainer_svc.engine.packing import empty_batch, pack
 from trainer_svc.parallel.agreement import check_same_rows
@@ -42,6 +44,7 @@ def micro_batches(
 
     def packed() -> tuple[list[MicroBatch], float]:
         _check_ids(sequences, engine.network.vocabulary)
+        _check_lengths(sequences, engine.network)
         chosen = sequences if contributes is None else [each for each in sequences if contributes(each)]
         fold = engine.config.fold_prompts
         batches = pack(chosen, engine.config.token_budget, fold=fold, whole_groups=whole_groups)
@@ -59,4 +62,17 @@ def _check_ids(sequences: Rows[Sequence], vocabulary: int) -> None:
         if low < 0 or high >= vocabulary:
             raise ValueError(
                 f"sequence {sequence.trajectory_id!r} has a token id outside of the vocabulary [0, {vocabulary}): was it made with another tokenizer?"
+            )
+
+
+def _check_lengths(sequences: Rows[Sequence], network: Network) -> None:
+    if network.longest_row is None:
+        return
+    for sequence in sequences:
+        if len(forwarded(sequence)) > network.longest_row:
+            kind = network.model.config.get_text_config().rope_parameters
+            raise ValueError(
+                f"sequence {sequence.trajectory_id!r} has {len(sequence)} tokens, and this model's RoPE ({kind.get('rope_type', 'per layer')}) has "
+                f"other frequencies beyond {network.longest_row}, which would also change the sequences packed beside it: "
+                "generate or keep shorter sequences (rollout.max_model_len, max_length), or choose another model"
             )
