@@ -34,7 +34,7 @@ def fix_frequencies(model: PreTrainedModel) -> int | None:
                 limits.append(int(_parameters(module.config, layer_type)["original_max_position_embeddings"]))
             elif "dynamic" in kind:
                 limits.append(int(module.original_max_seq_len))
-        module.rope_type = {name: "fixed" for name in kinds} if isinstance(kinds, Mapping) else "fixed"
+        module.rope_type = dict.fromkeys(kinds, "fixed") if isinstance(kinds, Mapping) else "fixed"
     return min(limits, default=None)
 
 
