@@ -151,6 +151,11 @@ class Choices:
                 f"kl_where = reward is read by the estimators gae and reinforce_pp, not by {self.advantage or 'none'}: "
                 "set advantage to one of them, or kl_where to loss"
             )
+        if self.kl_coef > 0 and self.kl_where == "loss" and self.kl_kind == "k1":
+            raise ValueError(
+                "kl_kind = k1 cannot be a term of the loss: on-policy its expected gradient is zero, so kl_coef would regularise "
+                "nothing; set kl_kind to k2 or k3, or kl_where to reward with the estimator gae or reinforce_pp"
+            )
         if self.name == "m2po" and self.proximal != "recompute":
             raise ValueError(
                 f"m2po selects tokens by (log b - log o)^2 before the first step, where {self.proximal} makes it 0 everywhere: "

@@ -108,7 +108,8 @@ class ObjectiveConfig(Section):
         description="Weight of the KL term to the reference policy, per nat; needs reference log-probabilities; unset takes the preset's, 0 for most.",
     )
     kl_kind: KlKind | None = Field(
-        None, description="Estimator of the KL term: k1, k2 or k3; unset takes the preset's."
+        None,
+        description="Estimator of the KL term: k2 or k3, in the reward also k1 (as a loss it has no effect and is refused); unset takes the preset's.",
     )
     kl_where: KlWhere | None = Field(
         None, description="Where the KL term goes: loss, or reward (gae and reinforce_pp); unset takes the preset's."

@@ -17,7 +17,7 @@ from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.corrections import CORRECTIONS, TokenWeights, off_policy_sequence_mask, veto
 from trainer_svc.objectives.diagnostics import correction_spread, policy_gap
 from trainer_svc.objectives.imported import check_parameters, find_surrogate
-from trainer_svc.objectives.kl import kl_estimate
+from trainer_svc.objectives.kl import kl_loss
 from trainer_svc.objectives.surrogates import Surrogate, TokenLosses
 from trainer_svc.objectives.terms import TokenTerms
 
@@ -176,7 +176,7 @@ class Objective:
                     "kl_coef is above 0 but the batch has no reference log-probabilities: send them, name a reference model, "
                     "or set kl_coef to 0"
                 )
-            kl = kl_estimate(self.choices.kl_kind, terms.current, terms.reference)
+            kl = kl_loss(self.choices.kl_kind, terms.current, terms.reference)
             loss = loss + self._loss_kl_coef * kl
             sums["kl"] = kl.detach().sum()
         if terms.entropy is not None:

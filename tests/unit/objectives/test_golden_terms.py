@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -19,12 +20,7 @@ def test_golden_aggregation(preset, aggregation):
     expect(preset, FORMULAS[preset], params, aggregation=aggregation)
 
 
-def clamp(value: float) -> float:
-    return min(max(value, -10.0), 10.0)
-
-
 KL = {
-    "k1": (lambda x: x, lambda x: 1.0),
     "k2": (lambda x: x * x / 2, lambda x: x),
     "k3": (lambda x: math.exp(-x) - 1 + x, lambda x: 1 - math.exp(-x)),
 }
@@ -46,13 +42,42 @@ def test_golden_kl_in_the_loss(preset, kind):
     assert result["metrics"]["kl"] == pytest.approx(sum(gaps) / 13)
 
 
-@pytest.mark.parametrize("kind", KL)
-def test_golden_kl_stays_within_ten_nats_and_has_no_gradient_beyond(kind):
-    far = [[replace(token, ref=token.t + 30.0, a=0.0) for token in row] for row in BATCH]
-    params = {"kl_coef": 1.0, "kl_kind": kind}
-    expect(
-        "dapo", lambda token, row: (clamp({"k1": -20.0, "k2": 200.0, "k3": math.exp(20)}[kind]), 0.0), params, batch=far
-    )
+def k3(x: float) -> tuple[float, float]:
+    """Value and slope of the k3 loss, linear below -3."""
+    if x >= -3:
+        return math.exp(-x) - 1 + x, 1 - math.exp(-x)
+    return math.exp(3) - 4 - (math.exp(3) - 1) * (x + 3), 1 - math.exp(3)
+
+
+@pytest.mark.parametrize("x", [-30.0, -10.0, -3.5, -3.0, -2.9, -1.0, 0.0, 4.0, 30.0])
+@pytest.mark.parametrize(("kind", "formula"), [("k2", lambda x: (x * x / 2, x)), ("k3", k3)])
+def test_golden_kl_in_the_loss_keeps_its_gradient_however_far_the_policy_is(kind, formula, x):
+    far = [[replace(token, ref=token.t - x, a=0.0) for token in row] for row in BATCH]
+    result = expect("dapo", lambda *_: formula(x), {"kl_coef": 1.0, "kl_kind": kind}, batch=far)
+    assert result["metrics"]["kl"] == pytest.approx(formula(x)[0], abs=1e-14)
+
+
+def test_the_gradient_of_the_k3_loss_is_bounded_and_does_not_jump():
+    """It never exceeds 19.1 per nat, and never vanishes where the policy has fallen below the reference."""
+    steps = [-30 + 0.01 * place for place in range(3001)]
+    slopes = []
+    for x in steps:
+        case = as_case("sft", {"kl_coef": 1.0, "kl_kind": "k3"}, batch=[[replace(BATCH[0][1], ref=BATCH[0][1].t - x)]])
+        slopes.append(result_of(case)["grad"][0][0] + 1.0)  # sft's own gradient is -1
+    assert slopes == pytest.approx([k3(x)[1] for x in steps], abs=1e-12)
+    assert min(slopes) == pytest.approx(1 - math.exp(3))
+    assert all(later >= earlier - 1e-12 for earlier, later in itertools.pairwise(slopes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "paid"),
+    [("k1", -30.0, -10.0), ("k1", 4.0, 4.0), ("k2", -30.0, 10.0), ("k3", -30.0, 10.0), ("k3", -2.0, math.exp(2) - 3)],
+)
+def test_golden_kl_in_the_reward_is_clamped_to_ten_nats(kind, x, paid):
+    sequence = {"logp": [-1.0], "behaviour_logp": [-1.0], "ref_logp": [-1.0 - x], "reward": 2.0, "values": [0.0]}
+    params = {"kl_coef": 0.5, "kl_kind": kind, "kl_where": "reward"}
+    result = result_of({"preset": "ppo", "params": params, "sequences": [sequence]})
+    assert result["advantages"] == [pytest.approx([2.0 - 0.5 * paid])]
 
 
 def test_masks_and_corrections_concern_the_surrogate_and_not_the_kl_term():

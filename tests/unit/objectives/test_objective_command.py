@@ -61,6 +61,7 @@ def test_it_prints_one_json_object_with_loss_gradient_and_metrics(source, tmp_pa
         ({"params": {"proximal": "loglinear", "correction": "token_tis"}}, "needs version, and versions"),
         ({"params": {"preset": "aipo"}}, "write preset beside params"),
         ({"params": {"kl_coef": 0.1, "kl_where": "reward"}}, "kl_where to loss"),
+        ({"params": {"kl_coef": 0.1, "kl_kind": "k1"}}, "expected gradient is zero"),
         ({"sequences": [{"logp": [math.nan], "behaviour_logp": [-1.0], "advantage": 1.0}]}, "logp is nan at a token"),
         ({"sequences": [{"logp": [-1.0], "behaviour_logp": [-1.0], "proximal_logp": [None]}]}, "proximal_logp is null at a token"),
         ({"sequences": [{"logp": [-1.0], "proximal_logp": [-1.0]}, {"logp": [-1.0]}]}, "proximal_logp is missing in sequences[1]"),

@@ -138,6 +138,7 @@ def test_gradients_do_not_depend_on_micro_batches_or_order(preset, aggregation):
             preset=preset,
             kl_coef=0.05,
             kl_where="loss",
+            kl_kind="k3",
             entropy_coef=0.01,
             **with_aggregation(preset, aggregation),
             **form,

@@ -57,11 +57,19 @@ TIS = {"kind": "token_tis"}
         ({"preset": "reinforce_pp", "gae_lambda": 0.9}, "read by the estimators gae"),
         ({"preset": "ppo", "process_scale": "group"}, "set advantage to process"),
         ({"preset": "grpo", "kl_coef": 0.1, "kl_where": "reward"}, "kl_where to loss"),
+        # A term of the loss without an effect.
+        ({"preset": "grpo", "kl_coef": 0.1, "kl_kind": "k1"}, "expected gradient is zero"),
+        ({"preset": "reinforce_pp", "kl_where": "loss"}, "set kl_kind to k2 or k3"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(settings, message):
     with pytest.raises(ValidationError, match=message):
         ObjectiveConfig(**settings)
+
+
+def test_k1_is_allowed_in_the_reward() -> None:
+    choices = ObjectiveConfig(preset="ppo", kl_coef=0.1, kl_kind="k1", kl_where="reward").choices
+    assert (choices.kl_kind, choices.kl_where) == ("k1", "reward")
 
 
 @pytest.mark.parametrize("kind", CORRECTION_BOUNDS)
