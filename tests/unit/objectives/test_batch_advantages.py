@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_rows import training_row
 from thread_ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import loglinear_share, token_rewards, with_advantages, with_selection
 from trainer_svc.objectives.process_rewards import turns_of
-from trainer_svc.objectives.value_loss import clipped_value_loss, discounted_sum
+from trainer_svc.objectives.value_loss import clipped_value_loss, discounted_sum, gae
 from trainer_svc.update.trainable import keep_trainable
 
 # Two turns of 2 and 3 sampled tokens with an observation of two tokens between them, and padding-like tokens behind.
@@ -101,6 +102,87 @@ def test_rewards_to_go(gamma):
     assert discounted_sum(rewards, gamma).tolist() == pytest.approx(
         [1.0 - 2.0 * gamma + 0.5 * gamma**2, -2.0 + 0.5 * gamma, 0.5]
     )
+
+
+DISCOUNTS = st.one_of(st.floats(0.0, 1.0), st.sampled_from([0.0, 1e-160, 0.5, 0.999, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("discount", [0.0, 1e-30, 0.5, 0.95, 0.999, 1.0])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 63, 64, 65, 5000])
+def test_golden_discounted_sums_against_the_loop(tokens, discount, dtype):
+    values = torch.randn(tokens, generator=torch.Generator().manual_seed(tokens), dtype=dtype)
+    kept, total, expected = values.clone(), 0.0, []
+    for value in reversed(values.tolist()):
+        total = value + discount * total
+        expected.insert(0, total)
+    sums = discounted_sum(values, discount)
+    assert sums.dtype == torch.float64
+    assert sums.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert torch.equal(values, kept), "the values themselves are not changed"
+
+
+def test_discounted_sums_of_very_long_rows_neither_overflow_nor_lose_precision():
+    ones = torch.ones(1 << 17)
+    for discount in (1e-5, 0.5, 0.99, 0.9999):
+        expected = (1 - discount ** len(ones)) / (1 - discount)
+        assert float(discounted_sum(ones, discount)[0]) == pytest.approx(expected, rel=1e-13)
+    assert float(discounted_sum(ones, 1.0)[0]) == len(ones)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the tensor operations inside."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_advantages_are_computed_without_a_look_at_single_tokens():
+    """A tensor without content would refuse that; and the number of operations grows with the logarithm of the tokens."""
+    counts = []
+    for tokens in (1 << 8, 1 << 16):
+        column_ = torch.empty(tokens, device="meta")
+        with Operations() as operations:
+            gae(column_, column_, bootstrap=0.0, gamma=0.99, gae_lambda=0.95)
+        counts.append(operations.count)
+    assert counts[1] < 2.5 * counts[0]
+
+
+episodes = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.booleans(), st.floats(-3, 3), st.floats(-3, 3)), min_size=1, max_size=40),
+        st.booleans(),
+        st.floats(-3, 3),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(episodes, DISCOUNTS, DISCOUNTS)
+def test_gae_is_the_loop_over_the_loss_tokens_of_each_episode(drawn, gamma, gae_lambda):
+    """Whatever the masks, and whether an episode ended or its length cut it off."""
+    rows, expected = [], []
+    for tokens, truncated, after in drawn:
+        values = [value for taken, value, _ in tokens if taken]
+        rewards = [reward for taken, _, reward in tokens if taken]
+        mask = [0, *(int(taken) for taken, _, _ in tokens)]
+        rows.append(training_row(mask, values=values, token_rewards=rewards, truncated=truncated))
+        following, carried, advantages = after if truncated else 0.0, 0.0, []
+        for value, reward in zip(reversed(values), reversed(rewards), strict=True):
+            carried = reward + gamma * following - value + gamma * gae_lambda * carried
+            following = value
+            advantages.insert(0, carried)
+        expected.append((advantages, [a + v for a, v in zip(advantages, values, strict=True)]))
+    config = choices(preset="ppo", gamma=gamma, gae_lambda=gae_lambda)
+    results = with_advantages(rows, config, bootstraps=[after for _, _, after in drawn])
+    for result, (advantages, returns) in zip(results, expected, strict=True):
+        assert at(result, "advantages") == pytest.approx(advantages, rel=1e-9, abs=1e-9)
+        assert at(result, "returns") == pytest.approx(returns, rel=1e-9, abs=1e-9)
 
 
 def test_rewards_per_token_replace_the_reward_of_the_episode():
