@@ -136,6 +136,7 @@ async def _parts(
                 scorer=scorer,
                 tasks=await asyncio.to_thread(environment.tasks, config.evaluation.split, common.seed),
                 config=config,
+                request_prefix=f"{common.run}/{journal.start}",
             )
         yield (
             RunParts(

@@ -121,7 +121,7 @@ class Dispatcher:
         scored = ScoredGroup()
         try:
             async with asyncio.timeout(parts.config.deadlines.episode_s):
-                prefix = f"{parts.common.run}/{name}/{parts.scheduler.epoch}"
+                prefix = f"{parts.common.run}/{name}/{parts.journal.start}"
                 scored = await parts.episodes.run(task, name, version, prefix)
         except TimeoutError:
             reason, problem = Reason.EPISODE_DEADLINE, f"not done in {parts.config.deadlines.episode_s:g} s"

@@ -40,6 +40,10 @@ class Journal:
         segment_bytes: Size of a segment.
         queue_records: Records that may wait; more are an error.
 
+    Attributes:
+        start: How many processes have opened this journal so far, this one included. Names that another service
+            remembers, such as request ids, carry it: a task that is drawn again then gets new ones.
+
     Raises:
         JournalError: if the journal belongs to something else or cannot be read.
     """
@@ -57,6 +61,7 @@ class Journal:
         self._directory = run_dir / "journal"
         self._index = JournalIndex(run_dir / "journal.sqlite")
         self._index.identify(identity)
+        self.start = self._index.count_start()
         self._segments = SegmentWriter(self._directory, segment_bytes)
         self._interval_s, self._queue_records = fsync_interval_s, queue_records
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")

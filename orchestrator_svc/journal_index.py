@@ -133,6 +133,14 @@ class JournalIndex:
         for key, value in wanted.items():
             self.set_meta(key, value)
 
+    def count_start(self) -> int:
+        """Count one more start of the orchestrator; return the number of starts, this one included."""
+        self.connection.execute(
+            "INSERT INTO meta VALUES ('starts', '1')"
+            " ON CONFLICT DO UPDATE SET value = CAST(CAST(value AS INTEGER) + 1 AS TEXT)"
+        )
+        return int(self.connection.execute("SELECT value FROM meta WHERE key = 'starts'").fetchone()[0])
+
     def set_meta(self, key: str, value: str) -> None:
         """Write one fact."""
         self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))

@@ -44,6 +44,7 @@ class PinnedEvaluation:
         scorer: Scores completions.
         tasks: Tasks of the evaluated split.
         config: Settings of the orchestrator.
+        request_prefix: Begins the names of all requests; unique to the run and this process.
     """
 
     def __init__(
@@ -55,9 +56,11 @@ class PinnedEvaluation:
         scorer: Scorer | None,
         tasks: Sequence[Task],
         config: OrchestratorConfig,
+        request_prefix: str,
     ) -> None:
         self.holds_all = False
         self._pool, self._engine, self._workflow, self._scorer = pool, engine, workflow, scorer
+        self._request_prefix = request_prefix
         self._tasks, self._config = tasks[: config.evaluation.prompts], config
 
     async def run(self, wanted: Version) -> tuple[Version, EvalResult]:
@@ -80,7 +83,7 @@ class PinnedEvaluation:
                     stop=tuple(self._config.sampling.stop),
                     concurrency=settings.concurrency,
                     version=version,
-                    name=f"eval-{version}",
+                    name=f"{self._request_prefix}/eval-{version}",
                 )
                 engine = self._engine.pinned(replica)
                 return version, await evaluate(engine, self._workflow, self._scorer, self._tasks, plan)

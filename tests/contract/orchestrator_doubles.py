@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import OrchestratorConfig
+from rollout_svc.repeats import Repeats
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import (
@@ -55,7 +56,10 @@ class Sampled:
 
 @dataclass
 class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.RolloutAdminServiceServicer):
-    """Answers with ``n`` samples whose text is scripted."""
+    """Answers with ``n`` samples whose text is scripted.
+
+    Like a real replica it answers a repeated request id from memory, and refuses the id for any other content.
+    """
 
     name: str = "replica-0"
     version: Version = BASE
@@ -66,11 +70,18 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
     finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
+    repeats: Repeats = field(default_factory=lambda: Repeats(300.0, 100_000, 1 << 30))
 
     def __post_init__(self) -> None:
         self.gate.set()
 
     async def Generate(self, request, context):
+        if not request.request_id:
+            return await self._sample(request)
+        content = request.SerializeToString(deterministic=True)
+        return await self.repeats.once(request.request_id, content, lambda: self._sample(request))
+
+    async def _sample(self, request):
         if self.failures:
             raise self.failures[0] if len(self.failures) == 1 else self.failures.pop(0)
         if self.version < Version.from_proto(request.min_policy_version):
@@ -116,7 +127,10 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
 
 @dataclass
 class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
-    """Applies batches as soon as `permits` allow it and publishes each version to the replicas."""
+    """Applies batches, at once if `automatic`, and publishes each version to the replicas.
+
+    Like a real trainer it takes a repeated batch id for a duplicate only if the trajectories are the same.
+    """
 
     replicas: list[RolloutDouble] = field(default_factory=list)
     automatic: bool = True
@@ -125,12 +139,13 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     checkpoint: Version = BASE
     epochs: list[int] = field(default_factory=list)
     waiting: list[tuple[trainer_pb2.BatchHeader, list[tokens_pb2.Trajectory]]] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
+    known: dict[str, bytes] = field(default_factory=dict)
     history: dict[int, list[tokens_pb2.Trajectory]] = field(default_factory=dict)
     headers: list[trainer_pb2.BatchHeader] = field(default_factory=list)
     checkpoints: list[int] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     reports: dict[int, trainer_pb2.StepReport] = field(default_factory=dict)
+    last_batch_ids: dict[int, str] = field(default_factory=dict)
     phase: int = trainer_pb2.TRAINER_PHASE_READY
     estimator: str = ""
     verdict: Callable[[tokens_pb2.Trajectory], str] = lambda trajectory: ""
@@ -148,6 +163,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.BeginEpochResponse(
             policy_version=self.version.to_proto(),
             restored_version=origin.to_proto(),
+            last_batch_id=self.last_batch_ids.get(origin.number, ""),
             next_sequence_no=origin.number + 1,
         )
 
@@ -168,14 +184,17 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             raise SluiceError.failed_precondition("WRONG_EPOCH", "another epoch")
         assert len(trajectories) == header.trajectory_count
         self.headers.append(header)
+        content = trainer_pb2.TrajectoryPart(trajectories=trajectories).SerializeToString(deterministic=True)
         if header.batch_id in self.known:
+            if self.known[header.batch_id] != content:
+                raise SluiceError.already_exists("BATCH_ID_REUSED", f"batch {header.batch_id} held other trajectories")
             return trainer_pb2.SubmitBatchResponse(batch_id=header.batch_id, duplicate=True)
         expected = self.version.number + len(self.waiting) + 1
         if header.sequence_no != expected:
             raise SluiceError.failed_precondition("WRONG_SEQUENCE_NO", f"expected {expected}")
         if len(self.waiting) >= 2:
             raise SluiceError.resource_exhausted("QUEUE_FULL", "full", 0.01)
-        self.known.add(header.batch_id)
+        self.known[header.batch_id] = content
         self.waiting.append((header, trajectories))
         if self.automatic:
             self.run_freely()
@@ -192,6 +211,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         header, trajectories = self.waiting.pop(0)
         self.version = Version(self.version.epoch, header.sequence_no)
         self.history[header.sequence_no] = trajectories
+        self.last_batch_ids[header.sequence_no] = header.batch_id
         self.reports[header.sequence_no] = trainer_pb2.StepReport(
             policy_version=self.version.to_proto(),
             batch_id=header.batch_id,
@@ -220,13 +240,19 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def GetTrainerState(self, request, context):
         return trainer_pb2.GetTrainerStateResponse(
-            phase=self.phase, policy_version=self.version.to_proto(), advantage_estimator=self.estimator
+            phase=self.phase,
+            policy_version=self.version.to_proto(),
+            advantage_estimator=self.estimator,
+            queued_batches=len(self.waiting),
+            next_sequence_no=self.version.number + len(self.waiting) + 1,
         )
 
     async def WatchSteps(self, request, context):
         number, epoch = request.from_number, self.version.epoch
         while True:
             changed = self.changed
+            if number <= self.version.number and number not in self.reports:
+                raise SluiceError.not_found("REPORT_NOT_KEPT", f"the report of version {number} is not kept")
             while number in self.reports:
                 yield trainer_pb2.WatchStepsResponse(step=self.reports[number])
                 number += 1

@@ -257,6 +257,34 @@ async def test_an_orchestrator_that_comes_back_rejoins_the_epoch(scene) -> None:
     assert report["trajectories_accepted"] == 20
 
 
+async def test_a_group_that_is_drawn_again_gets_request_ids_of_its_own(scene) -> None:
+    trainer, replica = scene.trainer, scene.replicas[0]
+    trainer.automatic = False
+    first = scene.start(common={"max_staleness": 1})
+    await scene.until(lambda: len(trainer.waiting) == 2)
+    replica.gate.clear()
+    trainer.apply()
+    await scene.until(lambda: len(replica.calls) > 4)
+    begun = {call.request.request_id for call in replica.calls[4:]}
+    first.cancel()
+    await asyncio.wait({first})
+    replica.gate.set()
+    # The replica remembers what it was asked; the second process asks under a newer version.
+    for request_id in begun:
+        with contextlib.suppress(SluiceError):
+            await replica.repeats.once(request_id, b"asked before", _nothing)
+    trainer.run_freely()
+    async with asyncio.timeout(DEADLINE_S):
+        await scene.start(common={"max_staleness": 1})
+    report = scene.report()
+    assert (report["state"], report["groups_failed"]) == ("succeeded", {})
+    assert report["trajectories_trained"] == 16
+
+
+async def _nothing() -> rollout_pb2.GenerateResponse:
+    return rollout_pb2.GenerateResponse()
+
+
 async def test_a_signal_ends_the_run_without_a_failure_and_says_that_it_is_unfinished(scene) -> None:
     scene.trainer.automatic = False
     task = scene.start(common={"max_staleness": 1})
@@ -367,6 +395,7 @@ async def test_evaluation_holds_a_replica_at_one_version(scene) -> None:
     assert hold.owner == follow.owner
     greedy = [call for call in replica.calls if call.request.sampling.temperature == 0]
     assert len(greedy) == 5
+    assert all(call.request.request_id.startswith("test/1/eval-") for call in greedy), "named by run and process"
     (event,) = await events
     assert event.evaluation_finished.metrics["reward_mean"] == pytest.approx((0.5 + 2 / 3) / 2)
     assert report["evaluations"][0]["eval/greedy_reward_mean"] == 0.5

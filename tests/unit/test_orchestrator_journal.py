@@ -107,6 +107,14 @@ async def test_every_epoch_is_new_even_if_the_trainer_never_answered(tmp_path) -
     assert again.resumes
 
 
+async def test_every_process_that_opens_the_journal_has_a_number_of_its_own(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    await killed(journal)
+    again = open_journal(tmp_path)
+    assert (journal.start, again.start) == (1, 2)
+    await again.close()
+
+
 async def test_dropped_groups_are_counted_and_forgotten(tmp_path) -> None:
     journal = open_journal(tmp_path)
     accept(journal, 1)
