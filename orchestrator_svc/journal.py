@@ -69,6 +69,8 @@ class Journal:
         self._flushing: asyncio.Task[None] | None = None
         self._failure: JournalError | None = None
         self._checkpoints: list[int] = []
+        self._delete_segments = False
+        self._delete_unneeded_segments()  # those that a killed process left between its commit and their deletion
         self.resumes = self._index.has_run()
         self.position = 0
 
@@ -145,14 +147,16 @@ class Journal:
 
     def cover(self, number: int) -> None:
         """A checkpoint at version `number` is complete: what the one before it holds is no longer needed."""
+        if self._checkpoints[-1:] == [number]:
+            return  # the same checkpoint again, such as the periodic one and the final one of the last step
         self._checkpoints.append(number)
         if len(self._checkpoints) < 2:
             return
         previous = self._checkpoints[-2]
 
-        def record(index: JournalIndex, segments: SegmentWriter) -> None:
-            oldest = index.prune(previous)
-            segments.delete_below(oldest or segments.number)
+        def record(index: JournalIndex, _segments: SegmentWriter) -> None:
+            index.prune(previous)
+            self._delete_segments = True
 
         self._record(record)
 
@@ -162,10 +166,10 @@ class Journal:
         """Return when everything recorded so far is on disk.
 
         Raises:
-            JournalError: if it cannot be written.
+            JournalError: if it cannot be written, now or at any time before.
         """
         while self._flushing is not None and self._failure is None:
-            await asyncio.shield(self._flushing)
+            await asyncio.wait({self._flushing})
         if self._failure is not None:
             raise self._failure
 
@@ -199,7 +203,10 @@ class Journal:
 
     async def _ask(self, question: Callable[[JournalIndex], _Answer]) -> _Answer:
         await self.durable()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._index)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, question, self._index)
+        except sqlite3.Error as error:
+            raise JournalError(f"cannot read the journal in {self._directory.parent}: {error}") from error
 
     def _record(self, record: Record) -> None:
         if self._failure is not None:
@@ -220,14 +227,21 @@ class Journal:
                 await asyncio.sleep(self._interval_s)
                 records, self._waiting = self._waiting, []
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records)
-        except (OSError, sqlite3.Error) as error:
-            self._failure = JournalError(f"cannot write the journal in {self._directory.parent}: {error}")
-            log.error("journal failed", error=str(error))  # noqa: TRY400 - whoever waits for it raises
+        except BaseException as error:
+            # Whatever the error is, these records are lost: nothing after them may be called durable.
+            self._failure = JournalError(
+                f"cannot write the journal in {self._directory.parent}: {type(error).__name__}: {error};"
+                " see to the disk, then start the run again: it continues from what was written before"
+            )
+            log.error("the journal failed", error=repr(error))  # noqa: TRY400 - `durable` raises it
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._flushing = None
 
     def _commit(self, records: Sequence[Record]) -> None:
         connection = self._index.connection
+        self._delete_segments = False
         connection.execute("BEGIN IMMEDIATE")
         try:
             for record in records:
@@ -235,8 +249,18 @@ class Journal:
             self._segments.sync()
             connection.execute("COMMIT")
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
             raise
+        if self._delete_segments:
+            self._delete_unneeded_segments()
+
+    def _delete_unneeded_segments(self) -> None:
+        """Delete the segments that the committed index no longer names; one that stays is tried again at the next start."""
+        try:
+            self._segments.delete_below(self._index.oldest_segment() or self._segments.number)
+        except OSError as error:
+            log.warning("cannot delete an old segment of the journal", error=str(error))
 
 
 def _allot(index: JournalIndex) -> int:

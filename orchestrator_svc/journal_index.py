@@ -211,14 +211,17 @@ class JournalIndex:
             [(sequence_no, reason, amount) for reason, amount in dropped.items()],
         )
 
-    def prune(self, covered: int) -> int:
-        """Forget the trajectories of batches up to `covered`; returns the oldest segment that is still needed, or 0."""
+    def prune(self, covered: int) -> None:
+        """Forget the trajectories of batches up to `covered`."""
         run = self.connection.execute
         inside = "SELECT number FROM batch_groups WHERE sequence_no <= ?"
         run(f"DELETE FROM trajectories WHERE number IN ({inside})", (covered,))  # noqa: S608 - a constant
         run(f"DELETE FROM groups WHERE number IN ({inside})", (covered,))  # noqa: S608 - a constant
         run("DELETE FROM batch_groups WHERE sequence_no <= ?", (covered,))
-        return int(run("SELECT COALESCE(MIN(segment), 0) FROM trajectories").fetchone()[0])
+
+    def oldest_segment(self) -> int:
+        """Return the number of the oldest segment that holds a trajectory; 0 if none does."""
+        return int(self.connection.execute("SELECT COALESCE(MIN(segment), 0) FROM trajectories").fetchone()[0])
 
     def locations(self, number: int) -> list[Location]:
         """Where the trajectories of a group lie, in order."""

@@ -114,7 +114,7 @@ class SegmentWriter:
         """Delete the segments below a number; returns how many."""
         old = [each for each in segment_numbers(self._directory) if each < number and each != self._number]
         for each in old:
-            segment_path(self._directory, each).unlink()
+            segment_path(self._directory, each).unlink(missing_ok=True)
         return len(old)
 
     def _open(self) -> BinaryIO:

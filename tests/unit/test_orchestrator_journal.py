@@ -176,6 +176,49 @@ async def test_segments_live_until_the_checkpoint_before_the_last_covers_them(tm
         recovery.after(1)
 
 
+async def four_applied(directory: Path) -> Journal:
+    """A journal with four applied batches, each in a segment of its own."""
+    journal = open_journal(directory, segment_bytes=1)
+    journal.open_epoch(await journal.allot_epoch(), BASE, [])
+    for number in (1, 2, 3, 4):
+        accept(journal, number, count=1)
+        journal.make_batch(Batch(number, f"b{number}", (number,)))
+        journal.apply_batch(number, 1, {}, 1.0)
+    await journal.durable()
+    return journal
+
+
+async def test_no_segment_is_deleted_by_a_transaction_that_fails(tmp_path) -> None:
+    journal = await four_applied(tmp_path)
+    journal.cover(2)
+    journal.cover(4)
+    journal.generated(TOO_LARGE)
+    with pytest.raises(JournalError):
+        await journal.durable()
+    again = open_journal(tmp_path)
+    for number in (1, 2, 3, 4):
+        assert await again.read_group(number) == [record(f"g{number}-0")]
+
+
+async def test_a_segment_that_a_killed_process_left_behind_is_removed_at_the_next_start(tmp_path) -> None:
+    journal = await four_applied(tmp_path)
+    left = segment_path(tmp_path / "journal", 1).read_bytes()
+    journal.cover(2)
+    journal.cover(4)
+    await killed(journal)
+    segment_path(tmp_path / "journal", 1).write_bytes(left)
+    again = open_journal(tmp_path)
+    assert segment_numbers(tmp_path / "journal") == [3, 4]
+    assert await again.read_group(3) == [record("g3-0")]
+
+
+async def test_two_checkpoints_at_one_version_leave_the_one_before_them_usable(tmp_path) -> None:
+    journal = await four_applied(tmp_path)
+    for version in (2, 4, 4):
+        journal.cover(version)
+    assert [batch.sequence_no for batch, _ in (await journal.recover()).after(2)] == [3, 4]
+
+
 async def test_a_journal_of_another_run_is_refused(tmp_path) -> None:
     await open_journal(tmp_path).close()
     with pytest.raises(JournalError, match="seed = '0', now it is '1'"):
@@ -196,6 +239,36 @@ async def test_what_cannot_be_written_fails_whoever_waits_for_it(tmp_path) -> No
         await journal.durable()
     with pytest.raises(JournalError):
         journal.draw(1, 0, 1)
+
+
+TOO_LARGE = {"tokens": 1 << 70}
+"""A count that SQLite cannot store: the error is neither an OSError nor one of sqlite3."""
+
+
+async def test_any_failure_of_a_write_fails_all_who_wait_and_everything_after_it(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    journal.generated(TOO_LARGE)
+    outcomes = await asyncio.gather(journal.durable(), journal.durable(), return_exceptions=True)
+    assert [type(each) for each in outcomes] == [JournalError, JournalError]
+    with pytest.raises(JournalError, match="cannot write the journal"):
+        await journal.durable()
+    with pytest.raises(JournalError, match="cannot write the journal"):
+        journal.draw(1, 0, 1)
+    with pytest.raises(JournalError, match="cannot write the journal"):
+        await journal.recover()
+
+
+async def test_records_whose_write_was_cancelled_are_not_called_durable(tmp_path) -> None:
+    journal = Journal(tmp_path, IDENTITY, fsync_interval_s=3600.0)
+    journal.draw(1, 0, 1)
+    waiting = asyncio.create_task(journal.durable())
+    (writing,) = [task for task in asyncio.all_tasks() if task.get_name() == "journal"]
+    await asyncio.sleep(0)
+    writing.cancel()
+    with pytest.raises(JournalError):
+        await waiting
+    with pytest.raises(JournalError):
+        await journal.durable()
 
 
 async def test_records_beyond_the_bound_are_refused(tmp_path) -> None:
