@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import structlog
+from google.protobuf.message import DecodeError
 
 from orchestrator_svc.journal_index import DrawnTask, JournalError, JournalIndex, Recovery
 from orchestrator_svc.scheduler import Batch
@@ -145,6 +146,11 @@ class Journal:
         self._checkpoints = [origin.number]
         self._record(lambda index, _: index.open_epoch(epoch, origin, batches))
 
+    def keep_batches(self, after: int, kept: Iterable[int]) -> None:
+        """Of the batches after number `after` only `kept` go on; the groups of the others are in no batch again."""
+        batches = list(kept)
+        self._record(lambda index, _: index.keep_batches(after, batches))
+
     def cover(self, number: int) -> None:
         """A checkpoint at version `number` is complete: what the one before it holds is no longer needed."""
         if self._checkpoints[-1:] == [number]:
@@ -269,9 +275,12 @@ def _allot(index: JournalIndex) -> int:
 
 def _read(index: JournalIndex, directory: Path, number: int) -> list[orchestrator_pb2.TrajectoryRecord]:
     try:
-        return [
+        records = [
             orchestrator_pb2.TrajectoryRecord.FromString(read_record(directory, location))
             for location in index.locations(number)
         ]
-    except SegmentError as error:
+    except (SegmentError, DecodeError) as error:
         raise JournalError(f"group {number} of the journal cannot be read: {error}") from error
+    if not records:
+        raise JournalError(f"group {number} of the journal has no trajectories")
+    return records

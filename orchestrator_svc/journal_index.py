@@ -156,12 +156,17 @@ class JournalIndex:
         return epoch
 
     def open_epoch(self, epoch: int, origin: Version, kept: Iterable[int]) -> None:
-        """The trainer began an epoch from version `origin`; of the batches after it only `kept` go on."""
+        """Record that the trainer began an epoch from version `origin`; of the batches after it keep only `kept`."""
         run, restored = self.connection.execute, origin.number
         run("UPDATE epochs SET origin = ? WHERE epoch = ?", (str(origin), epoch))
         run("UPDATE batches SET applied = 0, trained = 0 WHERE sequence_no > ?", (restored,))
         run("DELETE FROM batch_drops WHERE sequence_no > ?", (restored,))
-        later = [row[0] for row in run("SELECT sequence_no FROM batches WHERE sequence_no > ?", (restored,))]
+        self.keep_batches(restored, kept)
+
+    def keep_batches(self, after: int, kept: Iterable[int]) -> None:
+        """Of the batches after number `after` keep only `kept`: the groups of the others are in no batch again."""
+        run = self.connection.execute
+        later = [row[0] for row in run("SELECT sequence_no FROM batches WHERE sequence_no > ?", (after,))]
         for sequence_no in set(later) - set(kept):
             run("DELETE FROM batches WHERE sequence_no = ?", (sequence_no,))
             run("DELETE FROM batch_groups WHERE sequence_no = ?", (sequence_no,))
@@ -238,8 +243,12 @@ class JournalIndex:
         members: dict[int, list[int]] = {}
         for sequence_no, number in run("SELECT sequence_no, number FROM batch_groups ORDER BY number"):
             members.setdefault(sequence_no, []).append(number)
+        # A group that is gone was damaged: `Batch.groups` still names it, which shows that the batch is not whole.
         batches = [
-            (Batch(sequence_no, batch_id, tuple(members[sequence_no])), [groups[each] for each in members[sequence_no]])
+            (
+                Batch(sequence_no, batch_id, tuple(members[sequence_no])),
+                [groups[each] for each in members[sequence_no] if each in groups],
+            )
             for sequence_no, batch_id in run("SELECT sequence_no, batch_id FROM batches ORDER BY sequence_no")
             if sequence_no in members
         ]

@@ -112,8 +112,9 @@ class Run:
         try:
             await parts.journal.read_group(number)
         except JournalError as error:
-            log.error("group is lost", group=number, error=str(error))  # noqa: TRY400 - it goes on without it
+            log.warning("a damaged group is dropped; its task is drawn again", group=number, error=str(error))
             group = parts.scheduler.drop(number, Reason.JOURNAL_DAMAGED)
+            self._dispatcher.requeue(group.position)
             parts.journal.drop(number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
 
     async def _wait_for_replica(self, deadline_s: float) -> None:

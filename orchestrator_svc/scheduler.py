@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator_svc.accounting import Accounting, Reason
 from orchestrator_svc.formation import Candidate, choose, window_size
@@ -241,8 +241,21 @@ class Scheduler:
         self.accounting.roll_back(origin.number)
         self.rejoin_epoch(epoch, origin.number, lost)
 
-    def rejoin_epoch(self, epoch: int, applied: int, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
-        """The trainer is still in an epoch that it was given before; `lost` are the batches after `applied`."""
+    def rejoin_epoch(
+        self,
+        epoch: int,
+        applied: int,
+        lost: Iterable[tuple[Batch, Iterable[Group]]],
+        held: Iterable[tuple[Batch, Iterable[Group]]] = (),
+    ) -> None:
+        """Continue an epoch that the trainer was given before.
+
+        Args:
+            epoch: The epoch.
+            applied: Batches that are known to be applied.
+            lost: Later batches that the trainer lacks, with those of their groups that are left.
+            held: Later batches that the trainer has: it will apply them as they are.
+        """
         self.epoch, self.applied, self.is_open = epoch, applied, True
         for batch in self.batches.values():
             for each in batch.groups:
@@ -250,6 +263,11 @@ class Scheduler:
         self.batches.clear()
         for group in self.groups.values():
             self._date(group)
+        for batch, groups in sorted(held, key=lambda pair: pair[0].sequence_no):
+            for group in groups:
+                group.stage = Stage.READY
+                self._add_group(group)
+            self._add(replace(batch, groups=tuple(group.number for group in groups)))
         for batch, groups in sorted(lost, key=lambda pair: pair[0].sequence_no):
             self._restore(batch, list(groups))
 

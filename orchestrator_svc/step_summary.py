@@ -67,13 +67,14 @@ def summarise(
 
     Args:
         step: The trainer's report.
-        records: The batch's trajectories; their outcome, reason and step are set.
+        records: The batch's trajectories, without those that can no longer be read; outcome, reason and step are set.
         lineage: Where the epochs began.
         max_staleness: Bound; older tokens of a trained trajectory were cut from the loss and are not counted.
     """
     results = {result.trajectory_id: result for result in step.results}
+    refused = [result for result in step.results if result.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED]
+    dropped = Counter(result.reason for result in refused)
     ages: Counter[int] = Counter()
-    dropped: Counter[str] = Counter()
     stale_groups: set[str] = set()
     for record in records:
         result = results.get(record.trajectory.trajectory_id)
@@ -81,7 +82,7 @@ def summarise(
         record.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
         record.reason = result.reason if result else "NOT_REPORTED"
         if record.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
-            dropped[record.reason] += 1
+            dropped[record.reason] += result is None
             if record.reason in {"STALE", "RETIRED_EPOCH"}:
                 stale_groups.add(record.trajectory.group_id)
             continue
@@ -92,7 +93,7 @@ def summarise(
     metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
     for name, value in step.metrics.items():  # of the way of the weights, the trainer tells its part
         metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
-    return StepSummary(len(records) - sum(dropped.values()), dict(dropped), frozenset(stale_groups), metrics)
+    return StepSummary(len(step.results) - len(refused), dict(+dropped), frozenset(stale_groups), metrics)
 
 
 def _reward_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:

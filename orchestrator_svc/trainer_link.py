@@ -79,15 +79,26 @@ class TrainerLink:
         except ValueError as error:
             raise SluiceError.failed_precondition("OTHER_ESTIMATOR", str(error)) from error
 
-    async def is_in(self, epoch: int, applied: int) -> bool:
-        """Whether the trainer still trains an epoch, with at least `applied` batches; waits for one that is not there.
+    async def last_batch_in(self, epoch: int, applied: int) -> int | None:
+        """Return the last batch that the trainer accepted in an epoch, if it still trains that epoch.
+
+        Waits for a trainer that cannot be reached.
+
+        Args:
+            epoch: The epoch; 0 is none.
+            applied: Batches that its weights must hold at least.
+
+        Returns:
+            Number of the batch, applied or queued; None if the trainer left the epoch or lost some of its batches.
 
         Raises:
-            SluiceError: if it cannot be reached in time.
+            SluiceError: if the trainer cannot be reached in time.
         """
         state = await self.wait_until_there(self._deadlines.lost_s)
         present = Version.from_proto(state.policy_version)
-        return epoch > 0 and present.epoch == epoch and present.number >= applied and state.phase not in _ENDED_PHASES
+        if epoch == 0 or present.epoch != epoch or present.number < applied or state.phase in _ENDED_PHASES:
+            return None
+        return max(present.number, state.next_sequence_no - 1)
 
     async def begin_epoch(self, epoch: int) -> trainer_pb2.BeginEpochResponse:
         """Open an epoch, waiting for a trainer that is not there yet.

@@ -77,12 +77,11 @@ class Training:
         parts = self._parts
         self._at_trainer.clear()
         recovery = await parts.journal.recover()
-        if await parts.trainer.is_in(recovery.present_epoch, recovery.applied):
-            # It was this process that went away: the trainer's weights hold all that it was given.
-            lost = await self._readable_batches(recovery, recovery.applied)
-            parts.scheduler.rejoin_epoch(recovery.present_epoch, recovery.applied, lost)
-        else:
+        accepted = await parts.trainer.last_batch_in(recovery.present_epoch, recovery.applied)
+        if accepted is None:
             await self._begin_epoch(await parts.journal.allot_epoch(), recovery)
+        else:
+            await self._rejoin_epoch(recovery, accepted)
         log.info(
             "training from",
             version=str(Version(parts.scheduler.epoch, parts.scheduler.applied)),
@@ -90,6 +89,17 @@ class Training:
         )
         parts.changed.notify()
         return parts.scheduler.epoch
+
+    async def _rejoin_epoch(self, recovery: Recovery, accepted: int) -> None:
+        """Continue the epoch of a trainer that lived on: it has the batches up to `accepted`, damaged here or not."""
+        parts = self._parts
+        lacking = recovery.after(recovery.applied)
+        held = [pair for pair in lacking if pair[0].sequence_no <= accepted]
+        lost = await self._readable_batches([pair for pair in lacking if pair[0].sequence_no > accepted])
+        parts.scheduler.rejoin_epoch(recovery.present_epoch, recovery.applied, lost, held)
+        parts.journal.keep_batches(recovery.applied, parts.scheduler.batches)
+        await parts.journal.durable()
+        self._at_trainer.update(batch.sequence_no for batch, _ in held)
 
     async def _begin_epoch(self, epoch: int, recovery: Recovery) -> None:
         parts = self._parts
@@ -100,24 +110,24 @@ class Training:
                 "WRONG_SEQUENCE_NO",
                 f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}: one batch makes one version",
             )
-        parts.scheduler.open_epoch(epoch, origin, await self._readable_batches(recovery, origin.number))
+        parts.scheduler.open_epoch(epoch, origin, await self._readable_batches(recovery.after(origin.number)))
         parts.journal.open_epoch(epoch, origin, parts.scheduler.batches)
         await parts.journal.durable()
 
-    async def _readable_batches(self, recovery: Recovery, number: int) -> list[tuple[Batch, list[Group]]]:
-        """The batches after version `number`, without the groups that the journal cannot read."""
-        return [
-            (batch, [each for each in groups if await self._readable(each)]) for batch, groups in recovery.after(number)
-        ]
+    async def _readable_batches(self, batches: Sequence[tuple[Batch, list[Group]]]) -> list[tuple[Batch, list[Group]]]:
+        """The batches without the groups that the journal cannot read."""
+        return [(batch, [each for each in groups if await self._readable(each)]) for batch, groups in batches]
 
     async def _readable(self, group: Group) -> bool:
-        """Whether the journal still has a group's trajectories; if not, they are counted as damaged."""
+        """Return whether the journal still has a group's trajectories; if not, count them and draw the task again."""
+        parts = self._parts
         try:
-            await self._parts.journal.read_group(group.number)
+            await parts.journal.read_group(group.number)
         except JournalError as error:
-            log.error("group is lost", group=group.number, error=str(error))  # noqa: TRY400 - it goes on without it
-            self._parts.scheduler.accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
-            self._parts.journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
+            log.warning("a damaged group is dropped; its task is drawn again", group=group.number, error=str(error))
+            parts.scheduler.accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
+            parts.journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
+            self._requeue(group.position)
             return False
         return True
 
@@ -135,7 +145,8 @@ class Training:
     async def _submit(self, epoch: int) -> None:
         parts = self._parts
         for batch in sorted(parts.scheduler.batches.values(), key=lambda each: each.sequence_no):
-            await self._send(batch, epoch)
+            if batch.sequence_no not in self._at_trainer:
+                await self._send(batch, epoch)
         while True:
             batch = await self._next_batch()
             parts.journal.make_batch(batch)
@@ -192,6 +203,16 @@ class Training:
     async def _records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
         return [record for group in batch.groups for record in await self._parts.records(group)]
 
+    async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """The trajectories of a batch without those that the journal cannot read; the trainer has them all."""
+        records = []
+        for group in batch.groups:
+            try:
+                records += await self._parts.records(group)
+            except JournalError as error:
+                log.warning("a trained group cannot be shown", group=group, error=str(error))
+        return records
+
     async def _tokenizer_digest(self) -> str:
         while not self._digest:
             self._digest = self._parts.pool.tokenizer_digest()
@@ -216,7 +237,7 @@ class Training:
         batch = scheduler.batches.get(step.sequence_no)
         if batch is None:
             raise EpochLostError(f"the trainer applied batch {step.sequence_no}, which this run has not made")
-        records = await self._records(batch)
+        records = await self._readable_records(batch)
         summary = summarise(step, records, scheduler.lineage, parts.common.max_staleness)
         positions = {group_name(number): scheduler.groups[number].position for number in batch.groups}
         scheduler.apply(step.sequence_no, summary.trained, summary.dropped)

@@ -134,6 +134,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
 
     replicas: list[RolloutDouble] = field(default_factory=list)
     automatic: bool = True
+    busy: bool = False
     publishes: bool = True
     version: Version = BASE
     checkpoint: Version = BASE
@@ -192,7 +193,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         expected = self.version.number + len(self.waiting) + 1
         if header.sequence_no != expected:
             raise SluiceError.failed_precondition("WRONG_SEQUENCE_NO", f"expected {expected}")
-        if len(self.waiting) >= 2:
+        if self.busy or len(self.waiting) >= 2:
             raise SluiceError.resource_exhausted("QUEUE_FULL", "full", 0.01)
         self.known[header.batch_id] = content
         self.waiting.append((header, trajectories))

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import socket
+import sqlite3
 
 import grpc
 import pytest
@@ -20,6 +21,9 @@ from orchestrator_doubles import (
 )
 
 from orchestrator_svc.app import serve
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.segments import segment_path
+from orchestrator_svc.task_stream import TaskStream
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.rpc import SluiceError
@@ -283,6 +287,78 @@ async def test_a_group_that_is_drawn_again_gets_request_ids_of_its_own(scene) ->
 
 async def _nothing() -> rollout_pb2.GenerateResponse:
     return rollout_pb2.GenerateResponse()
+
+
+def damage(scene: Scene, group: int) -> None:
+    """Flip a bit in the first trajectory of a group, as a bad disk does."""
+    with contextlib.closing(sqlite3.connect(scene.run_dir / "journal.sqlite")) as journal:
+        row = "SELECT segment, offset FROM trajectories WHERE number = ? AND ordinal = 0"
+        segment, offset = journal.execute(row, (group,)).fetchone()
+    path = segment_path(scene.run_dir / "journal", segment)
+    content = bytearray(path.read_bytes())
+    content[offset + 20] ^= 1
+    path.write_bytes(content)
+
+
+async def killed_with_a_damaged_group(scene: Scene, run: asyncio.Task[None], group: int) -> None:
+    run.cancel()
+    await asyncio.wait({run})
+    damage(scene, group)
+
+
+async def restarted(scene: Scene, **settings) -> dict:
+    async with asyncio.timeout(DEADLINE_S):
+        await scene.start(**settings)
+    report = scene.report()
+    dropped = sum(report["trajectories_dropped"].values())
+    assert report["trajectories_accepted"] == report["trajectories_trained"] + dropped
+    return report
+
+
+async def test_a_damaged_group_of_a_batch_that_was_never_sent_is_dropped_and_its_task_drawn_again(scene) -> None:
+    settings = {"common": {"max_staleness": 3}}
+    scene.trainer.busy = True
+    first = scene.start(**settings)
+    await scene.until(lambda: len(scene.replicas[0].calls) == 8 and scene.trainer.headers)
+    await killed_with_a_damaged_group(scene, first, 1)
+    again = scene.start(**settings)
+    await scene.until(lambda: len(scene.replicas[0].calls) > 8)
+    again.cancel()
+    await asyncio.wait({again})
+    scene.trainer.busy = False
+    report = await restarted(scene, **settings)
+    assert (report["state"], report["steps"], report["epochs"]) == ("succeeded", 4, 1)
+    assert report["trajectories_dropped"] == {"JOURNAL_DAMAGED": 2}
+    sent = [each for batch in scene.trainer.history.values() for each in batch]
+    assert "g1" not in {each.group_id for each in sent}
+    stream = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0)
+    assert {each.task_id for each in sent} == {stream.at(position).task_id for position in range(8)}, "none is left out"
+
+
+async def test_a_damaged_group_of_a_batch_that_the_trainer_holds_is_trained_all_the_same(scene) -> None:
+    settings = {"common": {"max_staleness": 3}}
+    scene.trainer.automatic = False
+    first = scene.start(**settings)
+    await scene.until(lambda: len(scene.trainer.waiting) == 2)
+    await killed_with_a_damaged_group(scene, first, 1)
+    scene.trainer.run_freely()
+    report = await restarted(scene, **settings)
+    assert (report["state"], report["steps"], report["epochs"]) == ("succeeded", 4, 1)
+    assert (report["trajectories_trained"], report["trajectories_dropped"]) == (16, {})
+
+
+async def test_a_damaged_group_of_a_batch_that_a_new_trainer_lacks_is_dropped(scene) -> None:
+    settings = {"common": {"max_staleness": 3}}
+    scene.trainer.automatic = False
+    first = scene.start(**settings)
+    await scene.until(lambda: len(scene.trainer.waiting) == 2)
+    scene.trainer.crash()
+    await killed_with_a_damaged_group(scene, first, 1)
+    scene.trainer.run_freely()
+    report = await restarted(scene, **settings)
+    assert (report["state"], report["steps"]) == ("succeeded", 4)
+    assert report["trajectories_dropped"] == {"JOURNAL_DAMAGED": 2}
+    assert report["trajectories_trained"] == 16
 
 
 async def test_a_signal_ends_the_run_without_a_failure_and_says_that_it_is_unfinished(scene) -> None:

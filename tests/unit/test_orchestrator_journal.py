@@ -156,6 +156,32 @@ async def test_a_damaged_record_is_noticed(tmp_path) -> None:
         await journal.read_group(1)
 
 
+async def test_a_batch_that_names_a_group_which_is_gone_comes_back_with_the_others(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    for number in (1, 2):
+        accept(journal, number)
+    journal.make_batch(Batch(1, "b1", (1, 2)))
+    journal.drop(1, Reason.JOURNAL_DAMAGED, was_accepted=2)
+    await killed(journal)
+    recovery = await open_journal(tmp_path).recover()
+    assert [[group.number for group in groups] for _, groups in recovery.after(0)] == [[2]]
+    assert recovery.accounting.dropped == {Reason.JOURNAL_DAMAGED: 2}
+
+
+async def test_a_batch_that_does_not_go_on_leaves_its_number_and_its_groups_free(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    journal.open_epoch(await journal.allot_epoch(), BASE, [])
+    for number in (1, 2):
+        accept(journal, number)
+        journal.make_batch(Batch(number, f"b{number}", (number,)))
+    journal.keep_batches(after=0, kept=[1])
+    assert [group.number for group in (await journal.recover()).ready] == [2]
+    journal.make_batch(Batch(2, "another", (2,)))
+    await killed(journal)
+    recovery = await open_journal(tmp_path).recover()
+    assert [batch.batch_id for batch, _ in recovery.after(0)] == ["b1", "another"]
+
+
 async def test_segments_live_until_the_checkpoint_before_the_last_covers_them(tmp_path) -> None:
     journal = open_journal(tmp_path, segment_bytes=1)
     journal.open_epoch(await journal.allot_epoch(), BASE, [])
