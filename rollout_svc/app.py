@@ -99,7 +99,7 @@ def _server(common: CommonConfig, config: RolloutConfig) -> RpcServer:
         config.server,
         common.security,
         features=[f"engine.{config.engine}", *(["lora"] if config.lora.enabled else [])],
-        run=f"runs/{common.run}",
+        run=common.run,
     )
 
 

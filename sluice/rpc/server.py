@@ -45,7 +45,11 @@ class RpcServer:
         features: Optional abilities that are switched on.
         unimplemented: RPCs that answer UNIMPLEMENTED beside those that a servicer does not define,
             as "package.Service/Method".
-        run: The run served; empty where there are several.
+        run: Name of the run served, not its resource name; empty where there are several.
+
+    Raises:
+        ConfigError: if the address needs TLS and tokens that are not configured.
+        ValueError: if `run` is a resource name.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class RpcServer:
         run: str = "",
     ) -> None:
         binding.check_exposure(server, security)
+        if "/" in run:
+            raise ValueError(f"{run!r} is not the name of a run: leave out the collection (`r1`, not `runs/r1`)")
         self.name = name
         self.target = ""
         self._config, self._security = server, security

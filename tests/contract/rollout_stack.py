@@ -87,7 +87,7 @@ class Replica:
         self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, prompts, self.limits)
         weights = Weights(common, config, self.supervisor)
         self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer)
-        self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=f"runs/{RUN}")
+        self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN)
         self._rpc.add(
             rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
             self.servicer,

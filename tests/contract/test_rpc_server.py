@@ -14,8 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import REGISTRY
 from trainer_double import SERVICE, start_double
 
-from sluice.config import SecurityConfig
-from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
+from sluice.config import SecurityConfig, ServerConfig
+from sluice.rpc import MAX_MESSAGE_BYTES, RpcServer, SluiceError, connect
 from sluice.v1 import common_pb2, common_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 
 pytestmark = pytest.mark.slow
@@ -47,6 +47,11 @@ async def test_health_is_known_as_a_whole_and_per_service(served):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await health(channel, "sluice.v1.Nothing")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_server_takes_the_name_of_its_run_not_its_resource_name():
+    with pytest.raises(ValueError, match="name of a run"):
+        RpcServer("trainer", ServerConfig(), SecurityConfig(), run="runs/r1")
 
 
 async def test_reflection_lists_the_contracts(served):

@@ -9,8 +9,11 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
+
+from sluice.v1 import common_pb2, common_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
 SLUICE = (sys.executable, "-m", "sluice.cli.main")
@@ -55,6 +58,9 @@ class Run:
         list(self.lines())
         return self.process.wait(timeout=30)
 
+    def logs(self) -> str:
+        return "".join(path.read_text() for path in sorted((self.directory / "logs").iterdir()))
+
     def child(self, service: str) -> psutil.Process:
         children = psutil.Process(self.process.pid).children()
         return next(child for child in children if service in child.cmdline())
@@ -72,6 +78,18 @@ def started(model: Path, tmp_path: Path) -> Iterator:
     for run in runs:
         run.process.terminate()
         run.process.communicate(timeout=30)
+
+
+def served_runs(run: Run) -> dict[str, str]:
+    """The run that each service which belongs to one names in GetServerInfo."""
+    peers = tomllib.loads((run.directory / "config.toml").read_text())["peers"]
+    runs = {}
+    for target in (peers["orchestrator"], peers["trainer"], *peers["rollout"]):
+        with grpc.insecure_channel(target) as channel:
+            stub = common_pb2_grpc.ServerInfoServiceStub(channel)
+            info = stub.GetServerInfo(common_pb2.GetServerInfoRequest(), timeout=10)
+        runs[info.service] = info.run
+    return runs
 
 
 def test_a_run_ends_by_itself_and_is_refused_a_second_time(started) -> None:
@@ -120,12 +138,14 @@ def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_n
 def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> None:
     run = started("--orchestrator.max-steps", "100000", "--orchestrator.checkpoint.every-steps", "1")
     run.until("step 3/")
+    assert served_runs(run) == {"orchestrator": "runs/small", "trainer": "runs/small", "rollout": "runs/small"}
     children = psutil.Process(run.process.pid).children(recursive=True)
     run.process.send_signal(signal.SIGINT)
     list(run.lines())
     assert run.process.wait(timeout=10) == 130
     assert "--resume goes on from step_" in run.seen[-1]
     assert not psutil.wait_procs(children, timeout=5)[1]
+    assert "never retrieved" not in "\n".join(run.seen) + run.logs()
     resumed = started("--orchestrator.max-steps", "6", "--resume", "--trainer.parallel.dp-shard", "2")
     assert resumed.end() == 0, "\n".join(resumed.seen)
     assert resumed.seen[0].startswith("resumes from step_")
