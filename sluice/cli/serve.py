@@ -24,6 +24,7 @@ from sluice.config import (
     load_run,
     load_service,
 )
+from sluice.config.secrets import redact_text, secret_values
 from sluice.rpc import SluiceError
 from sluice.telemetry import configure_logging, start_metrics_server
 
@@ -52,7 +53,8 @@ def serve(name: str, argv: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0")) if name == "trainer" else 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    configure_logging(f"{name}.{rank}" if rank else name, run.log_level)
+    secrets = frozenset(secret_values(run))
+    configure_logging(f"{name}.{rank}" if rank else name, run.log_level, secrets=secrets)
     section = run.section(name)
     server = getattr(section, "server", None)
     try:
@@ -61,8 +63,8 @@ def serve(name: str, argv: list[str]) -> int:
             start_metrics_server(server.metrics_port, server.metrics_host)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_until_stopped(service, run, section))
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(redact_text(str(error), secrets)) from error
     except UnfinishedError as stop:
         log.info("stopped before the end", reason=str(stop))
         return EXIT_UNFINISHED

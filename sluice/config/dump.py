@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,32 +11,37 @@ from pydantic import BaseModel, SecretStr
 
 from sluice.config.merge import Value
 from sluice.config.schema import accepts_none
+from sluice.config.secrets import redact
 
-__all__ = ["REDACTED", "dump_toml", "is_secret_name"]
-
-REDACTED = "**********"
-
-_SECRET_NAME = re.compile(r"(^|[_-])(api[_-]?key|secret([_-]key)?|password|passwd|token|credentials?)$", re.IGNORECASE)
-_URL_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)@")
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether a text under this key is one that nobody should see, such as ``api_key`` or ``hf_token``."""
-    return _SECRET_NAME.search(name) is not None
+__all__ = ["dump_toml"]
 
 
 def dump_toml(config: BaseModel, redacted: bool = True) -> str:
-    """The settings as TOML that loads back to the same settings.
+    """Return the settings as TOML that loads back to the same settings.
 
     Args:
         config: A run's or a section's settings.
-        redacted: Replace secrets: `SecretStr` fields, texts under names such as ``api_key`` or ``hf_token``, and
-            passwords inside URLs. Unredacted text is only for a file that the owner alone can read.
+        redacted: Replace the secrets; see `sluice.config.secrets`. Unredacted text is only for a file that the owner
+            alone can read.
     """
-    return tomli_w.dumps(_table(config, redacted))
+    table = _plain(config)
+    return tomli_w.dumps(_toml(redact(table) if redacted else table))
 
 
-def _table(model: BaseModel, redacted: bool) -> dict[str, Any]:
+def _plain(value: Value) -> Value:
+    """Return models as tables and all collections as lists, to any depth; single values stay as they are."""
+    match value:
+        case BaseModel():
+            return _table(value)
+        case Mapping():
+            return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(inner) for inner in value if inner is not None]
+        case _:
+            return value
+
+
+def _table(model: BaseModel) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
@@ -46,25 +50,21 @@ def _table(model: BaseModel, redacted: bool) -> dict[str, Any]:
             if accepts_none(field.annotation) and field.get_default(call_default_factory=True) is not None:
                 table[name] = "none"
             continue
-        table[name] = _plain(name, value, redacted)
+        table[name] = _plain(value)
     # tomli_w writes tables where they stand; a value after one would land inside it.
     return dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict)))
 
 
-def _plain(name: str, value: Value, redacted: bool) -> Value:
+def _toml(value: Value) -> Value:
+    """Return a plain value in the types of TOML."""
     match value:
-        case BaseModel():
-            plain: Value = _table(value, redacted)
         case SecretStr():
-            plain = REDACTED if redacted else value.get_secret_value()
-        case Mapping():
-            plain = {str(key): _plain(str(key), inner, redacted) for key, inner in value.items() if inner is not None}
-        case list() | tuple() | set() | frozenset():
-            plain = [_plain(name, inner, redacted) for inner in value if inner is not None]
+            return value.get_secret_value()
+        case dict():
+            return {key: _toml(inner) for key, inner in value.items()}
+        case list():
+            return [_toml(inner) for inner in value]
         case Path():
-            plain = str(value)
-        case str() if redacted:
-            plain = REDACTED if is_secret_name(name) else _URL_PASSWORD.sub(rf"\1:{REDACTED}@", value)
+            return str(value)
         case _:
-            plain = getattr(value, "value", value)
-    return plain
+            return getattr(value, "value", value)

@@ -15,7 +15,16 @@ from sluice.config.errors import ConfigError
 from sluice.config.merge import Value, deep_merge
 from sluice.config.schema import FieldType, accepts_none, nested_models, parse_text, resolve, suggestion, unknown_keys
 
-__all__ = ["SECTION_ALIASES", "Layer", "canonical", "command_prefix", "environment_layer", "file_layer", "nest"]
+__all__ = [
+    "PREFIX",
+    "SECTION_ALIASES",
+    "Layer",
+    "canonical",
+    "command_prefix",
+    "environment_layer",
+    "file_layer",
+    "nest",
+]
 
 SECTION_ALIASES = {"inference": "rollout"}
 """Other names of a table, as the first component of a key in every layer."""
@@ -41,14 +50,26 @@ class Layer:
     label: str
     data: dict[str, Any]
 
-    def contains(self, path: Iterable[Any]) -> bool:
-        """Whether this layer sets the value at the path."""
+    def value(self, path: Iterable[Any]) -> Value:
+        """Return the value at a path.
+
+        Raises:
+            LookupError: if this layer does not set it.
+        """
         value: Value = self.data
         for key in path:
             try:
                 value = value[key]
-            except (KeyError, IndexError, TypeError):
-                return False
+            except TypeError as error:
+                raise LookupError(f"there is no table at {key!r}") from error
+        return value
+
+    def contains(self, path: Iterable[Any]) -> bool:
+        """Return whether this layer sets the value at the path."""
+        try:
+            self.value(path)
+        except LookupError:
+            return False
         return True
 
 

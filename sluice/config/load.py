@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, SecretStr, create_model
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from sluice.config.allocate import allocated
@@ -16,10 +16,12 @@ from sluice.config.decide import decided
 from sluice.config.dump import dump_toml
 from sluice.config.errors import ConfigError
 from sluice.config.flags import CommandLine, parse_command_line
-from sluice.config.layers import Layer, command_prefix, environment_layer
+from sluice.config.layers import PREFIX, Layer, command_prefix, environment_layer
 from sluice.config.merge import Value
 from sluice.config.reference import help_text
 from sluice.config.resolve import resolve_layers
+from sluice.config.schema import alternatives, leaf_paths
+from sluice.config.secrets import redact_text, secret_values
 from sluice.config.sections import CommonConfig, Section
 from sluice.config.services import service_configs
 from sluice.devices import visible_devices
@@ -89,8 +91,7 @@ def load_run(
         SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
     """
     model = run_config_class()
-    line = parse_command_line(model, argv, service)
-    environment = environment_layer(model, os.environ, foreign=_command_prefixes())
+    line, environment = _read(model, argv, service, foreign=_command_prefixes())
 
     def complete(config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
         config, decisions = decided(allocated(config), cuda=bool(visible_devices(os.environ)))
@@ -119,14 +120,33 @@ def load_command(
         ConfigError: if anything is unknown, malformed or out of range.
         SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
     """
-    line = parse_command_line(config_class, argv, None)
-    environment = environment_layer(config_class, os.environ, prefix=command_prefix(command))
+    line, environment = _read(config_class, argv, None, prefix=command_prefix(command))
 
     def complete(config: _Section) -> tuple[_Section, Sequence[str]]:
         check(config)
         return config, ()
 
     return _finish(config_class, line, environment, f"sluice {command}", None, complete=complete)
+
+
+def _read(
+    model: type[BaseModel],
+    argv: Sequence[str],
+    service: str | None,
+    *,
+    prefix: str = PREFIX,
+    foreign: tuple[str, ...] = (),
+) -> tuple[CommandLine, Layer]:
+    """Return what the command line and the environment say.
+
+    Raises:
+        ConfigError: if a word, a file or a variable is not understood.
+    """
+    try:
+        line = parse_command_line(model, argv, service)
+        return line, environment_layer(model, os.environ, prefix=prefix, foreign=foreign)
+    except ConfigError as error:
+        raise ConfigError(redact_text(str(error))) from None
 
 
 def _finish(
@@ -142,11 +162,23 @@ def _finish(
         sys.stdout.write(help_text(model, service, program))
         raise SystemExit(0)
     layers = [Layer("command line", line.flags), *reversed(line.files), environment]
-    config, decisions = complete(resolve_layers(model, layers))
+    try:
+        config, decisions = complete(resolve_layers(model, layers))
+    except ConfigError as error:
+        # Without the cause: pydantic's own message repeats the values.
+        raise ConfigError(redact_text(str(error), _secrets(model, layers))) from None
     if line.dry_run:
         sys.stdout.write("".join(f"# decided: {decision}\n" for decision in decisions) + dump_toml(config))
         raise SystemExit(0)
     return config
+
+
+def _secrets(model: type[BaseModel], layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield the secret texts of settings that were not validated."""
+    typed = [path for path, field in leaf_paths(model) if SecretStr in alternatives(field.annotation)]
+    for layer in layers:
+        yield from secret_values(layer.data)
+        yield from (str(layer.value(path)) for path in typed if layer.contains(path))
 
 
 def _command_prefixes() -> tuple[str, ...]:

@@ -9,9 +9,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
-from sluice.config.dump import REDACTED, is_secret_name
 from sluice.config.errors import ConfigError
 from sluice.config.layers import Layer
+from sluice.config.secrets import REDACTED, is_secret_name
 
 __all__ = ["resolve_layers"]
 
@@ -64,6 +64,6 @@ def _describe(problem: ErrorDetails, layers: list[Layer]) -> str:
     sources = [f" (from {layer.label})" for layer in layers if location and layer.contains(location)][:1]
     value = problem.get("input")
     given = f"; got {value!r}" if isinstance(value, str | int | float | bool) else ""
-    if location and is_secret_name(str(location[-1])):
+    if any(is_secret_name(str(part)) for part in location):
         given = f"; got {REDACTED}"
     return f"{name}: {problem['msg'].removeprefix('Value error, ')}{given}{''.join(sources)}"

@@ -17,6 +17,7 @@ from sluice.config.merge import Value
 __all__ = [
     "FieldType",
     "accepts_none",
+    "alternatives",
     "is_flag",
     "is_open",
     "leaf_paths",
@@ -33,38 +34,38 @@ FieldType: TypeAlias = Any
 _UNIONS = (Union, types.UnionType)
 
 
-def _alternatives(annotation: FieldType) -> tuple[Any, ...]:
-    """The members of a union, `Annotated` taken off."""
+def alternatives(annotation: FieldType) -> tuple[Any, ...]:
+    """Return the members of a union, `Annotated` taken off."""
     origin: object = get_origin(annotation)
     if origin is Annotated:
-        return _alternatives(get_args(annotation)[0])
+        return alternatives(get_args(annotation)[0])
     if origin in _UNIONS:
-        return tuple(part for member in get_args(annotation) for part in _alternatives(member))
+        return tuple(part for member in get_args(annotation) for part in alternatives(member))
     return (annotation,)
 
 
 def nested_models(annotation: FieldType) -> tuple[type[BaseModel], ...]:
     """The tables that a field of this type may hold; empty for a plain value."""
-    return tuple(part for part in _alternatives(annotation) if isinstance(part, type) and issubclass(part, BaseModel))
+    return tuple(part for part in alternatives(annotation) if isinstance(part, type) and issubclass(part, BaseModel))
 
 
 def accepts_none(annotation: FieldType) -> bool:
     """Whether the field may be unset: ``none`` in a file or a flag then means that."""
-    return type(None) in _alternatives(annotation)
+    return type(None) in alternatives(annotation)
 
 
 def is_flag(annotation: FieldType) -> bool:
     """Whether a value is true or false and nothing else, so that ``--key`` without one means true."""
-    return set(_alternatives(annotation)) - {type(None)} == {bool}
+    return set(alternatives(annotation)) - {type(None)} == {bool}
 
 
 def is_open(annotation: FieldType) -> bool:
     """Whether the text of a value decides of which type it is, as in a table of a user's own keys."""
-    return annotation is Any or (bool in _alternatives(annotation) and not is_flag(annotation))
+    return annotation is Any or (bool in alternatives(annotation) and not is_flag(annotation))
 
 
 def _containers(annotation: FieldType) -> tuple[Any, ...]:
-    return tuple(get_origin(part) or part for part in _alternatives(annotation))
+    return tuple(get_origin(part) or part for part in alternatives(annotation))
 
 
 def _is_mapping(annotation: FieldType) -> bool:
@@ -79,7 +80,7 @@ def _is_sequence(annotation: FieldType) -> bool:
 
 def _item(annotation: FieldType) -> FieldType:
     """The type of a list's items or a mapping's values, `Any` where there is none."""
-    for part in _alternatives(annotation):
+    for part in alternatives(annotation):
         arguments = get_args(part)
         if arguments:
             return arguments[-1] if issubclass(get_origin(part) or object, Mapping) else arguments[0]
@@ -175,4 +176,5 @@ def _json(text: str) -> Value:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{text!r} is not JSON: {error}") from error
+        # The text is not shown: it may hold a secret.
+        raise ConfigError(f"the value is not JSON: {error.msg} at character {error.pos + 1}") from error

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import TextIO
+from collections.abc import Collection
+from typing import Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
+
+from sluice.config.secrets import hide
 
 __all__ = ["LEVELS", "LEVEL_VARIABLE", "configure_logging"]
 
@@ -27,13 +30,16 @@ _CHATTY = ("asyncio", "filelock", "fsspec", "grpc", "httpcore", "httpx", "matplo
 """Libraries whose info lines tell about themselves rather than about the run."""
 
 
-def configure_logging(service: str, level: str | None = None, stream: TextIO | None = None) -> None:
+def configure_logging(
+    service: str, level: str | None = None, stream: TextIO | None = None, *, secrets: Collection[str] = ()
+) -> None:
     """Route structlog and the standard library's logging to one stream, in one format.
 
     Args:
         service: Name that every JSON line carries.
         level: Least severe level written; None takes ``SLUICE_LOG_LEVEL``, else ``info``.
         stream: Where to write; None is stderr.
+        secrets: Texts that are replaced in every line, tracebacks included.
 
     Raises:
         ValueError: if the level has no such name.
@@ -44,7 +50,7 @@ def configure_logging(service: str, level: str | None = None, stream: TextIO | N
     threshold = LEVELS[name]
     output = stream or sys.stderr
     shared = _shared_processors(service, terminal=output.isatty())
-    renderer = _renderer(terminal=output.isatty())
+    renderer = _renderer(terminal=output.isatty(), secrets=secrets)
     structlog.configure(
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
@@ -73,8 +79,13 @@ def _shared_processors(service: str, *, terminal: bool) -> list[Processor]:
     return [structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, clock, name_service]
 
 
-def _renderer(*, terminal: bool) -> list[Processor]:
+def _renderer(*, terminal: bool, secrets: Collection[str]) -> list[Processor]:
     """Tracebacks are plain: local variables may hold prompts and tokens."""
+
+    def without_secrets(_logger: WrappedLogger, _method: str, line: Any) -> str:  # noqa: ANN401 - the rendered text
+        return hide(line, secrets)
+
+    last: list[Processor] = [without_secrets] if secrets else []
     if terminal:
-        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
-    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback), *last]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str), *last]
