@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.chunks import ChunkError, ChunkSizeError, make_chunk
+from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, ChunkSizeError, ChunkSums, make_chunk
 from weightsync.format.raw_chunks import parse_pull_response
 
 OFFSETS = st.one_of(st.integers(0, 300), st.integers(0, 2**63))
@@ -52,3 +53,29 @@ def test_damage_and_wrong_sizes_are_told_apart() -> None:
     empty = pb.PullWeightsResponse(chunk=pb.Chunk(offset=3)).SerializeToString()
     with pytest.raises(ChunkSizeError):
         parse_pull_response(empty).check()
+
+
+def test_a_number_of_more_bytes_than_protobuf_allows_is_refused() -> None:
+    number = b"\x80" * 10 + b"\x00"  # zero in eleven bytes: protobuf reads at most ten
+    body = b"\x08" + number + make_chunk(0, b"abc").SerializeToString()
+    message = b"\x0a" + bytes([len(body)]) + body
+    with pytest.raises(ChunkError):
+        parse_pull_response(message)
+
+
+def test_checksums_of_a_file_are_bounded_by_its_size_whatever_ranges_are_asked_for() -> None:
+    data = bytes(3 * 1024)
+    sums = ChunkSums(len(data))
+    for length in range(1, len(data) + 1):
+        assert sums.of(0, data[:length]) == google_crc32c.value(data[:length])
+    assert len(sums) == 1
+
+
+def test_a_checksum_that_is_known_is_not_computed_again() -> None:
+    sums = ChunkSums(MAX_CHUNK_BYTES + 5)
+    sums.note(0, MAX_CHUNK_BYTES, 17)
+    sums.note(MAX_CHUNK_BYTES, 5, 18)
+    sums.note(0, 7, 19)  # a shorter chunk than the file is cut into
+    assert sums.of(0, bytes(MAX_CHUNK_BYTES)) == 17
+    assert sums.of(MAX_CHUNK_BYTES, b"12345") == 18
+    assert sums.of(0, b"1234567") == google_crc32c.value(b"1234567")

@@ -30,27 +30,38 @@ class ChunkSizeError(ValueError):
 
 
 class ChunkSums:
-    """Checksums of a file's chunks that are known, so that each is computed once, however often it travels.
+    """Checksums of a file's chunks, so that each is computed once, however often the chunk travels.
 
-    Known are chunks as a sender with the largest chunks cuts them. What damages the file on the disk afterwards is then
-    found by whoever receives it.
+    Only the chunks of the largest size are remembered, and the last one of the file: one number per MiB of the file,
+    whatever ranges are asked for. Damage to the file on disk is therefore found by the receiver, not by the sender.
+
+    Args:
+        size: Bytes of the whole file.
     """
 
-    def __init__(self) -> None:
-        self._sums: dict[tuple[int, int], int] = {}
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._sums: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of checksums that are remembered."""
+        return len(self._sums)
 
     def note(self, offset: int, length: int, crc32c: int) -> None:
-        """Remember a checksum; others than those of the usual cuts are not kept, which bounds the memory."""
-        if offset % MAX_CHUNK_BYTES == 0:
-            self._sums[offset, length] = crc32c
+        """Remember a checksum, if the chunk is one that `next_cut` makes of the whole file."""
+        if self._is_usual(offset, length):
+            self._sums[offset] = crc32c
 
     def of(self, offset: int, data: bytes) -> int:
-        """The checksum of a chunk of the file."""
-        known = self._sums.get((offset, len(data)))
+        """Return the checksum of a chunk of the file."""
+        known = self._sums.get(offset) if self._is_usual(offset, len(data)) else None
         if known is None:
             known = int(google_crc32c.value(data))
             self.note(offset, len(data), known)
         return known
+
+    def _is_usual(self, offset: int, length: int) -> bool:
+        return offset % MAX_CHUNK_BYTES == 0 and offset + length == next_cut(offset, self._size)
 
 
 def next_cut(begin: int, end: int) -> int:

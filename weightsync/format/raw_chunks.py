@@ -22,6 +22,8 @@ _OFFSET = 0x08  # Chunk.offset: field 1, varint
 _DATA = 0x12  # Chunk.data: field 2, length-delimited
 _CRC32C = 0x1D  # Chunk.crc32c: field 3, four bytes
 _CRC32C_BYTES = 4
+_MOST_VARINT_BYTES = 10
+"""Longest number of the wire format: 64 bits, seven to a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +96,11 @@ def _parse(message: memoryview) -> RawChunk | None:
 
 
 def _varint(message: memoryview, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
+    """Read a number and the position behind it; raise IndexError if the number is longer than protobuf allows."""
+    value = 0
+    for index in range(_MOST_VARINT_BYTES):
+        byte = message[position + index]
+        value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
-            return value, position
-        shift += 7
+            return value, position + index + 1
+    raise IndexError("a varint has no end")

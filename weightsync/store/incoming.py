@@ -29,7 +29,7 @@ class IncomingShard:
         self.path = path
         self.size = size
         self.digest = ""
-        self.sums = ChunkSums()
+        self.sums = ChunkSums(size)
         self._scan = Scan(size)
         self._hash = xxhash.xxh3_128()
         self._failure: OSError | None = None

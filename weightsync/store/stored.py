@@ -44,8 +44,11 @@ class StoredForm:
     sums: dict[str, ChunkSums] = field(default_factory=dict)
 
     def sums_of(self, shard: str) -> ChunkSums:
-        """Checksums of a shard's chunks."""
-        return self.sums.setdefault(shard, ChunkSums())
+        """Return the checksums of a shard's chunks."""
+        if shard not in self.sums:
+            size = next(each.size_bytes for each in self.manifest.shards if each.name == shard)
+            self.sums[shard] = ChunkSums(size)
+        return self.sums[shard]
 
     @property
     def form(self) -> Form:
