@@ -475,7 +475,7 @@ class GetModelResponse(_message.Message):
     dtype: _builtins.str
     """Data type of the weights, such as "bfloat16"."""
     tokenizer_digest: _builtins.str
-    """Digest of tokenizer and template (xxh3-128, hexadecimal)."""
+    """Digest of tokenizer and template: SHA-256, 64 hexadecimal digits."""
     engine: _builtins.str
     """Engine that serves it: "vllm" or "transformers"."""
     architecture: _builtins.str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ class TestGenerate:
         assert len(sample.logprobs) == TOKENS
         assert sample.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
         assert spans_of(sample) == [(0, BASE)]
-        assert answer.tokenizer_digest
+        assert re.fullmatch("[0-9a-f]{64}", answer.tokenizer_digest)  # SHA-256, as the contract says
         assert answer.request_id
 
     async def test_gives_n_samples_by_index(self, served):
