@@ -93,14 +93,14 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListVersions(self, request, context):
-        """Lists committed versions of a run, newest first. No side effects.
+        """Lists committed versions of a run, newest first. No side effects. Errors: NOT_FOUND (run).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """Describes one committed version. No side effects. Errors: NOT_FOUND.
+        """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -108,7 +108,8 @@ class WeightSyncServiceServicer:
 
     def DeleteVersion(self, request, context):
         """Deletes a version that no live replica needs. Idempotent.
-        Errors: FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says which).
+        Errors: NOT_FOUND (run), FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says
+        which).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,7 +293,8 @@ class WeightSyncService:
 
 
 class WeightDeliveryServiceStub:
-    """Gives versions out. Called by engines and relays; needs the agent role.
+    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
     def __init__(self, channel):
@@ -329,7 +331,8 @@ class WeightDeliveryServiceStub:
 
 
 class WeightDeliveryServiceServicer:
-    """Gives versions out. Called by engines and relays; needs the agent role.
+    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
     def WatchVersions(self, request, context):
@@ -411,7 +414,8 @@ def add_WeightDeliveryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightDeliveryService:
-    """Gives versions out. Called by engines and relays; needs the agent role.
+    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
     @staticmethod

@@ -54,12 +54,13 @@ class WeightSyncServiceStub:
     (digest differs), ALREADY_EXISTS (committed with another digest), RESOURCE_EXHAUSTED (disk).
     """
     ListVersions: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ListVersionsRequest, _weightsync_pb2.ListVersionsResponse]
-    """Lists committed versions of a run, newest first. No side effects."""
+    """Lists committed versions of a run, newest first. No side effects. Errors: NOT_FOUND (run)."""
     GetManifest: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetManifestRequest, _weightsync_pb2.GetManifestResponse]
-    """Describes one committed version. No side effects. Errors: NOT_FOUND."""
+    """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version)."""
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]
     """Deletes a version that no live replica needs. Idempotent.
-    Errors: FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says which).
+    Errors: NOT_FOUND (run), FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says
+    which).
     """
 
 @_typing.type_check_only
@@ -86,12 +87,13 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     (digest differs), ALREADY_EXISTS (committed with another digest), RESOURCE_EXHAUSTED (disk).
     """
     ListVersions: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ListVersionsRequest, _weightsync_pb2.ListVersionsResponse]  # type: ignore[assignment]
-    """Lists committed versions of a run, newest first. No side effects."""
+    """Lists committed versions of a run, newest first. No side effects. Errors: NOT_FOUND (run)."""
     GetManifest: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetManifestRequest, _weightsync_pb2.GetManifestResponse]  # type: ignore[assignment]
-    """Describes one committed version. No side effects. Errors: NOT_FOUND."""
+    """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version)."""
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]  # type: ignore[assignment]
     """Deletes a version that no live replica needs. Idempotent.
-    Errors: FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says which).
+    Errors: NOT_FOUND (run), FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says
+    which).
     """
 
 class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -133,7 +135,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.ListVersionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.ListVersionsResponse, _abc.Awaitable[_weightsync_pb2.ListVersionsResponse]]:
-        """Lists committed versions of a run, newest first. No side effects."""
+        """Lists committed versions of a run, newest first. No side effects. Errors: NOT_FOUND (run)."""
 
     @_abc_1.abstractmethod
     def GetManifest(
@@ -141,7 +143,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.GetManifestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetManifestResponse, _abc.Awaitable[_weightsync_pb2.GetManifestResponse]]:
-        """Describes one committed version. No side effects. Errors: NOT_FOUND."""
+        """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version)."""
 
     @_abc_1.abstractmethod
     def DeleteVersion(
@@ -150,13 +152,16 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.DeleteVersionResponse, _abc.Awaitable[_weightsync_pb2.DeleteVersionResponse]]:
         """Deletes a version that no live replica needs. Idempotent.
-        Errors: FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says which).
+        Errors: NOT_FOUND (run), FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says
+        which).
         """
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WeightDeliveryServiceStub:
-    """Gives versions out. Called by engines and relays; needs the agent role."""
+    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -186,7 +191,9 @@ class WeightDeliveryServiceStub:
 
 @_typing.type_check_only
 class WeightDeliveryServiceAsyncStub(WeightDeliveryServiceStub):
-    """Gives versions out. Called by engines and relays; needs the agent role."""
+    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     WatchVersions: _aio.UnaryStreamMultiCallable[_weightsync_pb2.WatchVersionsRequest, _weightsync_pb2.WatchVersionsResponse]  # type: ignore[assignment]
@@ -212,7 +219,9 @@ class WeightDeliveryServiceAsyncStub(WeightDeliveryServiceStub):
     """Says what a replica serves or failed to take. Idempotent; also renews the replica's lease."""
 
 class WeightDeliveryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Gives versions out. Called by engines and relays; needs the agent role."""
+    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
+    """
 
     @_abc_1.abstractmethod
     def WatchVersions(

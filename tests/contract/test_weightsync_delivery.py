@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -228,11 +228,10 @@ async def test_versions_are_listed_in_pages(stack: Stack) -> None:
 
 async def test_runs_are_kept_apart(stack: Stack) -> None:
     await push(stack, 1)
+    await WeightPublisher(stack.channel, "other").push(Version(1, 5), weights(5), deadline_s=30)
     other = await stack.sync.ListVersions(pb.ListVersionsRequest(run="runs/other"), timeout=30)
-    assert not other.versions
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stack.sync.GetManifest(pb.GetManifestRequest(run="runs/other"), timeout=30)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert [Version.from_proto(each.version) for each in other.versions] == [Version(1, 5)]
+    assert await stack.visible() == [Version(1, 1)]
 
 
 async def test_a_full_disk_refuses_the_push_and_the_old_version_stays(tmp_path: Path) -> None:
@@ -268,7 +267,7 @@ async def test_a_restart_finds_what_was_committed_and_sweeps_the_rest_away(tmp_p
 async def test_a_disk_that_cannot_be_read_for_now_costs_no_version(tmp_path: Path, monkeypatch) -> None:
     async with running_stack(tmp_path) as stack:
         await push(stack, 1)
-    readings = iter([OSError(errno.EMFILE, "too many open files")])
+    readings = iter([OSError(errno.EMFILE, "too many open files")] * 2)  # at the start, and at the first call
 
     def read(*args: Any, **kwargs: Any) -> Any:
         for failure in readings:
@@ -313,12 +312,32 @@ async def test_a_version_is_a_directory_that_transformers_loads(tmp_path: Path) 
             assert loaded(torch.tensor([[5, 6]])).logits.shape == (1, 2, VOCABULARY)
 
 
-async def test_a_mistyped_run_takes_no_place(tmp_path: Path) -> None:
-    async with running_stack(tmp_path, max_runs=1) as stack:
+def reads_of(stack: Stack, run: str) -> list[Awaitable[object]]:
+    """Every call that reads a run's versions, or says something of a replica that does."""
+    version = Version(1, 1).to_proto()
+    report = pb.ReportVersionRequest(run=run, replica="r", version=version, phase=pb.REPLICA_PHASE_SERVING)
+    sync, delivery = stack.sync, stack.delivery
+    return [
+        sync.ListVersions(pb.ListVersionsRequest(run=run), timeout=30),
+        sync.GetManifest(pb.GetManifestRequest(run=run), timeout=30),
+        sync.DeleteVersion(pb.DeleteVersionRequest(run=run, version=version), timeout=30),
+        delivery.WatchVersions(pb.WatchVersionsRequest(run=run), timeout=30).read(),
+        delivery.ListSources(pb.ListSourcesRequest(run=run), timeout=30),
+        delivery.PullWeights(pb.PullWeightsRequest(run=run, version=version, shard="model"), timeout=30).read(),
+        delivery.GetUpdatePath(pb.GetUpdatePathRequest(run=run), timeout=30).read(),
+        delivery.ReportVersion(report, timeout=30),
+    ]
+
+
+async def test_a_run_that_does_not_exist_is_not_found_and_nothing_is_made_for_it(tmp_path: Path) -> None:
+    async with running_stack(tmp_path, max_runs=2) as stack:
         for number in range(3):
-            listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run=f"runs/typo-{number}"), timeout=30)
-            assert not listed.versions
-        await push(stack, 1)
-        assert await stack.visible() == [Version(1, 1)]
+            for read in reads_of(stack, f"runs/typo-{number}"):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await read
+                assert error_of(caught.value).code is grpc.StatusCode.NOT_FOUND
+                assert error_of(caught.value).reason == "NO_SUCH_RUN"
+        assert not list(stack.directory.parent.parent.glob("typo*"))
+        await WeightPublisher(stack.channel, "another").push(Version(1, 1), weights(1), deadline_s=30)
         with pytest.raises(SluiceError, match="TOO_MANY_RUNS"):
-            await WeightPublisher(stack.channel, "another").push(Version(1, 1), weights(1), deadline_s=30)
+            await WeightPublisher(stack.channel, "a-third").push(Version(1, 1), weights(1), deadline_s=30)

@@ -265,3 +265,30 @@ async def test_only_an_administrator_calls_itself_a_relay(tmp_path: Path) -> Non
             await weightsync_pb2_grpc.WeightDeliveryServiceStub(channel).ReportVersion(request, timeout=30)
         run = await root.serving.runs.open(RESOURCE)
         assert run.relays.live(run.ledger.replicas(root.serving.runs.clock())).keys() == {"r"}
+
+
+async def test_a_relay_takes_up_runs_that_upstream_has_and_no_others(root: Node, relay: Node) -> None:
+    async with connect(root.target, SecurityConfig()) as channel:
+        await WeightPublisher(channel, "other").push(Version(1, 1), weights(1), deadline_s=60)
+    async with connect(relay.target, SecurityConfig()) as channel:
+        stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListSources(pb.ListSourcesRequest(run="runs/typo"), timeout=30)
+        assert (error_of(caught.value).code, error_of(caught.value).reason) == (
+            grpc.StatusCode.NOT_FOUND,
+            "NO_SUCH_RUN",
+        )
+        async for announced in stub.WatchVersions(pb.WatchVersionsRequest(run="runs/other"), timeout=30):
+            if announced.HasField("manifest"):
+                break
+    assert sorted(run.name for run in relay.serving.runs) == ["other", RUN]
+    assert sorted(run.name for run in root.serving.runs) == ["other", RUN]
+
+
+async def test_a_relay_whose_upstream_is_away_cannot_tell_whether_a_run_exists(relay: Node, link: Link) -> None:
+    await link.close()
+    async with connect(relay.target, SecurityConfig()) as channel:
+        stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListSources(pb.ListSourcesRequest(run="runs/typo"), timeout=30)
+    assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}

@@ -25,6 +25,9 @@ _WILDCARDS = {"0.0.0.0", "::", "[::]"}
 _LONGEST_ADDRESS = 120
 """What a replica's name has room for."""
 
+_QUESTION_S = 5.0
+"""Seconds that the service behind has to say whether it has a run."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -97,6 +100,22 @@ class Relay:
             f"{self.target} takes its versions from this relay, {address}: set weightsync.upstream of one of them"
             " to the service that the trainer pushes to"
         )
+
+    async def has(self, resource: str) -> bool:
+        """Return whether the service behind has the run named ``runs/{run}``.
+
+        Raises:
+            SluiceError: what the service behind answered, or UNAVAILABLE.
+        """
+        request = pb.ListSourcesRequest(run=resource)
+        try:
+            await self._stub.ListSources(request, timeout=_QUESTION_S)
+        except grpc.aio.AioRpcError as error:
+            failure = SluiceError.from_rpc(error)
+            if failure.code is grpc.StatusCode.NOT_FOUND:
+                return False
+            raise failure from error
+        return True
 
     def opened(self, run: Run) -> None:
         """Follow a run from now on."""

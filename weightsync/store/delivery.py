@@ -52,7 +52,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
 
         A watcher has no queue: whoever is slow finds the newest when it comes back.
         """
-        run = await self._runs.open(request.run)
+        run = await self._runs.find(request.run)
         known = Version.from_proto(request.known) if request.HasField("known") else None
         if self._watchers >= self._runs.config.max_watchers:
             raise SluiceError.resource_exhausted(
@@ -75,7 +75,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListSourcesRequest, pb.ListSourcesResponse],
     ) -> pb.ListSourcesResponse:
         """Name this service and its live relays."""
-        run = await self._runs.open(request.run)
+        run = await self._runs.find(request.run)
         newest = run.ledger.newest
         own = pb.WeightSource(
             host=host_id(), watchers=run.watchers, newest=None if newest is None else newest.to_proto()
@@ -89,7 +89,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
     ) -> None:
         """Send bytes of one shard."""
-        run = await self._runs.open(request.run)
+        run = await self._runs.find(request.run)
         version = Version.from_proto(request.version)
         base = Version.from_proto(request.base) if request.HasField("base") else None
         form = pulled_form(run, version, base)
@@ -104,7 +104,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetUpdatePathRequest, pb.GetUpdatePathResponse],
     ) -> None:
         """Send the manifests that lead to a version; its forms stay until they are sent, and a little longer."""
-        run = await self._runs.open(request.run)
+        run = await self._runs.find(request.run)
         wanted = Version.from_proto(request.version) if request.HasField("version") else None
         held = Version.from_proto(request.held) if request.HasField("held") else None
         path = path_to(run, wanted, held)
@@ -140,7 +140,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         names_relay = bool(request.relay_address) or request.replica.startswith(RELAY_PREFIX)
         if names_relay and self._require_admin is not None:
             self._require_admin(context)
-        run = await self._runs.open(request.run)
+        run = await self._runs.find(request.run)
         about = Version.from_proto(request.version)
         serving = Version.from_proto(request.serving) if request.HasField("serving") else None
         lease_s = self._runs.config.lease_s

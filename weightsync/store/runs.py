@@ -61,13 +61,20 @@ def disk_error(error: OSError) -> SluiceError:
 
 
 class Upstream(Protocol):
-    """What a relay does beside keeping runs; None of its methods waits."""
+    """What a relay does beside keeping runs."""
+
+    async def has(self, resource: str) -> bool:
+        """Return whether the service behind has the run named ``runs/{run}``.
+
+        Raises:
+            SluiceError: UNAVAILABLE if it does not answer.
+        """
 
     def opened(self, run: Run) -> None:
-        """Somebody asked for the run for the first time."""
+        """Follow a run that was asked for, for the first time; never waits."""
 
     def reported(self, run: Run, request: pb.ReportVersionRequest) -> None:
-        """A replica reported; raises `SluiceError` where that shows that relays feed each other."""
+        """Pass a replica's report on; never waits. Raises `SluiceError` if the report shows that relays feed each other."""
 
     def lease_s(self, run: Run) -> float:
         """Seconds that the service behind grants its replicas."""
@@ -132,18 +139,22 @@ class Runs:
                     self.upstream.opened(self._runs[name])
         return self._runs[name]
 
-    async def look_up(self, resource: str) -> Run:
-        """As `open` for a run that there is; an empty one, which is not kept, for one that there is not.
+    async def find(self, resource: str) -> Run:
+        """Return a run that exists, for a caller who only reads: nothing is made for a run that does not.
 
-        So a mistyped name takes no place from the runs to come. A relay opens it: what it lacks may be upstream.
+        So a mistyped name takes no place from the runs to come. A relay asks upstream about runs that it does not hold.
 
         Raises:
-            SluiceError: as `open`.
+            SluiceError: NOT_FOUND if there is no such run, UNAVAILABLE if upstream does not answer; else as `open`.
         """
         name = _name_of(resource)
-        if self.upstream is not None or name in self._runs or self._directory_of(name).exists():
+        if name in self._runs or await self.in_thread(self._directory_of(name).exists):
             return await self.open(resource)
-        return self._new(name)
+        if self.upstream is not None and await self.upstream.has(resource):
+            return await self.open(resource)
+        raise SluiceError.not_found(
+            "NO_SUCH_RUN", f"nothing was pushed to run {name}: check the name, or wait for its trainer's first version"
+        )
 
     def _new(self, name: str) -> Run:
         ledger = Ledger(self.config.keep, self.config.anchor_every)

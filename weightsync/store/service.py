@@ -61,7 +61,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.ListVersionsRequest, pb.ListVersionsResponse],
     ) -> pb.ListVersionsResponse:
         """List versions, newest first; the page token is the last version of the page before."""
-        run = await self._runs.look_up(request.run)
+        run = await self._runs.find(request.run)
         versions = sorted(run.versions, reverse=True)
         if request.page_token:
             try:
@@ -83,7 +83,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.GetManifestRequest, pb.GetManifestResponse],
     ) -> pb.GetManifestResponse:
         """Describe a version."""
-        run = await self._runs.look_up(request.run)
+        run = await self._runs.find(request.run)
         wanted = Version.from_proto(request.version) if request.HasField("version") else run.ledger.newest
         if wanted is None:
             raise SluiceError.not_found("NO_VERSION", f"nothing was committed in run {run.name} yet: push a version")
@@ -95,7 +95,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.DeleteVersionRequest, pb.DeleteVersionResponse],
     ) -> pb.DeleteVersionResponse:
         """Delete a version that nobody needs."""
-        run = await self._runs.look_up(request.run)
+        run = await self._runs.find(request.run)
         try:
             await self._runs.delete(run, Version.from_proto(request.version))
         except RefusedError as error:
