@@ -11,13 +11,15 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, manifest_of, running_stack, weights
+from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import make_chunk
 from weightsync.publish.shard_source import ShardSource
+from weightsync.store.incoming import IncomingShard
+from weightsync.store.upload import Upload
 
 V1, V2 = Version(1, 1), Version(1, 2)
 
@@ -142,6 +144,51 @@ async def test_run_names_that_could_leave_the_directory_are_refused(stack: Stack
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stack.sync.ListVersions(pb.ListVersionsRequest(run=run), timeout=30)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_stream_that_was_superseded_takes_nothing_from_the_one_that_goes_on(stack: Stack) -> None:
+    source = ShardSource("model", weights())
+
+    def begin(offset: int) -> pb.PushWeightsRequest:
+        header = pb.PushHeader(run=RESOURCE, version=V1.to_proto(), shard=source.describe(), resume_offset=offset)
+        return pb.PushWeightsRequest(header=header)
+
+    def chunk(start: int, end: int) -> pb.PushWeightsRequest:
+        return pb.PushWeightsRequest(chunk=make_chunk(start, source.read(start, end)))
+
+    run = await stack.runs.open(RESOURCE)
+    older = stack.sync.PushWeights(timeout=30)
+    await older.write(begin(0))
+    await older.write(chunk(0, 1000))
+    await eventually(lambda: [each.shard.stored for each in run.uploads.values()] == [1000])
+    newer = stack.sync.PushWeights(timeout=30)
+    await newer.write(begin(1000))
+    await newer.write(chunk(1000, 2000))
+    await eventually(lambda: [each.shard.stored for each in run.uploads.values()] == [2000])
+    damaged = chunk(1000, 2000)
+    flip_first_bit(damaged.chunk)
+    await older.write(damaged)
+    await older.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await older
+    assert caught.value.code() in {grpc.StatusCode.ABORTED, grpc.StatusCode.DATA_LOSS}
+    await newer.write(chunk(2000, source.size))
+    await newer.done_writing()
+    assert (await newer).digest == source.digest()
+    await stack.commit(manifest_of(V1, source))
+    assert equal_bits(on_disk(stack, V1), weights())
+
+
+def test_an_upload_that_ends_while_the_disk_begins_to_write_is_no_failure(tmp_path: Path) -> None:
+    source = ShardSource("model", weights())
+    upload = Upload(IncomingShard(tmp_path / "shard", source.size), source.describe(), 0.0)
+    ticket, _ = upload.take_over()
+    upload.append(ticket, 0, source.read(0, 100))
+    upload.close()  # as the end of the service does
+    upload.flush()
+    upload.discard()
+    upload.flush()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_bytes_that_are_no_safetensors_file_are_refused(stack: Stack) -> None:

@@ -122,7 +122,7 @@ class _Fetch:
             await self._stream(shard.name, upload, ticket)
             if upload.shard.stored == upload.shard.size:
                 await self._runs.in_thread(upload.finish, ticket)
-                return await self._check(shard, upload)
+                return await self._check(shard, upload, ticket)
         except grpc.aio.AioRpcError as error:
             failure = SluiceError.from_rpc(error)
             if failure.code not in _TRANSIENT:
@@ -133,10 +133,10 @@ class _Fetch:
         except (ChunkError, ChunkSizeError, OffsetError, SupersededError) as error:
             return str(error)
         except LayoutError as error:
-            await self._discard(shard, upload)
+            await self._discard(shard, upload, ticket)
             return str(error)
         except OSError as error:
-            await self._discard(shard, upload)
+            await self._discard(shard, upload, ticket)
             raise disk_error(error) from error
         return "the stream ended early"
 
@@ -167,13 +167,13 @@ class _Fetch:
             if writing is not None:
                 await settle(writing)
 
-    async def _check(self, shard: pb.Shard, upload: Upload) -> str:
+    async def _check(self, shard: pb.Shard, upload: Upload, ticket: object) -> str:
         if shard.digest in {"", upload.shard.digest}:
             return ""
-        await self._discard(shard, upload)
+        await self._discard(shard, upload, ticket)
         return f"the file has digest {upload.shard.digest}, announced was {shard.digest}"
 
-    async def _discard(self, shard: pb.Shard, upload: Upload) -> None:
-        if self._run.uploads.get((self._version, shard.name)) is upload:
+    async def _discard(self, shard: pb.Shard, upload: Upload, ticket: object) -> None:
+        discarded = await self._runs.in_thread(upload.discard, ticket)
+        if discarded and self._run.uploads.get((self._version, shard.name)) is upload:
             del self._run.uploads[self._version, shard.name]
-        await self._runs.in_thread(upload.discard)

@@ -71,13 +71,19 @@ class IncomingShard:
             rest, position = rest[written:], position + written
         self._hash.update(data)
 
-    def flush(self) -> None:
+    def duplicate(self) -> int | None:
+        """Return a second descriptor of the open file, for `flush`; None if the file is closed."""
+        return os.dup(self._descriptor) if self._descriptor >= 0 else None
+
+    def flush(self, descriptor: int) -> None:
         """Bring what is written so far to the disk, beside further writes; then `finish` has little left to do.
+
+        Args:
+            descriptor: From `duplicate`, because the file may be closed meanwhile; closed here.
 
         Raises:
             OSError: if the disk does not take it.
         """
-        descriptor = os.dup(self._descriptor)  # the file may be closed meanwhile
         try:
             os.fdatasync(descriptor)
         except OSError as error:

@@ -76,13 +76,15 @@ class Upload:
             self.shard.write(data)
 
     def flush(self) -> None:
-        """Bring what came in so far to the disk, while more comes in.
+        """Bring what came in so far to the disk, while more comes in; do nothing if the file is closed.
 
         Raises:
             OSError: if the disk does not take it.
         """
-        if not self.shard.complete and self._ticket is not None:
-            self.shard.flush()
+        with self._lock:  # nobody closes the file between the look at its descriptor and the copy
+            descriptor = self.shard.duplicate()
+        if descriptor is not None:
+            self.shard.flush(descriptor)
 
     def finish(self, ticket: object) -> None:
         """Bring the whole file to the disk.
@@ -96,11 +98,27 @@ class Upload:
             if not self.shard.complete:
                 self.shard.finish()
 
-    def discard(self) -> None:
-        """End every stream's right to write, and remove the file."""
+    def discard(self, ticket: object | None = None) -> bool:
+        """Remove the file and end every stream's right to write.
+
+        Args:
+            ticket: The stream that asks; None: the service itself, which may always.
+
+        Returns:
+            False if a newer stream took over: the file is that one's, and stays.
+        """
         with self._lock:
+            if ticket is not None and ticket is not self._ticket:
+                return False
             self._ticket = None
             self.shard.discard()
+            return True
+
+    def close(self) -> None:
+        """End every stream's right to write; the file stays."""
+        with self._lock:
+            self._ticket = None
+            self.shard.close()
 
     def _check(self, ticket: object) -> None:
         if ticket is not self._ticket:
