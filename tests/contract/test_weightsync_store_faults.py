@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import grpc
 import pytest
@@ -34,6 +35,28 @@ def test_two_forms_of_a_version_can_go_at_once(tmp_path: Path) -> None:
             for going in [threads.submit(store.remove, version), threads.submit(store.remove_dense, version)]:
                 going.result()
             assert not any(form.exists() for form in forms)
+
+
+def test_two_versions_that_become_dense_at_once_both_get_the_model_s_files(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    names = {f"part-{number}.json" for number in range(20)}
+    for name in names:
+        (model / name).write_text("{}")
+    with ThreadPoolExecutor(2) as threads:
+        for trial in range(20):
+            store = RunStore(tmp_path / str(trial), str(model))
+            store.root.mkdir()
+            together = Barrier(2)
+
+            def publish(number: int, store: RunStore = store, together: Barrier = together) -> Path:
+                manifest = pb.Manifest(version=Version(1, number).to_proto(), kind=pb.VERSION_KIND_ANCHOR)
+                building = store.build_dense(Version(1, number))
+                together.wait(10)
+                return store.publish_dense(manifest, building).directory
+
+            for directory in threads.map(publish, (1, 2)):
+                assert names < {path.name for path in directory.iterdir()}
 
 
 async def test_a_run_that_could_not_be_opened_can_be_opened_later(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -59,6 +60,8 @@ class RunStore:
         self.root = root
         self._model = model
         self._model_files: list[Path] | None = None
+        self._collecting = threading.Lock()
+        """A commit and the making of a dense form, in two threads, may both need the model's files first."""
         self._incoming = root / ".incoming"
         self._building = root / ".building"
         self._deltas = root / ".deltas"
@@ -146,8 +149,9 @@ class RunStore:
         if form is Form.DENSE:
             if len(manifest.shards) > 1:
                 write_synced(building / "model.safetensors.index.json", weight_index(manifest))
-            if self._model_files is None:
-                self._model_files = collect_model_files(self._model, self.root / ".model")
+            with self._collecting:
+                if self._model_files is None:
+                    self._model_files = collect_model_files(self._model, self.root / ".model")
             link_into(self._model_files, building)
         write_synced(building / MANIFEST_FILE, to_json(manifest))
         sync_directory(building)
