@@ -38,7 +38,7 @@ class WeightSyncConfig(Section):
     max_bytes: int | None = Field(
         None,
         ge=1,
-        description="Most bytes of all runs' versions, incoming ones included; older versions give way, then pushes are refused. None: no limit but the disk's.",
+        description="Most bytes that all runs hold together, uploads and files under construction included. A push that needs room removes the oldest unused versions of any run; if that is not enough, it is refused. None: no limit but the disk's.",
     )
     min_free_bytes: int = Field(
         1 << 30, ge=0, description="Bytes that stay free on the disk; a push that would use them is refused."

@@ -102,8 +102,8 @@ async def test_a_dense_form_whose_source_cannot_be_read_is_tried_again(tmp_path:
         file.write_bytes(whole[:8] + b"?" + whole[9:])
         await push_delta(stack, V2, V1, weights(1), weights())
         run = await stack.runs.open(RESOURCE)
-        await eventually(lambda: run.building_bytes > 0)
-        await eventually(lambda: run.building_bytes == 0)
+        await eventually(lambda: run.reserved_bytes > 0)
+        await eventually(lambda: run.reserved_bytes == 0)
         file.write_bytes(whole)
         await eventually((stack.directory / "v1.2").exists)
 

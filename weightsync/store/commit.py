@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import structlog
 
@@ -16,7 +17,7 @@ from weightsync.store.chain import Form
 from weightsync.store.incoming import IncomingShard
 from weightsync.store.ledger import RefusedError
 from weightsync.store.runs import Run, Runs, disk_error, refused
-from weightsync.store.store import RunStore
+from weightsync.store.store import is_loadable
 from weightsync.store.stored import StoredVersion, form_of
 from weightsync.store.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
 
@@ -101,8 +102,11 @@ async def _verify_and_publish(
     if base_version in run.versions:
         run.ledger.hold(base_version, holder)
     try:
-        stored = await runs.in_thread(_verify_and_write, run.store, announced, shards, base, started)
-        run.publish(stored)
+        manifest = await runs.in_thread(_verify, announced, shards, base)
+        assembled_bytes = 0 if is_loadable(manifest) else manifest.dense_bytes
+        async with runs.room_for(run, assembled_bytes, evict=True) if assembled_bytes else nullcontext():
+            stored = await runs.in_thread(run.store.commit, manifest, shards, started)
+            run.publish(stored)
     except RefusedError:  # its base was found damaged meanwhile; a restart must not bring it into sight
         await runs.in_thread(run.store.remove, version)
         raise
@@ -146,14 +150,8 @@ def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manife
     return run.versions[base].manifest
 
 
-def _verify_and_write(
-    store: RunStore,
-    announced: pb.Manifest,
-    shards: Mapping[str, IncomingShard],
-    base: pb.Manifest | None,
-    started: float,
-) -> StoredVersion:
+def _verify(announced: pb.Manifest, shards: Mapping[str, IncomingShard], base: pb.Manifest | None) -> pb.Manifest:
     manifest = complete_manifest(announced, shards, base)
     check_adapter_config(manifest)
     manifest.commit_time.GetCurrentTime()
-    return store.commit(manifest, shards, started)
+    return manifest

@@ -110,7 +110,6 @@ class DenseForms:
         finally:
             for step in path:
                 run.ledger.release(step.version, build)
-            run.building_bytes = 0
             del self._builds[run.name]
             build.ended.set()
             self._runs.retention_due.set()
@@ -120,9 +119,10 @@ class DenseForms:
     ) -> bool:
         version, started = target.version, time.perf_counter()
         try:
-            await self._runs.reserve_dense(run, build.size)
-            build.has_room = True
-            form = await self._in_thread(run, source, deltas, build, target)
+            async with self._runs.room_for(run, build.size, evict=False):
+                build.has_room = True
+                form = await self._in_thread(run, source, deltas, build, target)
+                run.add_dense(version, form)
         except DamagedDeltaError as error:
             run.ledger.mark_damaged(error.version)
             log.error(  # noqa: TRY400 - where it was found says nothing, the version does
@@ -145,7 +145,6 @@ class DenseForms:
                 remedy="make room, or raise weightsync.max_bytes to three dense copies",
             )
             return False
-        run.add_dense(version, form)
         seconds = time.perf_counter() - started
         DENSE_SECONDS.observe(seconds)
         log.info("dense form made", run=run.name, version=str(version), deltas=len(deltas), seconds=round(seconds, 3))

@@ -30,7 +30,7 @@ class Run:
         relays: Services that give the same versions out again.
         watchers: WatchVersions streams of this run.
         timings: What its last update cost each replica, as it said.
-        building_bytes: Size of the dense form that is being made of deltas; 0 if none is.
+        reserved_bytes: Sizes of the files that are being made: a dense form of deltas, whole tensors of slices.
     """
 
     def __init__(self, name: str, ledger: Ledger, store: RunStore) -> None:
@@ -44,7 +44,7 @@ class Run:
         self.changed = asyncio.Event()
         self.relays = SourceList()
         self.watchers = 0
-        self.building_bytes = 0
+        self.reserved_bytes = 0
         self.timings: dict[str, pb.UpdateTimings] = {}
 
     def restore(self, found: list[StoredVersion]) -> None:
@@ -91,4 +91,4 @@ class Run:
     def bytes_held(self) -> int:
         """Bytes of visible versions, of the uploads' announced sizes, and of what is being made."""
         uploads = sum(upload.shard.size for upload in self.uploads.values())
-        return self.ledger.bytes_committed + uploads + self.building_bytes
+        return self.ledger.bytes_committed + uploads + self.reserved_bytes

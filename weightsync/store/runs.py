@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
@@ -201,34 +202,59 @@ class Runs:
             return run.uploads[key]
 
     async def _make_room(self, run: Run, need: int) -> None:
-        """See that a shard of `need` bytes fits, giving up versions that nobody needs if it must be.
+        """See that a file of `need` bytes fits; the versions of all runs that nobody needs give way, the oldest first.
+
+        So a run with many versions does not keep another from its first. Every run keeps its newest version, those that
+        its live replicas serve, and what these are reached through.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
         """
-        if self._lacking(run, need) > 0:
-            await self._retain_versions(run)
-        while (lacking := self._lacking(run, need)) > 0:
-            if evictable := run.ledger.evictable(self.clock()):
-                await self.delete(run, evictable[0])
+        if await self._lacking(run, need) > 0:
+            for each in self:
+                await self._retain_versions(each)
+        while (lacking := await self._lacking(run, need)) > 0:
+            if (oldest := self._oldest_evictable()) is not None:
+                await self.delete(*oldest)
             elif not await self.dense_forms.stop_builds():
                 raise _no_room(need, lacking)
 
-    async def reserve_dense(self, run: Run, need: int) -> None:
-        """See that a dense form of `need` bytes fits beside all that retention would leave.
+    def _oldest_evictable(self) -> tuple[Run, Version] | None:
+        """Return the version to give up next, of all runs the one that was committed first; None if all are needed."""
+        now = self.clock()
+        found = [(each, evictable[0]) for each in self if (evictable := each.ledger.evictable(now))]
+        return min(found, key=lambda each: each[0].versions[each[1]].commit_ns, default=None)
+
+    @asynccontextmanager
+    async def room_for(self, run: Run, need: int, *, evict: bool) -> AsyncIterator[None]:
+        """Reserve room for a file that the service makes itself, for as long as the block lasts.
+
+        Args:
+            run: The run that the file is of.
+            need: Its bytes.
+            evict: Whether versions that nobody needs give way, as for a push; otherwise only those that retention would
+                not keep.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
         """
         async with self._room:
-            await self._retain_versions(run)
-            if (lacking := self._lacking(run, need)) > 0:
-                raise _no_room(need, lacking)
-            run.building_bytes = need
+            if evict:
+                await self._make_room(run, need)
+            else:
+                await self._retain_versions(run)
+                if (lacking := await self._lacking(run, need)) > 0:
+                    raise _no_room(need, lacking)
+            run.reserved_bytes += need
+        try:
+            yield
+        finally:
+            run.reserved_bytes -= need
 
-    def _lacking(self, run: Run, need: int) -> int:
+    async def _lacking(self, run: Run, need: int) -> int:
+        free = await self.in_thread(run.store.free_bytes)
         promised = sum(upload.shard.size - upload.shard.stored for each in self for upload in each.uploads.values())
-        beyond_disk = need + promised + self.config.min_free_bytes - run.store.free_bytes()
+        beyond_disk = need + promised + self.config.min_free_bytes - free
         if self.config.max_bytes is None:
             return beyond_disk
         return max(beyond_disk, need + sum(each.bytes_held for each in self) - self.config.max_bytes)
@@ -297,7 +323,7 @@ class Runs:
         await asyncio.to_thread(self._threads.shutdown)
         for run in self:
             for upload in run.uploads.values():
-                upload.shard.close()
+                upload.close()
             run.store.close()
 
 

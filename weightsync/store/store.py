@@ -36,7 +36,7 @@ from weightsync.store.incoming import IncomingShard
 from weightsync.store.model_files import collect_model_files, link_into
 from weightsync.store.stored import PUSHED_FILE, StoredForm, StoredVersion, file_names, form_of, read_form, weight_index
 
-__all__ = ["RunStore", "StoreLockedError"]
+__all__ = ["RunStore", "StoreLockedError", "is_loadable"]
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 """PEFT's name for it."""
@@ -165,7 +165,7 @@ class RunStore:
         return final
 
     def _place_weights(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard], building: Path) -> pb.Manifest:
-        if form_of(manifest) is not Form.DELTA and not _is_loadable(manifest):
+        if not is_loadable(manifest):
             stem = "model" if form_of(manifest) is Form.DENSE else "adapter_model"
             return assemble(manifest, shards, building / f"{stem}.safetensors")
         for shard, name in file_names(manifest).items():
@@ -248,8 +248,13 @@ class RunStore:
         return shutil.disk_usage(existing).free
 
 
-def _is_loadable(manifest: pb.Manifest) -> bool:
-    """Whether the shards as pushed are files of a Hugging Face checkpoint, or PEFT's one file."""
+def is_loadable(manifest: pb.Manifest) -> bool:
+    """Return whether the shards are stored as pushed: files of a Hugging Face checkpoint, PEFT's one file, or a delta.
+
+    Slices of others are assembled into one file of whole tensors.
+    """
+    if manifest.kind == pb.VERSION_KIND_DELTA:
+        return True
     return (len(manifest.shards) == 1 or manifest.kind != pb.VERSION_KIND_ADAPTER) and all(
         is_whole(tensor) and entry_name(tensor) == tensor.name for shard in manifest.shards for tensor in shard.tensors
     )

@@ -94,6 +94,11 @@ class StoredVersion:
         return form
 
     @property
+    def commit_ns(self) -> int:
+        """When it was committed, in nanoseconds since 1970."""
+        return self.manifest.commit_time.ToNanoseconds()
+
+    @property
     def manifest(self) -> pb.Manifest:
         """The manifest that is announced."""
         return self.announced.manifest
