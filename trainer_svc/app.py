@@ -111,7 +111,7 @@ async def _lead(
         if ended:  # a thread that still waits for the others holds the line to them; they end when this process does
             crew.dismiss()
         if await weights.settle(PUSH_GRACE_S):
-            weights.close()
+            await weights.close()
         await channel.close()
     if crew.broken is not None:
         raise crew.broken
@@ -143,7 +143,7 @@ async def _follow(
     try:
         await RankWorker(learner, link, PolicyPublisher(weights)).run(compute)
     finally:
-        weights.close()
+        await weights.close()
         await channel.close()
 
 

@@ -226,11 +226,11 @@ class WeightPublisher:
         encoded = await asyncio.to_thread(self.encode, version, tensors, dtype=dtype, deadline_s=deadline_s)
         return await self.publish(encoded, deadline_s=deadline - time.monotonic(), labels=labels)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Give the kept copy back; `publish` must have ended. The next version after it is an anchor."""
         baseline, self._baseline, self._committed = self._baseline, None, None
         if baseline is not None:
-            baseline.close()
+            await asyncio.to_thread(baseline.close)
 
     def _base_of(self, version: Version) -> Version | None:
         """The version to compare with, None where whole tensors go out."""

@@ -289,7 +289,7 @@ async def test_on_one_host_files_are_handed_over_and_chunks_go_where_they_are_no
         assert [report.kind for report in reports] == ["anchor", "delta", "delta"]
         assert all(report.bytes_sent > 0 for report in reports)
         assert (publisher._directory is not None) == service_reads, "files are offered as long as they are taken"
-        publisher.close()
+        await publisher.close()
         assert set(HOST_DIRECTORY.glob("sluice-push-*")) <= before
 
 
@@ -305,5 +305,5 @@ async def test_a_push_that_fails_leaves_no_file_behind(tmp_path: Path) -> None:
         await publisher.update(Version(1, 2), tensors, deadline_s=0.3)
     assert len(set(HOST_DIRECTORY.glob("sluice-push-*")) - before) <= 1
     await channel.close()
-    publisher.close()
+    await publisher.close()
     assert set(HOST_DIRECTORY.glob("sluice-push-*")) <= before

@@ -145,7 +145,7 @@ class ShardTransfer:
             local = written.local(self._source.name)
             return local is not None and await self._offer(local)
         finally:
-            written.close()
+            await asyncio.to_thread(written.close)  # to give back shared memory takes as long as to fill it
 
     async def _offer(self, local: pb.LocalFile) -> bool:
         try:

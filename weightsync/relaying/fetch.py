@@ -62,7 +62,7 @@ async def fetch_version(
         SluiceError: as the contract says of CommitVersion, and for a full disk.
     """
     try:
-        check_manifest(manifest)  # before the names of its shards become those of files
+        await runs.in_thread(check_manifest, manifest)  # before the names of its shards become those of files
     except ManifestError as error:
         raise FetchError(f"the manifest of {Version.from_proto(manifest.version)}: {error}") from error
     fetch = _Fetch(runs, run, stub, manifest, limits)

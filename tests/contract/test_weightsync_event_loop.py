@@ -1,0 +1,54 @@
+"""Files are written and removed in threads: a large tree or file would stop every call of the service meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from loop_audit import file_changes_of_this_thread
+from relay_stack import Node, push, running
+from weightsync_stack import RUN, eventually, running_stack, weights
+
+from sluice.versions import Version
+from weightsync.publish.adapter_publisher import AdapterPublisher
+from weightsync.publish.shard_source import ShardSource
+from weightsync.publisher import WeightPublisher
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_a_trainer_and_its_weight_service_change_no_file_on_the_event_loop(tmp_path: Path, local: bool) -> None:
+    tensors = weights()
+    with file_changes_of_this_thread() as changes:
+        async with running_stack(tmp_path, dense_delay_s=0, heartbeat_s=0.1, keep=1) as stack:
+            publisher = WeightPublisher(stack.channel, RUN, local=local)
+            reports = []
+            for number in range(1, 4):
+                reports.append(await publisher.update(Version(1, number), tensors, deadline_s=30))
+                tensors["model.norm.weight"][number] += 1
+            assert {report.kind for report in reports} == {"anchor", "delta"}
+            await AdapterPublisher(stack.channel, RUN).push(
+                Version(1, 4), {"a.lora_A.weight": torch.ones(2, 4)}, {"r": 2}, deadline_s=30
+            )
+            await stack.push_shard(ShardSource("model", weights(1)), Version(1, 5), until=2000)
+            await stack.push_shard(ShardSource("model", weights(2)), Version(1, 5))
+            await publisher.close()
+            await eventually(lambda: not list(stack.directory.glob("**/v1.1")))
+    assert changes == []
+
+
+async def test_a_relay_changes_no_file_on_the_event_loop(tmp_path: Path) -> None:
+    with file_changes_of_this_thread() as changes:
+        async with (
+            running(Node(tmp_path / "root")) as root,
+            running(Node(tmp_path / "relay", upstream=root.target, keep=1, heartbeat_s=0.1)) as relay,
+        ):
+            for number in (1, 2):
+                await push(root, Version(1, number), weights(number))
+                async with asyncio.timeout(20):
+                    await eventually(lambda number=number: relay.newest() == Version(1, number))  # type: ignore[misc]
+            await eventually(lambda: not list(relay.directory.glob("v1.1")))
+    assert changes == []
