@@ -28,6 +28,7 @@ __all__ = [
     "remove_tree",
     "remove_unlocked",
     "unlink_at",
+    "write_whole",
 ]
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -198,6 +199,20 @@ def open_peer_file(path: str, device: int, inode: int, size: int, *, below: Path
         os.close(descriptor)
         raise PeerFileError(f"{path} {why_not}")
     return descriptor
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file that appears whole or not at all. What has its name, or that of its temporary file, is replaced.
+
+    Raises:
+        OSError: if the directory cannot be written to.
+    """
+    temporary = path.with_name(f".{path.name}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
+    with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor, not a path
+        file.write(text)
+    temporary.replace(path)
 
 
 def _is_own_file(status: os.stat_result) -> bool:

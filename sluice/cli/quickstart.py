@@ -7,7 +7,6 @@ and leaves everything in ``outputs/quickstart``.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from sluice.cli import quickstart_report, rl
 from sluice.cli.command import Command
 from sluice.cli.launch import shared_cores
 from sluice.cli.options import Options, whole_number
+from sluice.cli.run_directory import is_held
 from sluice.cli.stage import StageError, Stages, run_quietly
 from sluice.config import ConfigError
 
@@ -166,13 +166,8 @@ def make_room(directory: Path, console: Console) -> None:
     """
     if not directory.exists() or not any(directory.iterdir()):
         return
-    lock = directory / ".lock"
-    if lock.exists():
-        with lock.open() as held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(f"another process runs in {directory}: stop it first") from error
+    if is_held(directory):
+        raise ConfigError(f"another process runs in {directory}: stop it first")
     number = 1
     while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sluice.cli.report import PLOT_FILE, plot_run, read_steps
+from sluice.host_files import write_whole
 
 __all__ = ["REPORT_FILE", "describe_evaluation", "show", "write"]
 
@@ -62,9 +63,7 @@ def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float
         "evaluation_after": after,
         "stages_s": {name: round(seconds, 1) for name, seconds in stages.items()},
     }
-    staging = path.with_name(f".{REPORT_FILE}")
-    staging.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    staging.replace(path)
+    write_whole(path, json.dumps(report, indent=2) + "\n")
     plot_run(read_steps(run_dir), run_dir / PLOT_FILE, f"reverse_text, seed {seed}: reward of the training batches")
     return report
 

@@ -8,11 +8,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from sluice import host_files
 from sluice.config import ConfigError, RunConfig, dump_toml
 
-__all__ = ["claim", "newest_checkpoint", "where_resumed", "write_settings"]
+__all__ = ["claim", "is_held", "newest_checkpoint", "where_resumed", "write_settings"]
 
 CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
 JOURNAL_FILE = "journal.sqlite"
 """Written by the orchestrator; what has none never began, such as a run whose settings were wrong."""
 
@@ -31,23 +33,48 @@ def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
     directory = run.run_dir
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another --output-dir") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+    with _locked(directory) as locked:
+        if not locked:
             raise ConfigError(
                 f"another process runs {run.run!r} in {directory}: stop it, or choose another name with --run NAME"
-            ) from error
+            )
         if (directory / JOURNAL_FILE).exists() and not resume:
             raise ConfigError(
                 f"run {run.run!r} exists in {directory}: continue it with --resume, or choose another with --run NAME"
             )
         yield directory
+
+
+def is_held(directory: Path) -> bool:
+    """Return whether a process holds the run in this directory.
+
+    Raises:
+        ConfigError: if the lock file cannot be opened.
+    """
+    if not os.path.lexists(directory / LOCK_FILE):
+        return False
+    with _locked(directory) as locked:
+        return not locked
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Lock a run while the block lasts; False if another process holds it.
+
+    Raises:
+        ConfigError: if the lock file cannot be opened.
+    """
+    path = directory / LOCK_FILE
+    try:
+        lock = host_files.open_private(path, os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise ConfigError(f"cannot open the lock {path}: {error.strerror}; choose another --output-dir") from error
+    try:
+        yield host_files.lock_now(lock, fcntl.LOCK_EX)
     finally:
-        os.close(lock)
+        host_files.close(lock)
 
 
 def newest_checkpoint(directory: Path) -> str:
@@ -73,7 +100,5 @@ def write_settings(run: RunConfig) -> Path:
         The file.
     """
     path = run.run_dir / CONFIG_FILE
-    staging = path.with_name(f".{CONFIG_FILE}")
-    staging.write_text(dump_toml(run), encoding="utf-8")
-    staging.replace(path)
+    host_files.write_whole(path, dump_toml(run))
     return path
