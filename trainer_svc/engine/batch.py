@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sluice.versions import Version
 from trainer_svc.engine.attention import AttentionPlan
@@ -139,6 +141,10 @@ class MicroBatch:
         temperatures: Sampling temperature of each loss token.
         behaviour_logprobs: Behaviour log-probability of each loss token.
         advantages: Advantage of each loss token.
+        sequence_tokens: Loss tokens of the sequence of each loss token.
+        group_tokens: Loss tokens of the group of each loss token, over all ranks; of its sequence where nobody counted them.
+        predictor_places: A copy of `predictors` that stays in host memory, so that context parallelism can size its slices
+            without waiting for the device.
 
     The optional columns are those of `Sequence` at each loss token, None unless all sequences carry them.
     """
@@ -154,6 +160,9 @@ class MicroBatch:
     temperatures: PerToken
     behaviour_logprobs: PerToken
     advantages: PerToken
+    sequence_tokens: Indices
+    group_tokens: Indices
+    predictor_places: NDArray[np.int64]
     proximal_logprobs: PerToken | None = None
     proximal_share: PerToken | None = None
     reference_logprobs: PerToken | None = None

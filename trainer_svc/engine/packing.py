@@ -83,6 +83,9 @@ def empty_batch(ranks: int = 1) -> MicroBatch:
         temperatures=nothing,
         behaviour_logprobs=nothing,
         advantages=nothing,
+        sequence_tokens=no_place,
+        group_tokens=no_place,
+        predictor_places=no_place.numpy(),
     )
 
 
@@ -151,6 +154,8 @@ def _loss_tokens(members: tuple[Sequence, ...], segments: list[Ids]) -> dict[str
     """What the loss needs about each loss token, sequence by sequence."""
     places = [np.flatnonzero(sequence.loss_mask.numpy()) for sequence in members]
     counts = torch.tensor([len(place) for place in places])
+    of_groups = torch.tensor([s.group_loss_tokens or len(p) for s, p in zip(members, places, strict=True)])
+    predictors = np.concatenate([s[p - 1] for s, p in zip(segments, places, strict=True)])
 
     def gather(name: str) -> torch.Tensor:
         return torch.from_numpy(
@@ -162,10 +167,13 @@ def _loss_tokens(members: tuple[Sequence, ...], segments: list[Ids]) -> dict[str
         for name in OPTIONAL_COLUMNS
     }
     return optional | {
-        "predictors": torch.from_numpy(np.concatenate([s[p - 1] for s, p in zip(segments, places, strict=True)])),
+        "predictors": torch.from_numpy(predictors),
         "targets": gather("input_ids"),
         "owners": torch.repeat_interleave(torch.arange(len(members)), counts),
         "temperatures": torch.repeat_interleave(torch.tensor([s.temperature for s in members]), counts),
         "behaviour_logprobs": gather("behaviour_logprobs"),
         "advantages": gather("advantages"),
+        "sequence_tokens": torch.repeat_interleave(counts, counts),
+        "group_tokens": torch.repeat_interleave(of_groups, counts),
+        "predictor_places": predictors,
     }

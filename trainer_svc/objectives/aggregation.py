@@ -16,11 +16,11 @@ from dataclasses import replace
 
 import torch
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.shapes import PerToken
 from trainer_svc.objectives.presets import Aggregation
 
-__all__ = ["divisor", "sequence_factors", "with_group_tokens"]
+__all__ = ["divisor", "token_factors", "with_group_tokens"]
 
 
 def with_group_tokens(sequences: Rows[Sequence]) -> list[Sequence]:
@@ -36,24 +36,15 @@ def with_group_tokens(sequences: Rows[Sequence]) -> list[Sequence]:
     ]
 
 
-def sequence_factors(aggregation: Aggregation, sequences: Rows[Sequence]) -> PerToken:
-    """What every loss token of each sequence is multiplied by.
-
-    Args:
-        aggregation: How token losses become one number.
-        sequences: The sequences of a micro-batch, each with at least one loss token.
-
-    Returns:
-        float64 factors, one per sequence.
-    """
+def token_factors(aggregation: Aggregation, batch: MicroBatch, dtype: torch.dtype) -> PerToken:
+    """Return what the loss of each loss token of a micro-batch is multiplied by, on the micro-batch's device."""
     match aggregation:
         case "token" | "constant":
-            factors = [1.0] * len(sequences)
+            return torch.ones_like(batch.owners, dtype=dtype)
         case "sequence":
-            factors = [1.0 / _tokens(sequence) for sequence in sequences]
+            return batch.sequence_tokens.to(dtype).reciprocal()
         case "prompt":
-            factors = [1.0 / (sequence.group_loss_tokens or _tokens(sequence)) for sequence in sequences]
-    return torch.tensor(factors, dtype=torch.float64)
+            return batch.group_tokens.to(dtype).reciprocal()
 
 
 def divisor(aggregation: Aggregation, sequences: Rows[Sequence], max_tokens: int | None = None) -> float:

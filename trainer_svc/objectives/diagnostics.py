@@ -34,7 +34,7 @@ def policy_gap(terms: TokenTerms) -> dict[str, Scalar]:
     gap = log_difference(terms.current.detach(), terms.behaviour).double()
     weight = gap.exp()
     return {
-        "gap_tokens": torch.tensor(float(len(gap)), dtype=torch.float64, device=gap.device),
+        "gap_tokens": torch.full((), float(len(gap)), dtype=torch.float64, device=gap.device),
         "weight": weight.sum(),
         "weight_squared": weight.square().sum(),
         "k3": (weight - gap - 1).sum(),

@@ -11,7 +11,7 @@ import torch
 from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import PerToken, Scalar
-from trainer_svc.objectives.aggregation import divisor, sequence_factors
+from trainer_svc.objectives.aggregation import divisor, token_factors
 from trainer_svc.objectives.choices import Choices
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.corrections import CORRECTIONS, TokenWeights, off_policy_sequence_mask, veto
@@ -126,7 +126,6 @@ class Objective:
         """
         if outputs.logprobs is None:
             raise ValueError("the objective needs log-probabilities: give it a network with a language head")
-        factors = sequence_factors(self.choices.aggregation, batch.sequences).to(outputs.logprobs)
         return TokenTerms(
             current=outputs.logprobs,
             behaviour=batch.behaviour_logprobs,
@@ -134,7 +133,7 @@ class Objective:
             advantages=batch.advantages,
             owners=batch.owners,
             sequences=len(batch.sequences),
-            factors=factors[batch.owners],
+            factors=token_factors(self.choices.aggregation, batch, outputs.logprobs.dtype),
             reference=batch.reference_logprobs,
             teacher=batch.teacher_logprobs,
             entropy=outputs.entropy,
@@ -166,7 +165,7 @@ class Objective:
             ValueError: if a column is missing that the objective reads.
         """
         loss, sums = self._surrogate(terms)
-        sums["tokens"] = torch.tensor(float(len(loss)), dtype=torch.float64, device=loss.device)
+        sums["tokens"] = torch.full((), float(len(loss)), dtype=torch.float64, device=loss.device)
         for weights, counts in self._token_weights(terms):
             loss = loss * weights
             sums |= counts

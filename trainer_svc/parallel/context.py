@@ -13,6 +13,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
@@ -56,12 +57,16 @@ class Context:
         """
         width = self.width(batch)
         start = width * dist.get_rank(self.group)
-        own = ((batch.predictors >= start) & (batch.predictors < start + width)).nonzero().squeeze(1)
+        # Counted on the host: how many there are decides shapes, and asking the device would wait for it.
+        places = np.flatnonzero((batch.predictor_places >= start) & (batch.predictor_places < start + width))
+        own, device = torch.from_numpy(places), batch.predictors.device
+        own = own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own
         part = replace(
             batch,
             input_ids=_slice(batch.input_ids, start, width),
             position_ids=_slice(batch.position_ids, start, width),
             predictors=batch.predictors[own] - start,
+            predictor_places=batch.predictor_places[places] - start,
             targets=batch.targets[own],
             temperatures=batch.temperatures[own],
         )

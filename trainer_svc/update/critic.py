@@ -65,7 +65,7 @@ class Critic:
         total = losses.sum()
         return total, {
             **sums,
-            "tokens": torch.tensor(float(len(losses)), dtype=torch.float64, device=losses.device),
+            "tokens": torch.full((), float(len(losses)), dtype=torch.float64, device=losses.device),
             "loss": total.detach(),
             "error": (outputs.values.detach() - batch.returns).square().sum(),
         }
