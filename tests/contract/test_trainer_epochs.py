@@ -90,11 +90,42 @@ async def test_a_restarted_trainer_goes_on_from_its_checkpoint_bit_for_bit(model
         assert Version.from_proto(begun.policy_version) == Version(2, 2)
         assert Version.from_proto(begun.restored_version) == Version(1, 2)
         assert (begun.last_batch_id, begun.next_sequence_no) == ("batch-2", 3)
-        assert (await running.submit(2, epoch=2)).duplicate, "the checkpoint holds it"
+        sent = batch(2, version=Version(1, 1))
+        assert (await running.submit(2, sent, epoch=2)).duplicate, "the checkpoint holds it"
+        with pytest.raises(SluiceError) as refused:
+            await running.submit(2, epoch=2)
+        assert refused.value.reason == "BATCH_CONTENT_DIFFERS"
         await resend(running, 3)
         await resend(running, 4)
         for name, tensor in running.trainer.learner.weights().items():
             assert torch.equal(tensor, expected[name]), name
+
+
+async def test_what_became_of_batches_is_told_by_a_trainer_that_died_since(model: Path, tmp_path: Path) -> None:
+    async with stack(model, tmp_path) as running:
+        await running.client.begin_epoch(RUN, 1)
+        rows = batch(1, version=Version(1, 0))
+        rows[3].ClearField("reward")
+        await running.submit(1, rows)
+        await trained(running, 2)
+        told = [await running.report(number) for number in (1, 2)]
+        await running.client.save_checkpoint(RUN)
+        await trained(running, 3)
+    async with stack(model, tmp_path) as running:
+        await running.client.begin_epoch(RUN, 2)
+        assert (await running.client.state(RUN)).oldest_reported_number == 1
+        again = [await running.report(number) for number in (1, 2)]
+        for before, after in zip(told, again, strict=True):
+            assert list(after.results) == list(before.results)
+            assert (after.batch_id, after.policy_version, after.sequence_no) == (
+                before.batch_id,
+                before.policy_version,
+                before.sequence_no,
+            )
+            assert not after.metrics
+        assert again[0].results[3].reason == "MISSING_REWARD"
+        await trained(running, 3, epoch=2)
+        assert (await running.report(3)).policy_version.epoch == 2, "the batch that no checkpoint held was sent again"
 
 
 async def resend(running: Stack, number: int) -> None:

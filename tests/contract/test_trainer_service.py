@@ -30,6 +30,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version
+from trainer_svc.checkpoint.batch_record import content_digest, read_records
 
 pytestmark = pytest.mark.slow
 
@@ -341,16 +342,32 @@ async def test_a_stream_that_stalls_ends_by_its_deadline(model: Path, tmp_path: 
     assert SluiceError.from_rpc(late.value).reason == "SUBMIT_DEADLINE"
 
 
-async def test_accepted_batches_lie_on_disk_until_a_checkpoint_covers_them(running: Stack) -> None:
-    files = running.trainer.batch_files
+async def test_a_batch_leaves_its_outcome_on_disk_and_not_its_payload(running: Stack) -> None:
     async with held(running):
         await running.submit(1)
-        assert [path.name for path in files.directory.iterdir()] == ["000001.0000000001.binpb"]
+        assert not [path for path in running.output_dir.rglob("*") if path.suffix in (".binpb", ".record")][1:], (
+            "epochs"
+        )
+    report = await running.report(1)
+    (path,) = (running.output_dir / RUN / "trainer" / "batches").iterdir()
+    (record,) = read_records(path)
+    assert list(record.results) == list(report.results)
+    assert record.content_digest == report.content_digest == content_digest(batch(1, version=Version(1, 0)))
+    assert path.stat().st_size < 64 * len(report.results) + 200
+
+
+async def test_a_known_id_with_other_trajectories_is_refused_whether_queued_or_applied(running: Stack) -> None:
+    other = batch(7, version=Version(1, 0))
+    async with held(running):
+        await running.submit(1)
+        with pytest.raises(SluiceError, match="other trajectories") as refused:
+            await running.submit(1, other)
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.ALREADY_EXISTS, "BATCH_CONTENT_DIFFERS")
+        assert (await running.submit(1)).duplicate
     await running.report(1)
-    await running.submit(2)
-    await running.report(2)
-    await running.client.save_checkpoint(RUN)
-    assert not list(files.directory.iterdir())
+    with pytest.raises(SluiceError, match="other trajectories"):
+        await running.submit(1, other)
+    assert (await running.submit(1)).duplicate
 
 
 async def test_nothing_is_accepted_before_an_epoch(model: Path, tmp_path: Path) -> None:

@@ -7,21 +7,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sluice.versions import Version
-from trainer_svc.service.admission import Admission, RefusedError, Ticket
+from trainer_svc.service.admission import Admission, Known, RefusedError, Ticket
 
 DIGEST = "d"
 
 
 def ticket(
-    number: int, *, epoch: int = 1, batch_id: str = "", target: int | None = None, digest: str = DIGEST
+    number: int,
+    *,
+    epoch: int = 1,
+    batch_id: str = "",
+    target: int | None = None,
+    digest: str = DIGEST,
+    content: str = "c",
 ) -> Ticket:
     target_number = number if target is None else target
-    return Ticket(batch_id or f"b{number}", number, Version(epoch, target_number), digest)
+    return Ticket(batch_id or f"b{number}", number, Version(epoch, target_number), digest, content)
 
 
-def opened(capacity: int = 2, number: int = 0, last_batch_id: str = "") -> Admission[int]:
+def opened(capacity: int = 2, number: int = 0, **held: Known) -> Admission[int]:
     admission: Admission[int] = Admission(capacity, DIGEST)
-    admission.open(Version(1, number), last_batch_id)
+    admission.open(Version(1, number), held)
     return admission
 
 
@@ -76,20 +82,36 @@ def test_a_repeat_is_recognised_while_queued_training_and_applied() -> None:
     assert admission.take() is None
 
 
-def test_the_batch_that_a_checkpoint_holds_last_is_recognised() -> None:
-    assert opened(number=7, last_batch_id="b7").admit(ticket(7), 0)
+def test_a_batch_that_a_checkpoint_holds_is_recognised() -> None:
+    assert opened(number=7, b6=Known(6, "c"), b7=Known(7)).admit(ticket(7), 0)
+    assert opened(number=7, b6=Known(6, "c"), b7=Known(7)).admit(ticket(6), 0)
 
 
-def test_an_id_cannot_name_two_batches() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (ticket(2, batch_id="b1"), "BATCH_ID_REUSED"),
+        (ticket(1, content="other"), "BATCH_CONTENT_DIFFERS"),
+    ],
+)
+def test_an_id_cannot_name_two_batches(wrong: Ticket, expected: str) -> None:
     admission = opened()
     admission.admit(ticket(1), 1)
-    assert reason(admission, ticket(2, batch_id="b1")) == "BATCH_ID_REUSED"
+    with pytest.raises(RefusedError) as refused:
+        admission.admit(wrong, 0)
+    assert (refused.value.reason, refused.value.exists, refused.value.retry) == (expected, True, False)
+
+
+def test_before_its_trajectories_arrive_a_repeat_is_known_by_id_and_number() -> None:
+    admission = opened()
+    admission.admit(ticket(1), 1)
+    assert admission.check(ticket(1, content=""))
 
 
 def test_a_new_epoch_forgets_the_batches_of_the_old_one() -> None:
     admission = opened()
     admission.admit(ticket(1), 1)
-    admission.open(Version(2, 0), "")
+    admission.open(Version(2, 0), {})
     assert admission.take() is None
     assert not admission.admit(ticket(1, epoch=2), 1)
 
@@ -112,7 +134,7 @@ class Batches(RuleBasedStateMachine):
         self.epoch += 1
         self.base = number
         self.accepted, self.taken, self.training = [], [], False
-        self.admission.open(Version(self.epoch, number), "")
+        self.admission.open(Version(self.epoch, number), {})
 
     @rule(offset=st.integers(-2, 2), repeat=st.booleans())
     def send(self, offset: int, repeat: bool) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sluice.v1 import tokens_pb2
 from sluice.versions import BASE, Version
+from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.engine.batch import Sequence, VersionSpan
 from trainer_svc.service.consumption import Batch, Consumption, OnStale, consume
 from trainer_svc.service.convert import Sample
-from trainer_svc.service.staleness import Lineage
 
 LINEAGE = Lineage().begin(1, BASE)
 NOW = Version(1, 5)

@@ -12,7 +12,6 @@ from lone_link import lone_link
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.batch_files import BatchFiles
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.crew import Crew
 from trainer_svc.service.learner import Learner
@@ -34,7 +33,7 @@ async def busy() -> AsyncIterator[ComputeThread]:
 def saving(output_dir: Path, compute: ComputeThread, crew: Crew) -> Saving:
     config = TrainerConfig(deadlines={"step_s": 0.01, "save_s": 0.01})
     learner = Learner(CommonConfig(run="test", output_dir=output_dir, model="none"), config, crew=crew)
-    return Saving(learner, compute, BatchFiles(output_dir / "batches"), config)
+    return Saving(learner, compute, config)
 
 
 async def test_one_process_notes_it_and_goes_on(tmp_path: Path, busy: ComputeThread) -> None:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.versions import BASE, Version
+from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.engine.batch import VersionSpan
-from trainer_svc.service.staleness import Lineage, token_staleness
+from trainer_svc.service.staleness import token_staleness
 
 # Epoch 1 ran to 10, its checkpoint at 4 began epoch 2, whose checkpoint at 6 began epoch 3.
 LINEAGE = Lineage().begin(1, BASE).begin(2, Version(1, 4)).begin(3, Version(2, 6))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sluice.versions import Version
 
-__all__ = ["Admission", "RefusedError", "Ticket"]
+__all__ = ["Admission", "Known", "RefusedError", "Ticket"]
 
 REMEMBERED_BATCHES = 1024
 """Ids of applied batches kept to recognise repeats: as many as there are step reports to answer about them."""
@@ -22,12 +23,14 @@ class RefusedError(Exception):
     Attributes:
         reason: UPPER_SNAKE_CASE name for programs.
         retry: Whether the same batch may be accepted later.
+        exists: Whether another batch has this id.
     """
 
-    def __init__(self, reason: str, message: str, *, retry: bool = False) -> None:
+    def __init__(self, reason: str, message: str, *, retry: bool = False, exists: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
         self.retry = retry
+        self.exists = exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,27 @@ class Ticket:
         sequence_no: Its place in the order of batches, from 1.
         target: Version that applying it will produce.
         tokenizer_digest: Tokenizer and template that made its ids.
+        content_digest: Digest of its trajectories; empty as long as they have not arrived.
     """
 
     batch_id: str
     sequence_no: int
     target: Version
     tokenizer_digest: str
+    content_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A batch that was accepted before.
+
+    Attributes:
+        sequence_no: Its place in the order of batches.
+        content_digest: Digest of its trajectories; empty if it is not known.
+    """
+
+    sequence_no: int
+    content_digest: str = ""
 
 
 class Admission(Generic[Payload]):
@@ -64,7 +82,7 @@ class Admission(Generic[Payload]):
         self._version: Version | None = None
         self._waiting: deque[tuple[Ticket, Payload]] = deque()
         self._in_training: Ticket | None = None
-        self._known: OrderedDict[str, int] = OrderedDict()
+        self._known: OrderedDict[str, Known] = OrderedDict()
 
     @property
     def version(self) -> Version | None:
@@ -81,17 +99,16 @@ class Admission(Generic[Payload]):
         """Sequence number that the next batch must carry; 0 while closed."""
         return 0 if self._version is None else self._version.number + self.queued + 1
 
-    def open(self, version: Version, last_batch_id: str) -> None:
-        """Begin an epoch: batches of an older one are forgotten.
+    def open(self, version: Version, held: Mapping[str, Known]) -> None:
+        """Begin an epoch and forget the batches of the one before.
 
         Args:
-            version: Version from which training goes on.
-            last_batch_id: The batch that the weights hold last; empty for the base model.
+            version: Version from which training continues.
+            held: The batches that its weights hold, by id, oldest first.
         """
         self.close()
         self._version = version
-        if last_batch_id:
-            self._known[last_batch_id] = version.number
+        self._known.update(held)
 
     def close(self) -> None:
         """Accept nothing until the next `open`."""
@@ -101,13 +118,13 @@ class Admission(Generic[Payload]):
         self._known.clear()
 
     def check(self, ticket: Ticket) -> bool:
-        """Decide whether a batch may enter now, changing nothing.
+        """Decide whether a batch may enter now. Nothing changes.
 
         Returns:
-            True if it had been accepted before.
+            Whether it was accepted before.
 
         Raises:
-            RefusedError: if it may not.
+            RefusedError: if it may not enter.
         """
         if self._version is None:
             raise RefusedError("NO_EPOCH", "no epoch is open: call BeginEpoch first")
@@ -125,10 +142,20 @@ class Admission(Generic[Payload]):
             )
         known = self._known.get(ticket.batch_id)
         if known is not None:
-            if known != ticket.sequence_no:
+            if known.sequence_no != ticket.sequence_no:
                 raise RefusedError(
                     "BATCH_ID_REUSED",
-                    f"batch {ticket.batch_id!r} was accepted as number {known}, not {ticket.sequence_no}: give a new batch a new id",
+                    f"batch {ticket.batch_id!r} was accepted as number {known.sequence_no}, not {ticket.sequence_no}: give a"
+                    " new batch a new id",
+                    exists=True,
+                )
+            if ticket.content_digest and known.content_digest not in ("", ticket.content_digest):
+                raise RefusedError(
+                    "BATCH_CONTENT_DIFFERS",
+                    f"batch {ticket.batch_id!r} was accepted with other trajectories (digest {known.content_digest}, now"
+                    f" {ticket.content_digest}): give a new batch a new id, or begin a newer epoch to replace batches that"
+                    " no checkpoint holds",
+                    exists=True,
                 )
             return True
         self._check_place(ticket)
@@ -165,7 +192,7 @@ class Admission(Generic[Payload]):
         if self.check(ticket):
             return True
         self._waiting.append((ticket, payload))
-        self._known[ticket.batch_id] = ticket.sequence_no
+        self._known[ticket.batch_id] = Known(ticket.sequence_no, ticket.content_digest)
         while len(self._known) > REMEMBERED_BATCHES + self.capacity + 1:
             self._known.popitem(last=False)
         return False

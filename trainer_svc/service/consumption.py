@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from sluice.advantages import TRAINER_ESTIMATORS, Advantages, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
+from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.service.convert import Sample
-from trainer_svc.service.staleness import Lineage, token_staleness
+from trainer_svc.service.staleness import token_staleness
 
 __all__ = ["Batch", "Consumption", "OnStale", "check_estimator", "consume"]
 
@@ -54,6 +55,7 @@ class Batch:
         estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost
             one; one of those that the update itself runs; or empty, which keeps what was given.
         samples: Its trajectories.
+        content_digest: Digest of its trajectories as they arrived.
         reads_behaviour: Whether the objective reads log-probabilities of the policy that sampled: a token without a finite
             one is not trained then.
         sampler_dtype: Precision of the weights that sampled, such as ``bfloat16``; empty if it is not known.
@@ -67,6 +69,7 @@ class Batch:
     estimator: str
     samples: tuple[Sample, ...]
     reads_behaviour: bool = True
+    content_digest: str = ""
     sampler_dtype: str = ""
 
 

@@ -1,10 +1,10 @@
-"""A batch as it arrives: a header, then trajectories in parts, checked, kept on disk and queued."""
+"""A batch as it arrives: a header, then trajectories in parts, checked and queued."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -13,6 +13,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import Version
+from trainer_svc.checkpoint.batch_record import content_digest
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.admission import RefusedError, Ticket
 from trainer_svc.service.consumption import Batch, OnStale, check_estimator
@@ -47,7 +48,6 @@ class Arrived:
     """A batch that has come over the wire."""
 
     header: trainer_pb2.BatchHeader
-    messages: list[SubmitBatchRequest] = field(default_factory=list)
     trajectories: list[tokens_pb2.Trajectory] = field(default_factory=list)
     size: int = 0
 
@@ -93,14 +93,15 @@ class Intake:
         header = await _first(requests)
         self._check_run(header)
         ticket = _ticket(header)
-        if _decide(queue, ticket):
-            return _response(queue, ticket, duplicate=True)
+        _decide(queue, ticket)  # refuse what cannot enter before its trajectories arrive
         _check_header(header, self._trainer.config)
         arrived = await _receive(header, requests)
+        digest = await asyncio.to_thread(content_digest, arrived.trajectories)
+        ticket = replace(ticket, content_digest=digest)
         async with self._entering:
-            if _decide(queue, ticket):  # a repeat overtook this stream
+            if _decide(queue, ticket):
                 return _response(queue, ticket, duplicate=True)
-            batch = await asyncio.to_thread(self._convert_and_keep, arrived, ticket)
+            batch = await asyncio.to_thread(self._convert, arrived, ticket)
             return _response(queue, ticket, duplicate=_decide(queue, ticket, batch))
 
     def _check_run(self, header: trainer_pb2.BatchHeader) -> None:
@@ -110,7 +111,7 @@ class Intake:
                 "WRONG_RUN", f"this trainer belongs to {expected}, the batch to {header.run or '(none)'}"
             )
 
-    def _convert_and_keep(self, arrived: Arrived, ticket: Ticket) -> Batch:
+    def _convert(self, arrived: Arrived, ticket: Ticket) -> Batch:
         header = arrived.header
         estimates = _own_estimator(self._trainer.config)
         expected = _expectations(header, ticket, self._trainer.config, self._trainer.learner.vocabulary)
@@ -124,14 +125,6 @@ class Intake:
                 f"{len(violations)} faults in the batch: {first}",
                 violations=violations,
             )
-        try:
-            self._trainer.batch_files.write(ticket.target, arrived.messages)
-        except OSError as error:
-            raise SluiceError.resource_exhausted(
-                "BATCH_NOT_WRITTEN",
-                f"the batch could not be written ({error}): free space below {self._trainer.batch_files.directory}",
-                retry_after_s=10.0,
-            ) from error
         return Batch(
             batch_id=ticket.batch_id,
             sequence_no=ticket.sequence_no,
@@ -142,6 +135,7 @@ class Intake:
             sampler_dtype=header.sampler_dtype,
             samples=tuple(samples),
             reads_behaviour=self._trainer.config.objective.choices.preset.needs_behaviour,
+            content_digest=ticket.content_digest,
         )
 
 
@@ -212,15 +206,16 @@ def _decide(queue: BatchQueue, ticket: Ticket, batch: Batch | None = None) -> bo
     except RefusedError as refusal:
         if refusal.retry:
             raise SluiceError.resource_exhausted(refusal.reason, str(refusal), RETRY_AFTER_S) from refusal
+        if refusal.exists:
+            raise SluiceError.already_exists(refusal.reason, str(refusal)) from refusal
         raise SluiceError.failed_precondition(refusal.reason, str(refusal)) from refusal
 
 
 async def _receive(header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]) -> Arrived:
-    arrived = Arrived(header, [SubmitBatchRequest(header=header)])
+    arrived = Arrived(header)
     async for message in requests:
         if message.WhichOneof("part") != "trajectories":
             raise SluiceError.invalid_argument("part", "every message after the first one carries trajectories")
-        arrived.messages.append(message)
         arrived.trajectories.extend(message.trajectories.trajectories)
         arrived.size += message.ByteSize()
         if len(arrived.trajectories) > header.trajectory_count:

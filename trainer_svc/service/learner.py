@@ -20,9 +20,11 @@ from transformers import AutoTokenizer
 from sluice.config import CommonConfig
 from sluice.render import tokenizer_digest
 from sluice.rpc import SluiceError
-from sluice.v1.checkpoint_pb2 import CheckpointManifest
+from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
+from trainer_svc.checkpoint.batch_record import BatchRecordFiles
+from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.checkpoint.saver import Saver
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.checkpoint.writers import Writers
@@ -36,8 +38,8 @@ from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.crew import Crew
 from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
+from trainer_svc.service.reports import KEPT
 from trainer_svc.service.restoring import History, Restored, origin_of
-from trainer_svc.service.staleness import Lineage
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
 from trainer_svc.update.whole_batch import with_whole_batch_facts
@@ -92,6 +94,7 @@ class Learner:
         saver = Saver(Writers.of(mesh, save_s), save_s)
         self.history = History(common, config.checkpoint.keep, saver)
         self.checkpoints = self.history.checkpoints
+        self.record = BatchRecordFiles(common.run_dir / "trainer" / "batches")
         self.version = BASE
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
@@ -184,7 +187,8 @@ class Learner:
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
-        return Restored(self.version, origin, self.last_batch_id)
+        held = self.record.held_by(self.version, self.lineage, KEPT) if self.crew.leads else []
+        return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
     def apply(self, batch: Batch) -> Applied:
         """Train on a batch; the version advances whatever comes of it."""
@@ -197,9 +201,11 @@ class Learner:
             with self.crew.together("train", sequences) as rows:
                 metrics = self.train(rows)
             self._advise(metrics, consumption, batch)
+        applied = Applied(consumption, metrics, perf_counter() - start)
+        self.record.append(_record(batch, applied))
         self.version = batch.target
         self.last_batch_id = batch.batch_id
-        return Applied(consumption, metrics, perf_counter() - start)
+        return applied
 
     def train(self, rows: Rows[Sequence]) -> StepMetrics:
         """Train on this process's share of a batch; the other processes do so at the same time."""
@@ -281,7 +287,7 @@ class Learner:
         writing.add_done_callback(lambda written: self._saved(written, done))
         return done
 
-    def snapshot(self, journal_position: int) -> Future[CheckpointManifest]:
+    def snapshot(self, journal_position: int) -> Future[checkpoint_pb2.CheckpointManifest]:
         """This rank's part of a checkpoint: copy its state now, write its share in the background."""
         manifest = self.history.manifest(
             self.version,
@@ -289,12 +295,13 @@ class Learner:
             journal_position,
             tokenizer_digest=self.tokenizer_digest,
             optimizer_steps=self.optimizer_steps,
+            batch_record=self.record.sync() if self.crew.leads else None,
         )
         state = training_state(self.engines, self.mesh.rank)
         export = partial(self.engine.export_state, dtype=self._publish_dtype())
         return self.checkpoints.begin(manifest, state, export)
 
-    def _saved(self, written: Future[CheckpointManifest], done: Future[Checkpoint]) -> None:
+    def _saved(self, written: Future[checkpoint_pb2.CheckpointManifest], done: Future[Checkpoint]) -> None:
         if (error := written.exception()) is not None:
             done.set_exception(error)
             return
@@ -334,7 +341,7 @@ class Learner:
         if self._abandoned.is_set():
             raise StepAbandonedError
 
-    def _restore_checkpoint(self, manifest: CheckpointManifest) -> None:
+    def _restore_checkpoint(self, manifest: checkpoint_pb2.CheckpointManifest) -> None:
         if manifest.tokenizer_digest != self.tokenizer_digest:
             raise SluiceError.failed_precondition(
                 "OTHER_MODEL",
@@ -347,6 +354,19 @@ class Learner:
         if self.config.publish_dtype == "auto":
             return torch.bfloat16 if self.engine.device.type == "cuda" else torch.float32
         return PUBLISH_DTYPES[self.config.publish_dtype]
+
+
+def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
+    record = checkpoint_pb2.BatchRecord(
+        policy_version=batch.target.to_proto(),
+        batch_id=batch.batch_id,
+        sequence_no=batch.sequence_no,
+        content_digest=batch.content_digest,
+        skipped=applied.skipped,
+        results=applied.consumption.results(skipped=applied.skipped),
+    )
+    record.end_time.GetCurrentTime()
+    return record
 
 
 PUBLISH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

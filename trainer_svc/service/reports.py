@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from sluice.rpc import SluiceError
 from sluice.v1.trainer_pb2 import StepReport
 
-__all__ = ["StepLog"]
+__all__ = ["KEPT", "StepLog"]
 
 KEPT = 1024
 """Reports kept, as the contract says."""
@@ -20,10 +20,12 @@ class StepLog:
 
     Args:
         begins_after: Version number that the epoch began from.
+        held: Reports of the batches that this version holds, up to it and without a gap; what is known of them after a
+            restart.
     """
 
-    def __init__(self, begins_after: int) -> None:
-        self._reports: deque[StepReport] = deque(maxlen=KEPT)
+    def __init__(self, begins_after: int, held: Iterable[StepReport] = ()) -> None:
+        self._reports: deque[StepReport] = deque(held, maxlen=KEPT)
         self._next = begins_after + 1
         self._changed = asyncio.Event()
         self._ended: SluiceError | None = None

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
-from sluice.v1.checkpoint_pb2 import CheckpointManifest
+from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.checkpoints import Checkpoints
+from trainer_svc.checkpoint.lineage import Lineage, LineageFile, from_proto, to_proto
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
 from trainer_svc.checkpoint.saver import Saver
 from trainer_svc.checkpoint.state import Trained
-from trainer_svc.service.epochs import LineageFile, from_proto, to_proto
-from trainer_svc.service.staleness import Lineage
+from trainer_svc.service.admission import Known
 
 __all__ = ["History", "Restored", "origin_of"]
 
@@ -31,11 +31,19 @@ class Restored:
         version: Version from which training goes on.
         origin: Version that the restored checkpoint was written at; (0, 0) for the base model.
         last_batch_id: Last batch that the weights hold; empty for the base model.
+        held: The newest batches that the weights hold, oldest first, as far as the record on disk has them.
     """
 
     version: Version
     origin: Version
     last_batch_id: str
+    held: tuple[checkpoint_pb2.BatchRecord, ...] = ()
+
+    @property
+    def known(self) -> dict[str, Known]:
+        """The batches whose repeats are recognised, by id."""
+        last = {self.last_batch_id: Known(self.version.number)} if self.last_batch_id else {}
+        return last | {each.batch_id: Known(each.sequence_no, each.content_digest) for each in self.held}
 
 
 class History:
@@ -70,7 +78,7 @@ class History:
         if write:
             self._file.write(self.lineage)
 
-    def choose(self, name: str) -> CheckpointManifest | None:
+    def choose(self, name: str) -> checkpoint_pb2.CheckpointManifest | None:
         """The checkpoint to restore.
 
         Args:
@@ -94,7 +102,7 @@ class History:
             )
         return manifest
 
-    def newest(self) -> CheckpointManifest | None:
+    def newest(self) -> checkpoint_pb2.CheckpointManifest | None:
         """The newest complete checkpoint on the line of the newest epoch: what an operator rolled back stays behind."""
         end_of_line = Version(self.lineage.newest_epoch, _BEYOND)
         return next(
@@ -102,7 +110,7 @@ class History:
             None,
         )
 
-    def restore(self, manifest: CheckpointManifest, engines: Mapping[str, Trained]) -> None:
+    def restore(self, manifest: checkpoint_pb2.CheckpointManifest, engines: Mapping[str, Trained]) -> None:
         """Put the state of a checkpoint back.
 
         Raises:
@@ -135,7 +143,8 @@ class History:
         *,
         tokenizer_digest: str,
         optimizer_steps: int,
-    ) -> CheckpointManifest:
+        batch_record: checkpoint_pb2.BatchRecordPosition | None,
+    ) -> checkpoint_pb2.CheckpointManifest:
         """What a checkpoint of a version says, but for its files.
 
         Args:
@@ -144,8 +153,9 @@ class History:
             journal_position: Where the orchestrator's journal stands.
             tokenizer_digest: Which tokenizer the rows were made with.
             optimizer_steps: Optimizer steps behind the weights.
+            batch_record: Where the record of applied batches ends.
         """
-        return CheckpointManifest(
+        return checkpoint_pb2.CheckpointManifest(
             checkpoint=Checkpoint(
                 name=_name(version),
                 policy_version=version.to_proto(),
@@ -157,10 +167,11 @@ class History:
             optimizer_steps=optimizer_steps,
             next_sequence_no=version.number + 1,
             lineage=to_proto(self.lineage),
+            batch_record=batch_record,
         )
 
 
-def origin_of(manifest: CheckpointManifest | None) -> Version:
+def origin_of(manifest: checkpoint_pb2.CheckpointManifest | None) -> Version:
     """The version that a checkpoint was written at; that of the base model for none."""
     return BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)
 

@@ -10,9 +10,7 @@ import structlog
 
 from sluice.rpc import SluiceError
 from sluice.v1.trainer_pb2 import Checkpoint
-from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.batch_files import BatchFiles
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.crew import OUT_OF_STEP
 from trainer_svc.service.learner import Learner
@@ -30,14 +28,11 @@ class Saving:
     Args:
         learner: The policy.
         compute: The thread in which it lives.
-        batch_files: Batches on disk, which a checkpoint makes superfluous.
         config: The trainer's settings.
     """
 
-    def __init__(
-        self, learner: Learner, compute: ComputeThread, batch_files: BatchFiles, config: TrainerConfig
-    ) -> None:
-        self._learner, self._compute, self._batch_files = learner, compute, batch_files
+    def __init__(self, learner: Learner, compute: ComputeThread, config: TrainerConfig) -> None:
+        self._learner, self._compute = learner, compute
         self._deadlines = config.deadlines
         self._beginning = asyncio.Lock()
         self._writing: asyncio.Task[Checkpoint] | None = None
@@ -110,7 +105,7 @@ class Saving:
 
     async def _finish(self, written: asyncio.Future[Checkpoint]) -> Checkpoint:
         try:
-            checkpoint = await written
+            return await written
         except (ValueError, RuntimeError) as error:
             raise SluiceError.unavailable(
                 "CHECKPOINT_NOT_WRITTEN",
@@ -123,8 +118,6 @@ class Saving:
                 f"the checkpoint could not be written ({error}); older ones are untouched: free space below {self._learner.checkpoints.directory}",
                 retry_after_s=60.0,
             ) from error
-        await asyncio.to_thread(self._batch_files.remove_covered, Version.from_proto(checkpoint.policy_version))
-        return checkpoint
 
     def _note(self, error: BaseException | None) -> None:
         self.last_error = "" if error is None else str(error)

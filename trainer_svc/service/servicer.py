@@ -79,6 +79,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             newest_checkpoint=trainer.learner.newest_checkpoint,
             last_error=trainer.last_error,
             advantage_estimator=choices.advantage if choices.runs_estimator else "",
+            oldest_reported_number=0 if trainer.steps is None else trainer.steps.first_number,
         )
 
     async def WatchSteps(  # noqa: N802 - gRPC's name

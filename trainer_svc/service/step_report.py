@@ -30,13 +30,14 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
 from trainer_svc.service.consumption import Batch
 from trainer_svc.service.learner import Applied
 from weightsync.publisher import PushReport
 
-__all__ = ["Waits", "step_report"]
+__all__ = ["Waits", "held_report", "step_report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,20 @@ def step_report(
         results=applied.consumption.results(skipped=applied.skipped),
         duration=duration,
         end_time=end_time,
+        content_digest=batch.content_digest,
+    )
+
+
+def held_report(record: checkpoint_pb2.BatchRecord) -> StepReport:
+    """Return the report of a batch that an earlier process applied: what the record keeps, without metrics."""
+    return StepReport(
+        policy_version=record.policy_version,
+        batch_id=record.batch_id,
+        sequence_no=record.sequence_no,
+        skipped=record.skipped,
+        results=record.results,
+        end_time=record.end_time,
+        content_digest=record.content_digest,
     )
 
 

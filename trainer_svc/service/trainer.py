@@ -16,7 +16,6 @@ from sluice.tasks import discard_outcome
 from sluice.v1 import trainer_pb2
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.batch_files import BatchFiles
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.crew import OUT_OF_STEP
 from trainer_svc.service.learner import Learner
@@ -27,6 +26,7 @@ from trainer_svc.service.queue import BatchQueue
 from trainer_svc.service.reports import StepLog
 from trainer_svc.service.restoring import Restored
 from trainer_svc.service.saving import Saving
+from trainer_svc.service.step_report import held_report
 
 __all__ = ["Trainer"]
 
@@ -56,12 +56,11 @@ class Trainer:
     ) -> None:
         self.common, self.config = common, config
         self.learner = learner or Learner(common, config)
-        self.batch_files = BatchFiles(common.run_dir / "trainer" / "batches")
         self.queue: BatchQueue | None = None
         self.steps: StepLog | None = None
         self._publisher = publisher
         self._compute = compute or ComputeThread()
-        self.saving = Saving(self.learner, self._compute, self.batch_files, config)
+        self.saving = Saving(self.learner, self._compute, config)
         self._publication = Publication(publisher, config.deadlines.push_s)
         self._loop: TrainingLoop | None = None
         self._training: asyncio.Task[None] | None = None
@@ -160,7 +159,6 @@ class Trainer:
             deadline_s=deadlines.step_s + deadlines.load_s,
             what="restoring the checkpoint",
         )
-        await asyncio.to_thread(self.batch_files.remove_covered, restored.version)
         update = await self._compute.run(
             partial(self.learner.encode, self._publisher, deadlines.push_s),
             deadline_s=deadlines.push_s + deadlines.load_s,
@@ -179,8 +177,8 @@ class Trainer:
 
     def _start(self, restored: Restored) -> None:
         queue = self.accepting()
-        self.steps = StepLog(restored.version.number)
-        queue.admission.open(restored.version, restored.last_batch_id)
+        self.steps = StepLog(restored.version.number, [held_report(each) for each in restored.held])
+        queue.admission.open(restored.version, restored.known)
         self._loop = TrainingLoop(
             learner=self.learner,
             compute=self._compute,

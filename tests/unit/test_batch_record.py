@@ -1,0 +1,123 @@
+"""The record of applied batches: append-only, whole after a crash, bounded, and read along the line of the weights."""
+
+from __future__ import annotations
+
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from sluice.rpc import SluiceError
+from sluice.v1 import checkpoint_pb2, tokens_pb2, trainer_pb2
+from sluice.versions import BASE, Version
+from trainer_svc.checkpoint import batch_record
+from trainer_svc.checkpoint.batch_record import BatchRecordFiles, content_digest, read_records
+from trainer_svc.checkpoint.lineage import Lineage
+
+FIRST_EPOCH = Lineage().begin(1, BASE)
+
+
+def record(number: int, epoch: int = 1) -> checkpoint_pb2.BatchRecord:
+    return checkpoint_pb2.BatchRecord(
+        policy_version=Version(epoch, number).to_proto(),
+        batch_id=f"e{epoch}b{number}",
+        sequence_no=number,
+        content_digest="00",
+        results=[trainer_pb2.TrajectoryResult(trajectory_id=f"t{number}", trained_tokens=number)],
+    )
+
+
+def written(directory: Path, *numbers: int, epoch: int = 1) -> BatchRecordFiles:
+    files = BatchRecordFiles(directory)
+    for number in numbers:
+        files.append(record(number, epoch))
+    return files
+
+
+def ids(records: list[checkpoint_pb2.BatchRecord]) -> list[str]:
+    return [each.batch_id for each in records]
+
+
+def test_what_was_appended_is_read_again_by_another_process(tmp_path: Path) -> None:
+    written(tmp_path, 1, 2)
+    again = BatchRecordFiles(tmp_path)
+    again.append(record(3))
+    assert again.held_by(Version(1, 3), FIRST_EPOCH, 10) == [record(1), record(2), record(3)]
+    assert ids(again.held_by(Version(1, 2), FIRST_EPOCH, 10)) == ["e1b1", "e1b2"]
+    assert ids(again.held_by(Version(1, 3), FIRST_EPOCH, 2)) == ["e1b2", "e1b3"]
+
+
+@pytest.mark.parametrize("lost", [1, 3, 9])
+def test_a_torn_end_is_cut_off_and_the_record_goes_on(tmp_path: Path, lost: int) -> None:
+    written(tmp_path, 1, 2)
+    path = next(tmp_path.iterdir())
+    path.write_bytes(path.read_bytes()[:-lost])
+    again = BatchRecordFiles(tmp_path)
+    assert ids(again.held_by(Version(1, 1), FIRST_EPOCH, 10)) == ["e1b1"]
+    again.append(record(2))
+    again.append(record(3))
+    assert ids(list(read_records(path))) == ["e1b1", "e1b2", "e1b3"]
+
+
+def test_zeros_that_a_power_cut_left_are_no_batches(tmp_path: Path) -> None:
+    written(tmp_path, 1)
+    path = next(tmp_path.iterdir())
+    path.write_bytes(path.read_bytes() + bytes(64))
+    written(tmp_path, 2)
+    assert ids(list(read_records(path))) == ["e1b1", "e1b2"]
+
+
+def test_batches_that_a_restart_rolled_back_are_not_held(tmp_path: Path) -> None:
+    written(tmp_path, 1, 2, 3)
+    files = written(tmp_path, 3, 4, epoch=2)
+    lineage = FIRST_EPOCH.begin(2, Version(1, 2))
+    assert ids(files.held_by(Version(2, 4), lineage, 10)) == ["e1b1", "e1b2", "e2b3", "e2b4"]
+    assert ids(files.held_by(Version(1, 3), lineage, 10)) == ["e1b1", "e1b2", "e1b3"]
+
+
+def test_after_a_gap_only_what_follows_it_is_held(tmp_path: Path) -> None:
+    files = written(tmp_path, 1, 3, 4)
+    assert ids(files.held_by(Version(1, 4), FIRST_EPOCH, 10)) == ["e1b3", "e1b4"]
+    assert files.held_by(Version(1, 5), FIRST_EPOCH, 10) == []
+
+
+def test_the_record_is_bounded_and_loses_its_oldest_files_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_record, "FILE_BYTES", 1)
+    monkeypatch.setattr(batch_record, "KEPT_FILES", 3)
+    files = written(tmp_path, 1, 2, 3, 4, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"0000000{number}.record" for number in (3, 4, 5)]
+    assert ids(files.held_by(Version(1, 5), FIRST_EPOCH, 10)) == ["e1b3", "e1b4", "e1b5"]
+
+
+def test_the_position_that_a_checkpoint_names_is_the_end(tmp_path: Path) -> None:
+    files = BatchRecordFiles(tmp_path / "batches")
+    assert files.sync() is None
+    files.append(record(1))
+    position = files.sync()
+    assert position is not None
+    assert position.file == "batches/00000001.record"
+    assert position.size_bytes == (tmp_path / position.file).stat().st_size
+
+
+def test_a_full_disk_is_told_and_leaves_the_record_whole(tmp_path: Path) -> None:
+    files = written(tmp_path, 1)
+    files.close()
+    path = next(tmp_path.iterdir())
+    whole = path.read_bytes()
+    files._file = FileIO("/dev/full", "a")
+    with pytest.raises(SluiceError, match="free space") as refused:
+        files.append(record(2))
+    assert refused.value.reason == "BATCH_RECORD_NOT_WRITTEN"
+    assert path.read_bytes() == whole
+    files.append(record(2))
+    assert ids(list(read_records(path))) == ["e1b1", "e1b2"]
+
+
+def test_the_digest_is_one_of_content_and_order() -> None:
+    one, two = (tokens_pb2.Trajectory(trajectory_id=name, token_ids=[1, 2]) for name in ("a", "b"))
+    assert content_digest([one, two]) == content_digest([one, two])
+    changed = tokens_pb2.Trajectory(trajectory_id="b", token_ids=[1, 3])
+    digests = {content_digest(rows) for rows in ([one, two], [two, one], [one, changed], [one], [])}
+    assert len(digests) == 5

@@ -1,0 +1,129 @@
+"""Where the epochs of a run began: what decides how old a token is and which checkpoints the weights build upon.
+
+A version belongs to an epoch, and each epoch began from some version of an older one, so that versions form a tree. The
+staleness of a token is its distance in that tree from the weights that the batch is applied to. Within one line that is
+`now - v`; for a version v that a restart at c retired it is `(v - c) + (now - c)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+from google.protobuf.message import DecodeError
+
+from sluice.rpc import SluiceError
+from sluice.v1.checkpoint_pb2 import EpochLineage, EpochOrigin
+from sluice.versions import BASE, Version
+from trainer_svc.checkpoint.durable import write_durably
+
+__all__ = ["Lineage", "LineageFile", "from_proto", "to_proto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The version from which each epoch began.
+
+    An epoch that is not known counts as begun from the base model, which never makes a token younger than it is.
+
+    Attributes:
+        origins: Version by epoch; always of an older epoch.
+    """
+
+    origins: Mapping[int, Version] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def newest_epoch(self) -> int:
+        """The newest epoch known; 0 without any."""
+        return max(self.origins, default=0)
+
+    def begin(self, epoch: int, origin: Version) -> Self:
+        """The lineage with one more epoch.
+
+        Raises:
+            ValueError: if the origin is not of an older epoch.
+        """
+        if origin.epoch >= epoch:
+            raise ValueError(f"epoch {epoch} cannot begin from version {origin}, which is not older")
+        return type(self)(MappingProxyType({**self.origins, epoch: origin}))
+
+    def merged(self, other: Self) -> Self:
+        """Both lineages' epochs; those of `other` where they differ."""
+        return type(self)(MappingProxyType({**self.origins, **other.origins}))
+
+    def staleness(self, token: Version, now: Version) -> int:
+        """Versions between the one that sampled a token and the one that is trained."""
+        fork = self._fork(token, now)
+        return (token.number - fork) + (now.number - fork)
+
+    def is_retired(self, version: Version, now: Version) -> bool:
+        """Whether `now` does not build upon this version."""
+        return self._fork(version, now) < version.number
+
+    def _fork(self, one: Version, other: Version) -> int:
+        """Number of the newest version that both build upon."""
+        path = self._path(one)
+        for epoch, number in self._path(other).items():
+            if epoch in path:
+                return min(number, path[epoch])
+        return 0
+
+    def _path(self, version: Version) -> dict[int, int]:
+        """For each epoch on the way back to the base model, the number at which the way leaves it; newest first."""
+        path = {}
+        while version.epoch > 0:
+            path[version.epoch] = version.number
+            version = self.origins.get(version.epoch, BASE)
+        path[0] = version.number
+        return path
+
+
+class LineageFile:
+    """The lineage of one run in one small protobuf file.
+
+    Args:
+        path: The file; its directory is made when it is first written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> Lineage:
+        """The lineage as written; empty for a new run.
+
+        Raises:
+            SluiceError: DATA_LOSS if the file is damaged.
+        """
+        if not self.path.exists():
+            return Lineage()
+        try:
+            return from_proto(EpochLineage.FromString(self.path.read_bytes()))
+        except DecodeError as error:
+            raise SluiceError.data_loss(
+                "LINEAGE_DAMAGED",
+                f"{self.path} cannot be read: remove it; the checkpoints know the epochs that they build upon",
+            ) from error
+
+    def write(self, lineage: Lineage) -> None:
+        """Replace the file; on return it is on disk."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(self.path, to_proto(lineage).SerializeToString())
+
+
+def to_proto(lineage: Lineage) -> EpochLineage:
+    """The wire form."""
+    return EpochLineage(
+        origins=[
+            EpochOrigin(epoch=epoch, restored_version=origin.to_proto())
+            for epoch, origin in sorted(lineage.origins.items())
+        ]
+    )
+
+
+def from_proto(message: EpochLineage) -> Lineage:
+    """Read the wire form."""
+    origins = {each.epoch: Version.from_proto(each.restored_version) for each in message.origins}
+    return Lineage(MappingProxyType(origins))
