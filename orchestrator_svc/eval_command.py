@@ -17,7 +17,8 @@ from orchestrator_svc.envs.base import SingleTurnEnvironment
 from orchestrator_svc.envs.loading import check_there, load_environment, locate
 from orchestrator_svc.eval_config import EvalConfig
 from sluice.cli.command import Command
-from sluice.config import ConfigError, check_files, check_model, load_command
+from sluice.config import ConfigError, load_command
+from sluice.models import check_files, check_model
 from sluice.telemetry import configure_logging
 
 __all__ = ["COMMAND", "run_evaluation"]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.vllm_args import check_names, lora_arguments
-from sluice.config import CommonConfig, ConfigError, check_model, sizes_on_disk
+from sluice.config import CommonConfig, ConfigError
+from sluice.models import check_model, sizes_on_disk
 
 if TYPE_CHECKING:
     from rollout_svc.config import RolloutConfig

@@ -12,6 +12,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ __all__ = [
     "remove_tree",
     "remove_unlocked",
     "unlink_at",
+    "whole_directory",
     "write_whole",
 ]
 
@@ -213,6 +215,27 @@ def write_whole(path: Path, text: str) -> None:
     with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor, not a path
         file.write(text)
     temporary.replace(path)
+
+
+@contextlib.contextmanager
+def whole_directory(directory: Path) -> Iterator[Path]:
+    """A directory beside the target to write into; it is renamed when the block ends, and removed if that raises.
+
+    Raises:
+        FileExistsError: if the target exists.
+    """
+    if directory.exists():
+        raise FileExistsError(f"{directory} exists: remove it or choose another directory")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
+    try:
+        yield staging
+        for path in (staging, *staging.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # mkdtemp and safetensors write for the owner alone
+        staging.rename(directory)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _is_own_file(status: os.stat_result) -> bool:

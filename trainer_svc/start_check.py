@@ -6,8 +6,9 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from sluice.config import CommonConfig, ConfigError, check_files, check_model, sizes_on_disk
+from sluice.config import CommonConfig, ConfigError
 from sluice.importable import importable
+from sluice.models import check_files, check_model, sizes_on_disk
 from trainer_svc.parallel.fits import check_fits
 
 if TYPE_CHECKING:

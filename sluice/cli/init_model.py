@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sluice.cli.command import Command
 from sluice.cli.options import Options, whole_number
-from sluice.whole_directory import whole_directory
+from sluice.host_files import whole_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.agreement import check_agreement
 from sluice.cli.command import Command
 from sluice.cli.launch import child_specs, free_addresses, replica_names
 from sluice.cli.live_view import RunView
@@ -29,13 +28,13 @@ from sluice.config import (
     RunConfig,
     ServerConfig,
     allocation_of,
-    check_model,
+    check_tables_fit,
     dump_toml,
     load_run,
     service_names,
 )
 from sluice.devices import visible_devices
-from sluice.hub import check_hub
+from sluice.models import check_hub, check_model
 from sluice.rpc.binding import server_credentials
 from sluice.rpc.tokens import TokenCheck
 
@@ -134,7 +133,7 @@ def _check(asked: int | None, config: RunConfig) -> None:
     replicas = replicas_of(asked, config)
     for name in NEEDED:
         config.section(name).check_start(config)
-    check_agreement(config)
+    check_tables_fit(config)
     TokenCheck(config.security)
     server_credentials(ServerConfig(), config.security)
     _places(config, replicas)

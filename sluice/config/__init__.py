@@ -9,13 +9,9 @@ service's package is not installed at all (an image of one role), its table is a
 
 from __future__ import annotations
 
-from sluice.config.allocate import allocated, allocation_of
-from sluice.config.dump import dump_toml
-from sluice.config.errors import ConfigError, reason_of
+from sluice.config.decide import allocated, allocation_of, check_tables_fit
 from sluice.config.load import RunConfig, load_command, load_run, run_config_class
-from sluice.config.model import ModelSizes, check_model, sizes_on_disk
-from sluice.config.model_files import check_files
-from sluice.config.reference import markdown_reference
+from sluice.config.schema import ConfigError, reason_of
 from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
 from sluice.config.services import (
     FailedForGoodError,
@@ -25,12 +21,12 @@ from sluice.config.services import (
     service_configs,
     service_names,
 )
+from sluice.config.text import dump_toml, markdown_reference
 
 __all__ = [
     "CommonConfig",
     "ConfigError",
     "FailedForGoodError",
-    "ModelSizes",
     "PeersConfig",
     "RunConfig",
     "Section",
@@ -40,8 +36,7 @@ __all__ = [
     "UnfinishedError",
     "allocated",
     "allocation_of",
-    "check_files",
-    "check_model",
+    "check_tables_fit",
     "dump_toml",
     "load_command",
     "load_run",
@@ -51,5 +46,4 @@ __all__ = [
     "run_config_class",
     "service_configs",
     "service_names",
-    "sizes_on_disk",
 ]

@@ -1,7 +1,9 @@
-"""Settings whose `auto` is decided once for the whole run: the precision of both sides, and how adapters travel.
+"""What is decided, or refused, for several services of a run at once: sizes from the allocation, `auto`, and tables that do not fit.
 
 The engine must sample from the weights that the trainer computes with. An engine that keeps bfloat16 weights beside a trainer
 that computes in float32 never sees an update smaller than half a bfloat16 step: the policy stands still, or drifts.
+
+The package of a service may be another one than ours, with settings of its own: a setting that its table lacks is not looked at.
 """
 
 from __future__ import annotations
@@ -9,14 +11,131 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
+from sluice.advantages import check_sides
+from sluice.allocation import Allocation, Dimensions, Side
+from sluice.config.schema import ConfigError
 from sluice.config.sections import CommonConfig, Section
 
-__all__ = ["decided"]
+__all__ = ["allocated", "allocation_of", "check_tables_fit", "decided"]
 
 _Run = TypeVar("_Run", bound=CommonConfig)
 
 _TRAINED = ("float32", "bfloat16")
 """Precisions that a trainer computes in; an engine knows more."""
+
+OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
+"""Workflows whose trajectories are known; others may bring more."""
+
+IN_BATCH = "batch"
+"""Where a trainer's table names no model, since trajectories bring its log-probabilities."""
+
+
+def allocation_of(run: CommonConfig) -> Allocation | None:
+    """The allocation that the settings name; None where they name none.
+
+    Raises:
+        ConfigError: if `allocation_mode` and a `backend` contradict each other.
+    """
+    named = {role: getattr(_section(run, role), "backend", None) for role in ("rollout", "trainer")}
+    backends = {role: text for role, text in named.items() if text is not None}
+    per_role = Allocation.parse_roles(backends) if backends else None
+    if run.allocation_mode is None:
+        return per_role
+    whole = Allocation.parse(run.allocation_mode)
+    for role, text in backends.items():
+        one: Side | None = getattr(whole, role)
+        other: Side = getattr(per_role, role)
+        if one is None or one.dimensions != other.dimensions or other.backend not in ("", one.backend):
+            raise ConfigError(
+                f"allocation_mode {run.allocation_mode!r} and {role}.backend {text!r} say different things: remove one of them"
+            )
+    return whole
+
+
+def allocated(run: _Run) -> _Run:
+    """Settings in which engines and trainer have the dimensions of the allocation; unchanged where there is none.
+
+    Raises:
+        ConfigError: if a setting that was given contradicts it; the message names both.
+    """
+    allocation = allocation_of(run)
+    if allocation is None:
+        return run
+    updates: dict[str, Any] = {}
+    trainer, rollout = _section(run, "trainer"), _section(run, "rollout")
+    if allocation.trainer is not None and trainer is not None:
+        sized = _trainer(trainer, allocation.trainer.dimensions, _source(run, "trainer"))
+        updates["trainer"] = _checked(sized, _source(run, "trainer"))
+    if allocation.rollout is not None and rollout is not None:
+        updates["rollout"] = _rollout(rollout, allocation.rollout, _source(run, "rollout"))
+    return run.model_copy(update=updates)
+
+
+def _section(run: CommonConfig, name: str) -> Section | None:
+    """The table of a service; None where its package is not installed."""
+    section = getattr(run, name, None)
+    return section if isinstance(section, Section) else None
+
+
+def _source(run: CommonConfig, role: str) -> str:
+    """The setting that speaks for a role, for messages."""
+    if run.allocation_mode is not None:
+        return f"allocation_mode {run.allocation_mode!r}"
+    return f"{role}.backend {getattr(_section(run, role), 'backend', None)!r}"
+
+
+def _trainer(trainer: Section, dimensions: Dimensions, source: str) -> Section:
+    parallel: Section = getattr(trainer, "parallel")  # noqa: B009 - a field of a package that this one does not import
+    given = {name: getattr(parallel, name) for name in parallel.model_fields_set}
+    for name, size in (("tp", dimensions.tensor), ("cp", dimensions.context), ("pp", dimensions.pipeline)):
+        if given.get(name, size) != size:
+            raise _contradiction(source, f"{name} = {size}", f"trainer.parallel.{name}", given[name])
+    shard = given.get("dp_shard", -1)
+    replicate = given.get("dp_replicate", 1 if shard == -1 else max(1, dimensions.data // shard))
+    if dimensions.data % replicate or shard not in (-1, dimensions.data // replicate):
+        written = f"{replicate} x {'the rest' if shard == -1 else shard}"
+        raise _contradiction(source, f"d{dimensions.data}", "trainer.parallel.dp_replicate x dp_shard", written)
+    sizes = {
+        "dp_replicate": replicate,
+        "dp_shard": dimensions.data // replicate,
+        "tp": dimensions.tensor,
+        "cp": dimensions.context,
+        "pp": dimensions.pipeline,
+    }
+    return trainer.model_copy(update={"parallel": parallel.model_copy(update=sizes)})
+
+
+def _rollout(rollout: Section, side: Side, source: str) -> Section:
+    settings = rollout.model_dump(include={"engine", "engine_args"})
+    engine, arguments = settings["engine"], dict(settings["engine_args"])
+    if side.backend and side.backend != engine:
+        if "engine" in rollout.model_fields_set:
+            raise _contradiction(source, side.backend, "rollout.engine", engine)
+        engine = side.backend
+    tensor = side.dimensions.tensor
+    if engine != "vllm" and tensor > 1:
+        raise _contradiction(source, f"t{tensor}", "rollout.engine", f"{engine}, which has one device per replica")
+    for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1), ("data_parallel_size", 1)):
+        if arguments.get(name, size) != size:
+            raise _contradiction(source, f"{name} = {size}", f"rollout.engine_args.{name}", arguments[name])
+    if tensor > 1:
+        arguments["tensor_parallel_size"] = tensor
+    return rollout.model_copy(update={"engine": engine, "engine_args": arguments})
+
+
+def _checked(section: Section, source: str) -> Section:
+    """A table whose sizes the allocation set, with the rules applied that settings of a file go through."""
+    try:
+        return type(section).model_validate(section.model_dump(exclude_unset=True))
+    except ValidationError as error:
+        reasons = "; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())
+        raise ConfigError(f"{source}: {reasons}") from error
+
+
+def _contradiction(source: str, wants: str, setting: str, value: object) -> ConfigError:
+    return ConfigError(f"{source} wants {wants}, but {setting} is {value}: remove one of the two settings")
 
 
 def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:
@@ -90,3 +209,62 @@ def _replaced(table: Section, path: str, values: Mapping[str, tuple[object, str]
             shown = str(value).lower() if isinstance(value, bool) else value
             notes.append(f"{path}.{inner} = {shown} (auto: {reason})")
     return table.model_copy(update=updates)
+
+
+def check_tables_fit(run: CommonConfig) -> None:
+    """Refuse services that would not work together.
+
+    Raises:
+        ConfigError: with the settings of both sides, and the remedy.
+    """
+    _check_adapters(run)
+    _check_estimators(run)
+    _check_columns(run)
+
+
+def _check_adapters(run: CommonConfig) -> None:
+    """Refuse a trainer whose versions no replica would serve."""
+    trained = getattr(_section(run, "trainer"), "lora", None)
+    served = getattr(_section(run, "rollout"), "lora", None)
+    if trained is None or served is None or not trained.rank or trained.merge is True:
+        return
+    if not served.enabled or served.max_rank < trained.rank:
+        raise ConfigError(
+            f"trainer.lora.rank = {trained.rank} publishes adapters, which the replicas would refuse: set rollout.lora.enabled = true"
+            f" and rollout.lora.max_rank = {trained.rank} or higher, or trainer.lora.merge = true to publish whole weights"
+        )
+
+
+def _check_estimators(run: CommonConfig) -> None:
+    """Refuse advantages that are estimated on both sides, or on none."""
+    choices = _choices(run)
+    advantage = getattr(_section(run, "orchestrator"), "advantage", None)
+    if choices is None or advantage is None:
+        return
+    try:
+        check_sides(advantage, choices.advantage if choices.runs_estimator else "")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if advantage == "none" and choices.advantage:
+        raise ConfigError(
+            f"orchestrator.advantage is none, but objective {choices.name} reads advantages: set it to {choices.advantage}, or"
+            " choose another trainer.objective"
+        )
+
+
+def _check_columns(run: CommonConfig) -> None:
+    """Refuse a trainer that waits for log-probabilities which the orchestrator's own workflows do not bring."""
+    trainer = _section(run, "trainer")
+    if getattr(_section(run, "orchestrator"), "workflow", None) not in OWN_WORKFLOWS:
+        return
+    for name in ("reference", "teacher"):
+        if getattr(getattr(trainer, name, None), "model", "") == IN_BATCH:
+            raise ConfigError(
+                f"trainer.{name}.model is {IN_BATCH}, but trajectories of this run's workflow bring no log-probabilities of a {name}: set"
+                f" it to a model, or orchestrator.workflow to one of your own that brings them"
+            )
+
+
+def _choices(run: CommonConfig) -> Any:  # noqa: ANN401 - a property of a package that this one does not import
+    """What the trainer's objective consists of; None where its package has none."""
+    return getattr(getattr(_section(run, "trainer"), "objective", None), "choices", None)

@@ -1,4 +1,4 @@
-"""From command line, files, environment and defaults to one checked `RunConfig`."""
+"""From the command line, files, the environment and defaults to one checked `RunConfig`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, Field, SecretStr, create_model
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, Field, SecretStr, ValidationError, create_model
+from pydantic_core import ErrorDetails
 
-from sluice.config.allocate import allocated
-from sluice.config.decide import decided
-from sluice.config.dump import dump_toml
-from sluice.config.errors import ConfigError
-from sluice.config.flags import CommandLine, parse_command_line
-from sluice.config.layers import PREFIX, Layer, command_prefix, environment_layer
-from sluice.config.merge import Value
-from sluice.config.reference import help_text
-from sluice.config.resolve import resolve_layers
-from sluice.config.schema import alternatives, leaf_paths
-from sluice.config.secrets import redact_text, secret_values
+from sluice.config.decide import allocated, decided
+from sluice.config.schema import ConfigError, Value, alternatives, deep_merge, leaf_paths
+from sluice.config.secrets import REDACTED, is_secret_name, redact_text, secret_values
 from sluice.config.sections import CommonConfig, Section
 from sluice.config.services import service_configs
+from sluice.config.sources import PREFIX, Layer, command_prefix, environment_layer, parse_command_line
+from sluice.config.text import dump_toml, help_text
 from sluice.devices import visible_devices
 
 __all__ = ["COMMAND_GROUP", "RunConfig", "load_command", "load_run", "run_config_class"]
@@ -31,14 +25,11 @@ __all__ = ["COMMAND_GROUP", "RunConfig", "load_command", "load_run", "run_config
 COMMAND_GROUP = "sluice.commands"
 """Entry points of this group name one `sluice.cli.command.Command` each."""
 
-_Config = TypeVar("_Config", bound=BaseModel)
 _Section = TypeVar("_Section", bound=Section)
 
 
-class RunConfig(BaseSettings, CommonConfig):
+class RunConfig(CommonConfig):
     """A whole run: the common keys, and one table per installed service as an attribute of its name."""
-
-    model_config = SettingsConfigDict(extra="forbid", validate_default=True)
 
     if TYPE_CHECKING:
 
@@ -83,22 +74,22 @@ def load_run(
 
     Args:
         argv: The command line after the program's and the command's name.
-        service: The one service this process runs; flags that are not common keys mean its table.
-        check: Refuses settings that do not fit each other or this machine, by a `ConfigError`; before a dry run prints them.
+        service: The one service that this process runs; flags that are not common keys mean its table.
+        check: Raises a `ConfigError` for settings that do not fit each other or this machine. Called before a dry run
+            prints them.
 
     Raises:
         ConfigError: if anything is unknown, malformed or out of range.
         SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
     """
-    model = run_config_class()
-    line, environment = _read(model, argv, service, foreign=_command_prefixes())
 
     def complete(config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
         config, decisions = decided(allocated(config), cuda=bool(visible_devices(os.environ)))
         check(config)
         return config, decisions
 
-    return _finish(model, line, environment, f"sluice {service or 'rl'}", service, complete=complete)
+    commands = tuple(command_prefix(point.name) for point in entry_points(group=COMMAND_GROUP))
+    return _load(run_config_class(), argv, service or "rl", complete, service=service, foreign=commands)
 
 
 def load_command(
@@ -120,50 +111,46 @@ def load_command(
         ConfigError: if anything is unknown, malformed or out of range.
         SystemExit: with code 0 after ``--help`` or ``--dry-run`` printed what it prints.
     """
-    line, environment = _read(config_class, argv, None, prefix=command_prefix(command))
 
     def complete(config: _Section) -> tuple[_Section, Sequence[str]]:
         check(config)
         return config, ()
 
-    return _finish(config_class, line, environment, f"sluice {command}", None, complete=complete)
+    return _load(config_class, argv, command, complete, prefix=command_prefix(command))
 
 
-def _read(
-    model: type[BaseModel],
+def _load(
+    model: type[_Section],
     argv: Sequence[str],
-    service: str | None,
+    command: str,
+    complete: Callable[[_Section], tuple[_Section, Sequence[str]]],
     *,
+    service: str | None = None,
     prefix: str = PREFIX,
     foreign: tuple[str, ...] = (),
-) -> tuple[CommandLine, Layer]:
-    """Return what the command line and the environment say.
+) -> _Section:
+    """Read all layers, merge and validate them, and print what ``--help`` or ``--dry-run`` ask for.
 
-    Raises:
-        ConfigError: if a word, a file or a variable is not understood.
+    Args:
+        model: The class of the settings.
+        argv: The command line.
+        command: The word after `sluice`.
+        complete: Decides and checks what concerns several settings; returns the settings and what was decided.
+        service: The one service that this process runs.
+        prefix: Beginning of the environment variables.
+        foreign: Beginnings of environment variables that belong to others.
     """
     try:
         line = parse_command_line(model, argv, service)
-        return line, environment_layer(model, os.environ, prefix=prefix, foreign=foreign)
+        if line.help:
+            sys.stdout.write(help_text(model, service, f"sluice {command}"))
+            raise SystemExit(0)
+        environment = environment_layer(model, os.environ, prefix=prefix, foreign=foreign)
     except ConfigError as error:
         raise ConfigError(redact_text(str(error))) from None
-
-
-def _finish(
-    model: type[_Config],
-    line: CommandLine,
-    environment: Layer,
-    program: str,
-    service: str | None,
-    *,
-    complete: Callable[[_Config], tuple[_Config, Sequence[str]]],
-) -> _Config:
-    if line.help:
-        sys.stdout.write(help_text(model, service, program))
-        raise SystemExit(0)
     layers = [Layer("command line", line.flags), *reversed(line.files), environment]
     try:
-        config, decisions = complete(resolve_layers(model, layers))
+        config, decisions = complete(_validated(model, layers))
     except ConfigError as error:
         # Without the cause: pydantic's own message repeats the values.
         raise ConfigError(redact_text(str(error), _secrets(model, layers))) from None
@@ -173,14 +160,35 @@ def _finish(
     return config
 
 
+def _validated(model: type[_Section], layers: Sequence[Layer]) -> _Section:
+    """Merge the layers, the first over the others, and validate the result.
+
+    Raises:
+        ConfigError: if a value is malformed or out of range; one line per mistake, with the layer it came from.
+    """
+    table: dict[str, Any] = {}
+    for layer in reversed(layers):
+        table = deep_merge(table, layer.data)
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(problem, layers) for problem in error.errors())) from error
+
+
+def _describe(problem: ErrorDetails, layers: Sequence[Layer]) -> str:
+    location = problem["loc"]
+    name = ".".join(str(part) for part in location) or "settings"
+    source = next((f" (from {layer.label})" for layer in layers if location and layer.contains(location)), "")
+    value = problem.get("input")
+    given = f"; got {value!r}" if isinstance(value, str | int | float | bool) else ""
+    if any(is_secret_name(str(part)) for part in location):
+        given = f"; got {REDACTED}"
+    return f"{name}: {problem['msg'].removeprefix('Value error, ')}{given}{source}"
+
+
 def _secrets(model: type[BaseModel], layers: Sequence[Layer]) -> Iterator[str]:
     """Yield the secret texts of settings that were not validated."""
     typed = [path for path, field in leaf_paths(model) if SecretStr in alternatives(field.annotation)]
     for layer in layers:
         yield from secret_values(layer.data)
         yield from (str(layer.value(path)) for path in typed if layer.contains(path))
-
-
-def _command_prefixes() -> tuple[str, ...]:
-    """Variables of commands with settings of their own, which are none of the run's."""
-    return tuple(command_prefix(point.name) for point in entry_points(group=COMMAND_GROUP))

@@ -1,4 +1,4 @@
-"""Questions about a table's class: what lies at a path, which keys are unknown, what a text means there."""
+"""What the classes of settings say of a key, a table or a text; how tables merge; the error that settings raise."""
 
 from __future__ import annotations
 
@@ -11,27 +11,50 @@ from typing import Annotated, Any, TypeAlias, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from sluice.config.errors import ConfigError
-from sluice.config.merge import Value
-
 __all__ = [
+    "ConfigError",
     "FieldType",
+    "Value",
     "accepts_none",
     "alternatives",
+    "deep_merge",
     "is_flag",
     "is_open",
     "leaf_paths",
     "nested_models",
     "parse_text",
+    "reason_of",
     "resolve",
     "suggestion",
     "unknown_keys",
 ]
 
+Value: TypeAlias = Any
+"""What a TOML document, a flag or a field may hold: known only to the field that validates it."""
+
 FieldType: TypeAlias = Any
 """A field's annotation: a class, a union, a generic alias or `Any`."""
 
 _UNIONS = (Union, types.UnionType)
+
+
+class ConfigError(Exception):
+    """A setting is unknown, malformed or out of range; the message names the setting, where it came from and the remedy."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What a library's error says, in one line: its first one, or its kind where it says nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__).rstrip(".:")
+
+
+def deep_merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay `upper` over `lower`: tables merge key by key, any other value (lists too) replaces what it covers."""
+    merged = dict(lower)
+    for key, value in upper.items():
+        below = merged.get(key)
+        merged[key] = deep_merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def alternatives(annotation: FieldType) -> tuple[Any, ...]:

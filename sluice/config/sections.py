@@ -9,7 +9,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from sluice.allocation import Allocation
-from sluice.config.merge import Value, deep_merge
+from sluice.config.schema import Value, deep_merge
 
 __all__ = ["CommonConfig", "PeersConfig", "Section", "SecurityConfig", "ServerConfig"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from sluice.config.errors import ConfigError
+from sluice.config.schema import ConfigError
 from sluice.config.sections import CommonConfig, Section
 
 __all__ = [

@@ -13,7 +13,7 @@ from pydantic import Field
 from toy_service import install_toy
 
 from sluice.config import ConfigError, Section, load_command, load_run
-from sluice.config.merge import deep_merge
+from sluice.config.schema import deep_merge
 
 
 @pytest.fixture(autouse=True)

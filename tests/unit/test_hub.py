@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from sluice.config import ConfigError
-from sluice.hub import check_hub, check_hub_dataset
+from sluice.models import check_hub, check_hub_dataset
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from sluice.whole_directory import whole_directory
+from sluice.host_files import whole_directory
 from trainer_svc.engine.lora import Adapter
 
 __all__ = ["export_adapter", "merge_adapter"]

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from sluice.whole_directory import whole_directory
+from sluice.host_files import whole_directory
 
 __all__ = ["export_hf", "live_tensors", "named_tensors", "whole_tensors"]
 

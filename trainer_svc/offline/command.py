@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from sluice.config import ConfigError, check_files, check_model, load_command
-from sluice.hub import check_hub
+from sluice.config import ConfigError, load_command
+from sluice.models import check_files, check_hub, check_model
 from trainer_svc.offline.progress import Report, Summary
 from trainer_svc.offline.rows import DataError, is_file
 from trainer_svc.offline.settings import OfflineConfig

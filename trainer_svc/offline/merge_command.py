@@ -10,8 +10,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from sluice.cli.command import Command
-from sluice.config import ConfigError, Section, check_files, check_model, load_command, reason_of
-from sluice.hub import check_hub
+from sluice.config import ConfigError, Section, load_command, reason_of
+from sluice.models import check_files, check_hub, check_model
 from trainer_svc.offline.output import make_parent
 
 __all__ = ["COMMAND", "MergeConfig"]

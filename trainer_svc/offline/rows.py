@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from sluice.config import ConfigError, reason_of
-from sluice.hub import check_hub_dataset
+from sluice.models import check_hub_dataset
 from sluice.render import TemplateError
 
 __all__ = ["DataError", "Row", "described", "is_file", "named", "read_rows"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice.config import ModelSizes
+from sluice.models import ModelSizes
 from trainer_svc.compute_config import ParallelConfig
 
 __all__ = ["check_fits", "check_heads", "check_tensor", "layer_shares"]

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers import PreTrainedModel
 
-from sluice.config import ModelSizes
+from sluice.models import ModelSizes
 from trainer_svc.parallel.fits import check_tensor
 from trainer_svc.parallel.stages import Absent
 

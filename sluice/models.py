@@ -1,0 +1,246 @@
+"""Whether the model or dataset that a setting names is there and whole, and of which sizes, found before anything is loaded.
+
+A directory is judged by its names and headers. What is no directory is the id of a model on the Hugging Face hub, which is asked
+once and without a long wait: the libraries that load models ask for each file, and try again for half a minute each, before they
+report that there is no such model or no network.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from sluice.config import ConfigError, reason_of
+
+__all__ = ["ModelSizes", "check_files", "check_hub", "check_hub_dataset", "check_model", "sizes_on_disk"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+WEIGHTS = ("*.safetensors", "*.bin")
+"""Files of a model's weights."""
+
+TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+"""Files that hold a vocabulary, as the tokenizers of transformers name them."""
+
+INDEX = "model.safetensors.index.json"
+"""Names the shards of weights that are in several files."""
+
+
+def check_model(model: str, setting: str = "model") -> None:
+    """Refuse what is neither a directory with a model nor the form of a hub id; the hub is not asked.
+
+    Args:
+        model: What the setting names.
+        setting: Its name, for the message.
+
+    Raises:
+        ConfigError: with what is wrong.
+    """
+    if not model:
+        raise ConfigError(
+            f'{setting} is not set: give --{setting} DIRECTORY (or a hub id), or {setting} = "..." in the file'
+        )
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{setting}: {path.resolve()} holds no Hugging Face model: it has no config.json")
+    elif not _HUB_ID.fullmatch(model):
+        raise ConfigError(
+            f"{setting}: there is no directory {path.resolve()}, and {model!r} is no hub id such as Qwen/Qwen3-0.6B"
+        )
+
+
+def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -> None:
+    """Refuse a directory that holds a model's configuration but no whole weights, or no tokenizer; a hub id is taken.
+
+    Args:
+        model: What the setting names.
+        setting: Its name, for the message.
+        tokenizer: Whether its tokenizer is read.
+
+    Raises:
+        ConfigError: with what is missing or damaged.
+    """
+    path = Path(model).resolve()
+    if not path.is_dir():
+        return
+    needed = {"weights": WEIGHTS} | ({"tokenizer": TOKENIZERS} if tokenizer else {})
+    for what, patterns in needed.items():
+        if not any(any(path.glob(pattern)) for pattern in patterns):
+            raise ConfigError(
+                f"{setting}: {path} holds no {what} ({', '.join(patterns)}): give the directory of a whole model, as"
+                " save_pretrained of model and tokenizer writes it"
+            )
+    _check_weights(path, setting)
+
+
+def _check_weights(path: Path, setting: str) -> None:
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  what only looks at settings need not have it
+
+    shards = set(path.glob("*.safetensors"))
+    index = path / INDEX
+    try:
+        if index.is_file():
+            shards |= {path / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        for shard in sorted(shards):
+            with safe_open(shard, framework="numpy"):  # reads the header, and compares it with the length
+                pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ConfigError(
+            f"{setting}: the weights in {path} are not whole ({reason_of(error)}): copy or download them again (with git, by"
+            " `git lfs pull`)"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Sizes of a language model; None where its configuration leaves one to the architecture.
+
+    Attributes:
+        model_type: Name of the architecture; empty where none is given.
+        layers: Decoder layers.
+        heads: Attention heads of a layer.
+        key_heads: Key-value heads of a layer.
+        inner: Columns of the MLP.
+        positions: Longest sequence that it was made for, in tokens.
+    """
+
+    model_type: str
+    layers: int | None
+    heads: int | None
+    key_heads: int | None
+    inner: int | None
+    positions: int | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """The sizes in the configuration of a text model, as transformers names them."""
+
+        def size(name: str) -> int | None:
+            value = config.get(name)
+            return value if isinstance(value, int) and value > 0 else None
+
+        return cls(
+            model_type=str(config.get("model_type") or ""),
+            layers=size("num_hidden_layers"),
+            heads=size("num_attention_heads"),
+            key_heads=size("num_key_value_heads"),
+            inner=size("intermediate_size"),
+            positions=size("max_position_embeddings"),
+        )
+
+
+def sizes_on_disk(model: str, setting: str = "model") -> ModelSizes | None:
+    """The sizes that the directory of a model names; None for a hub id, which is not asked for.
+
+    Args:
+        model: What the setting names.
+        setting: Its name, for the message.
+
+    Raises:
+        ConfigError: if its config.json cannot be read.
+    """
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting}: cannot read {path} ({error}): give the directory of a whole model") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{setting}: {path} holds no JSON object: give the directory of a Hugging Face model")
+    text = config.get("text_config")
+    return ModelSizes.of(text if isinstance(text, dict) else config)
+
+
+def check_hub(model: str, setting: str = "model") -> None:
+    """Refuse the id of a model that is not there, or cannot be reached; a directory or a model in the cache is taken.
+
+    One request, of at most `HF_HUB_ETAG_TIMEOUT` seconds (10). A hub that is merely busy is left to whoever loads the model.
+
+    Args:
+        model: What the setting names.
+        setting: Its name, for the message.
+
+    Raises:
+        ConfigError: with what the hub says, and the remedy.
+    """
+    if Path(model).is_dir():
+        return
+    # Half a second of import that directories do not need.
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError  # noqa: PLC0415
+
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+        _ask(model, setting, "model", "config.json")
+    except HFValidationError as error:
+        raise ConfigError(f"{setting}: {model!r} is no directory and no hub id: {reason_of(error)}") from error
+    except EntryNotFoundError as error:
+        raise ConfigError(
+            f"{setting}: {model} of the hub has no config.json: name a model that transformers loads"
+        ) from error
+
+
+def check_hub_dataset(name: str, setting: str = "data") -> None:
+    """Refuse the id of a dataset that is not there, or cannot be reached; as `check_hub`.
+
+    Raises:
+        ConfigError: with what the hub says, and the remedy.
+    """
+    from datasets.config import HF_DATASETS_CACHE  # noqa: PLC0415  as above
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError  # noqa: PLC0415
+
+    if Path(name).exists() or (Path(HF_DATASETS_CACHE) / name.replace("/", "___")).is_dir():
+        return
+    try:
+        _ask(name, setting, "dataset", "README.md")
+    except HFValidationError as error:
+        raise ConfigError(f"{setting}: {name!r} is no directory and no hub id: {reason_of(error)}") from error
+    except EntryNotFoundError:  # the dataset is there, without that file
+        return
+
+
+def _ask(name: str, setting: str, kind: str, file: str) -> None:
+    """Ask for a file once.
+
+    Raises:
+        ConfigError: if it cannot be had.
+        EntryNotFoundError: of huggingface_hub, if what is named has no such file.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
+    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # noqa: PLC0415  HTTPError of its HTTP library
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HTTPError,
+        RepositoryNotFoundError,
+    )
+
+    absent = f"{setting}: {name} is no directory here and not in the cache, and"
+    if constants.is_offline_mode():
+        raise ConfigError(f"{absent} HF_HUB_OFFLINE forbids to ask the hub")
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{setting}: {name} is gated: ask for access on its page, and log in with `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{setting}: {name} is no directory here, and the hub has no such {kind} (or hides it): correct the name, or log in"
+            " with `hf auth login`"
+        ) from error
+    except EntryNotFoundError:
+        raise
+    except HfHubHTTPError:
+        return
+    except HTTPError as error:
+        raise ConfigError(
+            f"{absent} {constants.ENDPOINT} cannot be reached ({reason_of(error)}): name a directory, or see to the network"
+        ) from error
