@@ -16,6 +16,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.names import version_directory
+from weightsync.receive.pull import pull_call
 from weightsync.relaying.fetch import FetchError, fetch_version
 from weightsync.store.store import RunStore
 
@@ -114,5 +115,5 @@ async def test_names_from_upstream_do_not_leave_the_directory(tmp_path: Path) ->
         manifest = pb.Manifest(run=RESOURCE, version=V1.to_proto(), kind=pb.VERSION_KIND_ANCHOR)
         manifest.shards.add(name="../../outside", size_bytes=10)
         with pytest.raises((FetchError, SluiceError), match="shard name"):
-            await fetch_version(stack.runs, run, stack.delivery, manifest, LIMITS)
+            await fetch_version(stack.runs, run, pull_call(stack.channel), manifest, LIMITS)
         assert not run.uploads

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from structlog.testing import capture_logs
 from weightsync_stack import RESOURCE, eventually
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2_grpc
-from weightsync.receive import watch
+from weightsync.backoff import Backoff
 from weightsync.receive.watch import VersionWatch
 
 
-async def test_a_service_that_never_answers_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(watch, "_LONGEST_PAUSE_S", 0.004)
+async def test_a_service_that_never_answers_is_named_once() -> None:
     attempts = 0
 
     class Counted(VersionWatch):
@@ -28,7 +25,7 @@ async def test_a_service_that_never_answers_is_named_once(monkeypatch: pytest.Mo
 
     async with connect("127.0.0.1:1", SecurityConfig()) as channel:
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        watching = Counted(stub, RESOURCE, "replica", lambda: None)
+        watching = Counted(stub, RESOURCE, "replica", lambda: None, Backoff(0.001, 0.004))
         with capture_logs() as logs:
             task = asyncio.create_task(watching.run_forever())
             await eventually(lambda: attempts >= 10)

@@ -15,6 +15,7 @@ from sluice.rpc import SluiceError
 from sluice.tasks import settle
 from sluice.v1 import common_pb2
 from sluice.v1 import weightsync_pb2 as pb
+from weightsync.backoff import Backoff
 from weightsync.format.chunks import ChunkError, ChunkSizeError
 from weightsync.format.raw_chunks import RawChunk, parse_pull_response
 
@@ -32,8 +33,6 @@ _FINAL = {
     grpc.StatusCode.DATA_LOSS,
 }
 """Answers that another attempt would get again."""
-
-_LONGEST_PAUSE_S = 5.0
 
 PullCall: TypeAlias = Callable[..., Any]
 """`WeightDeliveryService.PullWeights` on some channel, whose responses stay serialised."""
@@ -144,7 +143,7 @@ async def pull_range(
         StagingError: if what it gives is not what was announced.
         OSError: if shared memory is full.
     """
-    failures = 0
+    backoff = Backoff(limits.first_pause_s)
     while (before := sink.position) < wanted.end:
         try:
             await _stream(call, wanted, sink, threads, limits)
@@ -161,13 +160,14 @@ async def pull_range(
             reason = "the stream ended early"
         if sink.position >= wanted.end:
             break
-        failures = 0 if sink.position > before else failures + 1
-        if failures >= limits.attempts:
+        if sink.position > before:
+            backoff.succeed()
+        elif backoff.failures + 1 >= limits.attempts:
             raise PullError(
-                f"shard {wanted.shard} could not be pulled in {failures} attempts: {reason}", unreachable=True
+                f"shard {wanted.shard} could not be pulled in {limits.attempts} attempts: {reason}", unreachable=True
             )
         log.info("pull broke, going on", shard=wanted.shard, offset=sink.position, reason=reason)
-        await asyncio.sleep(min(_LONGEST_PAUSE_S, limits.first_pause_s * 2**failures))
+        await asyncio.sleep(backoff.fail())
 
 
 async def _stream(call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:

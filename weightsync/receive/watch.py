@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Callable
 
 import grpc
@@ -14,6 +13,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
+from weightsync.backoff import Backoff
 
 __all__ = ["VersionWatch"]
 
@@ -22,9 +22,6 @@ _SILENCE_S = 25.0
 
 _STREAM_S = 3600.0
 """A stream is renewed after this time, so that no call is without a deadline."""
-
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +36,7 @@ class VersionWatch:
         run: ``runs/{run}``.
         replica: Who watches.
         changed: Called after each announcement.
+        backoff: The pauses between attempts; None: as everywhere.
 
     Attributes:
         newest: Manifest of the newest version that was announced.
@@ -51,7 +49,9 @@ class VersionWatch:
         run: str,
         replica: str,
         changed: Callable[[], None],
+        backoff: Backoff | None = None,
     ) -> None:
+        self._backoff = backoff or Backoff()
         self.newest: pb.Manifest | None = None
         self.connected = False
         self._stub = stub
@@ -70,9 +70,8 @@ class VersionWatch:
         self._hurry.set()
 
     async def run_forever(self) -> None:
-        """Watch until cancelled; pauses between attempts grow to five seconds and vary, so that a fleet does not come at once."""
-        pause_s = _FIRST_PAUSE_S
-        told = False
+        """Watch until cancelled, and open the stream again whenever it breaks."""
+        backoff, told = self._backoff, False
         while True:
             try:
                 await self._watch_once()
@@ -81,23 +80,19 @@ class VersionWatch:
                 reason = str(SluiceError.from_rpc(error))
             except TimeoutError:
                 reason = f"no sign of life for {_SILENCE_S:g} s"
-            if self._hurry.is_set():
-                pause_s = 0.0
-                self._hurry.clear()
-            elif self.connected:
-                pause_s = _FIRST_PAUSE_S
+            if self.connected:
+                backoff.succeed()
                 told = False
-                log.info("weight service lost, the version in service stays", reason=reason)
-            elif pause_s >= _LONGEST_PAUSE_S and not told:
+                if not self._hurry.is_set():
+                    log.info("weight service lost, the version in service stays", reason=reason)
+            elif backoff.at_longest and not told:
                 told = True
                 log.warning("no weight service answers, it is asked on", run=self._run, reason=reason, remedy=_REMEDY)
             self.connected = False
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause_s * random.uniform(0.5, 1.5)):  # noqa: S311 - jitter, not a secret
+                async with asyncio.timeout(backoff.fail()):
                     await self._hurry.wait()
-            pause_s = (
-                _FIRST_PAUSE_S if self._hurry.is_set() else min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, pause_s * 2))
-            )
+                    backoff.succeed()
             self._hurry.clear()
 
     async def _watch_once(self) -> None:

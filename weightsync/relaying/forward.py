@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from collections.abc import Callable
 
 import grpc
@@ -13,12 +12,11 @@ import structlog
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
+from weightsync.backoff import Backoff
 
 __all__ = ["Forwarder"]
 
 _DEADLINE_S = 10.0
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 5.0
 _MOST_REPLICAS = 4096
 """Reports that may wait; beyond it the oldest goes: its replica reports again within a third of its lease."""
 
@@ -59,16 +57,15 @@ class Forwarder:
         self._news.set()
 
     async def run_forever(self) -> None:
-        """Send until cancelled; pauses after failures grow to five seconds and vary."""
-        pause_s = _FIRST_PAUSE_S
+        """Send until cancelled."""
+        backoff = Backoff()
         while True:
             self._news.clear()
             if await self._send_all():
-                pause_s = _FIRST_PAUSE_S
+                backoff.succeed()
                 await self._news.wait()
             else:
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
-                pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+                await asyncio.sleep(backoff.fail())
 
     async def _send_all(self) -> bool:
         """Send what waits, oldest first; False if the service behind could not be reached."""

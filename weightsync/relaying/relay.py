@@ -66,6 +66,7 @@ class Relay:
     def __init__(self, runs: Runs, channel: grpc.aio.Channel, target: str, limits: PullLimits | None = None) -> None:
         self.target = target
         self._runs = runs
+        self._channel = channel
         self._stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         self._limits = limits or PullLimits()
         self._followers: dict[str, Follower] = {}
@@ -150,7 +151,7 @@ class Relay:
         self._following.append(group.create_task(following))
 
     def _follower(self, run: Run) -> Follower:
-        return Follower(self._runs, run, self._stub, self._limits)
+        return Follower(self._runs, run, self._channel, self._limits)
 
 
 class RelaySyncServicer(WeightSyncServicer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import contextlib
 
 import grpc
 import structlog
@@ -12,9 +12,10 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
+from weightsync.backoff import Backoff
 from weightsync.format.names import run_resource
 from weightsync.metrics import RELAY_LAG
-from weightsync.receive.pull import PullLimits
+from weightsync.receive.pull import PullLimits, pull_call
 from weightsync.receive.watch import VersionWatch
 from weightsync.relaying.fetch import FetchError, fetch_version
 from weightsync.relaying.forward import Forwarder
@@ -25,8 +26,6 @@ from weightsync.store.runs import Run, Runs
 __all__ = ["Follower"]
 
 _PATH_DEADLINE_S = 30.0
-_LONGEST_PAUSE_S = 30.0
-_FIRST_PAUSE_S = 0.25
 _SHARE_OF_LEASE = 1 / 3
 """A lease is renewed after a third of it, so that one lost report does not end it."""
 
@@ -39,15 +38,15 @@ class Follower:
     Args:
         runs: All runs of this service.
         run: The run.
-        stub: The service behind.
+        channel: To the service behind.
         limits: How long pulls wait.
     """
 
-    def __init__(
-        self, runs: Runs, run: Run, stub: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub, limits: PullLimits
-    ) -> None:
-        self.forwarder = Forwarder(stub, runs.clock, runs.config.lease_s)
-        self._runs, self._run, self._stub, self._limits = runs, run, stub, limits
+    def __init__(self, runs: Runs, run: Run, channel: grpc.aio.Channel, limits: PullLimits) -> None:
+        self._stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        self._pull = pull_call(channel)
+        self.forwarder = Forwarder(self._stub, runs.clock, runs.config.lease_s)
+        self._runs, self._run, self._limits = runs, run, limits
         self._wake = asyncio.Event()
         self._told = asyncio.Event()
         self._staging: Version | None = None
@@ -74,21 +73,20 @@ class Follower:
             tasks.create_task(self._follow(self._watch))
 
     async def _follow(self, watch: VersionWatch) -> None:
-        failures = 0
+        backoff = Backoff()
         while True:
             self._wake.clear()
             announced = watch.newest
-            failed = False
+            pause_s: float | None = None
             if announced is not None and Version.from_proto(announced.version) not in self._run.versions:
-                failed = not await self._try(announced)
+                if await self._try(announced):
+                    backoff.succeed()
+                else:
+                    pause_s = backoff.fail()
             self._measure_lag(announced)
-            failures = failures + 1 if failed else 0
-            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 8)) if failed else _LONGEST_PAUSE_S
-            try:
-                async with asyncio.timeout(pause_s * random.uniform(0.5, 1.0)):  # noqa: S311 - jitter, not a secret
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):  # until the next announcement, if nothing failed
                     await self._wake.wait()
-            except TimeoutError:
-                continue
 
     async def _try(self, announced: pb.Manifest) -> bool:
         """Bring the run to an announced version; False if that failed, which the next round repeats after a pause."""
@@ -98,7 +96,7 @@ class Follower:
                 if self._staging not in self._run.versions:
                     self._measure_lag(announced)
                     self._told.set()
-                    await fetch_version(self._runs, self._run, self._stub, manifest, self._limits)
+                    await fetch_version(self._runs, self._run, self._pull, manifest, self._limits)
                     log.info("version relayed", run=self._run.name, version=str(self._staging))
         except (FetchError, SluiceError, grpc.aio.AioRpcError, OSError) as error:
             reason = SluiceError.from_rpc(error) if isinstance(error, grpc.aio.AioRpcError) else error

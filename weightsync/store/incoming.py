@@ -56,7 +56,7 @@ class IncomingShard:
         """Where the first tensor begins in the file; known once the header is in."""
         return self._scan.data_begin
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Take the next bytes, which are verified; the caller sees to the order.
 
         Raises:

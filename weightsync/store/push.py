@@ -165,7 +165,7 @@ async def _receive(
             isinstance(error, ChunkError | LayoutError | OSError | NoLocalFileError)
             or failure.code is grpc.StatusCode.DATA_LOSS
         ):
-            await _discard(runs, run, Version.from_proto(header.version), upload, ticket)
+            await runs.discard_upload(run, upload, ticket)
         raise failure from error
     return pb.PushWeightsResponse(stored_bytes=upload.shard.stored, digest=upload.shard.digest)
 
@@ -234,15 +234,6 @@ def _failure(error: Exception) -> SluiceError:
     if isinstance(error, OSError):
         return disk_error(error)
     return SluiceError.invalid_argument("chunk", str(error))
-
-
-async def _discard(runs: Runs, run: Run, version: Version, upload: Upload, ticket: object) -> None:
-    """Drop what came in, unless a newer stream goes on with it."""
-    if not await runs.in_thread(upload.discard, ticket):
-        return
-    for name, each in run.uploads_of(version).items():
-        if each is upload:
-            del run.uploads[version, name]
 
 
 async def _next(requests: AsyncIterator[pb.PushWeightsRequest], idle_s: float) -> pb.PushWeightsRequest | None:

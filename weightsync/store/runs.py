@@ -91,6 +91,7 @@ class Runs:
         clock: Seconds, monotonic.
 
     Attributes:
+        threads: Where blocking work is done.
         retention_due: Wakes `retain_forever`.
         dense_forms: Makes dense forms of deltas in the background.
         upstream: Where the versions come from if this is a relay.
@@ -112,7 +113,7 @@ class Runs:
         self._opening = asyncio.Lock()
         self._room = asyncio.Lock()
         self.retention_due = asyncio.Event()
-        self._threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
+        self.threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
         self.dense_forms = DenseForms(self, config.dense_delay_s, config.heartbeat_s)
 
     def __iter__(self) -> Iterator[Run]:
@@ -121,7 +122,7 @@ class Runs:
 
     def in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Start blocking work; the disk bounds it, its result is awaited by the caller."""
-        return asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
+        return asyncio.get_running_loop().run_in_executor(self.threads, lambda: work(*args, **kwargs))
 
     async def open(self, resource: str) -> Run:
         """The run named ``runs/{run}``, read from disk when it is first asked for.
@@ -270,6 +271,11 @@ class Runs:
             await self.in_thread(run.store.remove, version)
             log.info("version removed", run=run.name, version=str(version))
 
+    async def discard_upload(self, run: Run, upload: Upload, ticket: object) -> None:
+        """Drop what came in of a shard, unless a newer stream than the one with this ticket goes on with it."""
+        if await self.in_thread(upload.discard, ticket):
+            run.uploads = {key: each for key, each in run.uploads.items() if each is not upload}
+
     async def drop_uploads(self, run: Run, version: Version) -> None:
         """Forget all that came in of a version."""
         doomed = run.uploads_of(version)
@@ -320,7 +326,7 @@ class Runs:
     async def close(self) -> None:
         """End the work in the background, wait for that in threads and let other processes have the directories."""
         await self.dense_forms.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self.threads.shutdown)
         for run in self:
             for upload in run.uploads.values():
                 upload.close()

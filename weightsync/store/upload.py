@@ -59,7 +59,7 @@ class Upload:
         self.append(ticket, chunk.offset, data)
         self.shard.sums.note(chunk.offset, len(data), chunk.crc32c)
 
-    def append(self, ticket: object, offset: int, data: bytes) -> None:
+    def append(self, ticket: object, offset: int, data: bytes | memoryview) -> None:
         """Store bytes that are verified.
 
         Raises:
