@@ -22,6 +22,7 @@ BUILT_IN = {
     "rl": ("sluice.cli.rl", "run reinforcement learning: all services as child processes, one live view"),
     "quickstart": ("sluice.cli.quickstart", "train a small model by RL from nothing, in minutes"),
     "init-model": ("sluice.cli.init_model", "make a small model from scratch with a tokenizer and a chat template"),
+    "fetch-model": ("sluice.cli.fetch_model", "download a small pretrained model and check its digests"),
     "report": ("sluice.cli.report", "summarise a finished run"),
     "health": ("sluice.cli.health", "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1"),
     "config": ("sluice.cli.config_docs", "write the reference of all settings"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sluice.cli.report import PLOT_FILE, plot_run, read_steps
 from sluice.host_files import write_whole
@@ -38,7 +39,7 @@ def describe_evaluation(path: Path) -> str:
     return f"reward {numbers['reward_mean']:.3f}, greedy {numbers['greedy_reward_mean']:.3f}"
 
 
-def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float]) -> dict[str, Any]:
+def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float], title: str) -> dict[str, Any]:
     """Write the report and the plot.
 
     Args:
@@ -46,6 +47,7 @@ def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float
         seed: Its seed.
         wall_s: Seconds that all of it took.
         stages: Seconds of each stage.
+        title: Task and seed, for the plot.
 
     Returns:
         The report: the orchestrator's, completed by what only the quickstart knows. `wall_s` covers all stages.
@@ -64,7 +66,7 @@ def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float
         "stages_s": {name: round(seconds, 1) for name, seconds in stages.items()},
     }
     write_whole(path, json.dumps(report, indent=2) + "\n")
-    plot_run(read_steps(run_dir), run_dir / PLOT_FILE, f"reverse_text, seed {seed}: reward of the training batches")
+    plot_run(read_steps(run_dir), run_dir / PLOT_FILE, f"{title}: reward of the training batches")
     return report
 
 
@@ -74,7 +76,7 @@ def show(console: Console, run_dir: Path, model: Path, example: Path) -> None:
     before, after = report["evaluation_before"], report["evaluation_after"]
     title = f"{run_dir}: {report['steps']} steps, {report['wall_s']:.0f} s in all, seed {report['seed']}"
     table = Table()
-    for heading in ("on held-out strings", "before RL", "after RL"):
+    for heading in ("on held-out prompts", "before RL", "after RL"):
         table.add_column(heading, justify="left" if heading.startswith("on") else "right")
     for name, label in _ROWS.items():
         table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
@@ -96,6 +98,40 @@ def show(console: Console, run_dir: Path, model: Path, example: Path) -> None:
     lines = [facts, "", *(f"{label:<21} {place}" for label, place in places.items()), "", "To go on:"]
     lines += [f"  {command}" for command in _next_commands(run_dir, model, example)]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def show_conversations(console: Console, before: Path, after: Path, count: int) -> None:
+    """Print what the model answered to the same prompts before and after, one sampled answer each.
+
+    Args:
+        console: Where to print.
+        before: JSONL file of an evaluation's conversations before training.
+        after: The same after it.
+        count: How many prompts.
+    """
+    earlier, later = _first_sampled(before), _first_sampled(after)
+    table = Table(title="the same prompts, sampled at T = 1", show_lines=True)
+    for heading in ("prompt", "before RL", "after RL"):
+        table.add_column(heading)
+    for task in [task for task in earlier if task in later][:count]:
+        table.add_row(Text(earlier[task]["prompt"].strip()), *(_answer(each[task]) for each in (earlier, later)))
+    console.print(table)
+
+
+def _first_sampled(path: Path) -> dict[str, dict[str, Any]]:
+    """The first sampled attempt at each task, by the task's id."""
+    rows: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if not row["greedy"]:
+            rows.setdefault(row["task_id"], row)
+    return rows
+
+
+def _answer(row: Mapping[str, Any]) -> Text:
+    """An answer in green if it earned the whole reward, else in red."""
+    right = row["reward"] == 1.0
+    return Text(f"{'+' if right else '-'} {row['completion'].strip()}", style="green" if right else "red")
 
 
 def _next_commands(run_dir: Path, model: Path, example: Path) -> list[str]:

@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_report_completes_the_orchestrators(run_dir: Path) -> None:
-    report = quickstart_report.write(run_dir, seed=3, wall_s=12.34, stages={"rl": 10.0})
+    report = quickstart_report.write(run_dir, seed=3, wall_s=12.34, stages={"rl": 10.0}, title="sums")
     assert report == json.loads((run_dir / "report.json").read_text())
     assert report["stages_s"] == {"rl": 10.0}
     expected = BY_ORCHESTRATOR | {"reward_before": 0.5, "reward_after": 0.9, "wall_s": 12.3, "rl_wall_s": 9.9}
@@ -48,7 +48,7 @@ def test_the_report_completes_the_orchestrators(run_dir: Path) -> None:
 
 
 def test_the_table_shows_before_and_after_and_where_everything_lies(run_dir: Path) -> None:
-    quickstart_report.write(run_dir, seed=3, wall_s=12.3, stages={})
+    quickstart_report.write(run_dir, seed=3, wall_s=12.3, stages={}, title="sums")
     out = io.StringIO()
     quickstart_report.show(Console(file=out, width=200), run_dir, run_dir / "weights" / "v1.8", Path("examples/x"))
     text = out.getvalue()
@@ -59,7 +59,7 @@ def test_the_table_shows_before_and_after_and_where_everything_lies(run_dir: Pat
 def test_the_trained_model_is_the_newest_version_by_number(tmp_path: Path) -> None:
     for name in ("v1.9", "v1.10", "v2.3", ".incoming"):
         (tmp_path / "weights" / name).mkdir(parents=True)
-    job = quickstart.Quickstart(example=Path(), directory=tmp_path, seed=0)
+    job = quickstart.Quickstart(task=quickstart.TASKS["reverse_text"], example=Path(), directory=tmp_path, seed=0)
     assert job.trained() == tmp_path / "weights" / "v2.3"
 
 
