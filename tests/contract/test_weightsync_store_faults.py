@@ -10,7 +10,7 @@ import grpc
 import pytest
 from delta_versions import push_delta
 from relay_stack import LIMITS
-from weightsync_stack import RESOURCE, error_of, eventually, running_stack, weights
+from weightsync_stack import RESOURCE, RUN, error_of, eventually, running_stack, weights
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -58,6 +58,30 @@ def test_two_versions_that_become_dense_at_once_both_get_the_model_s_files(tmp_p
 
             for directory in threads.map(publish, (1, 2)):
                 assert names < {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("name", [".incoming", ".building", ".deltas", ".trash", ".model"])
+async def test_a_link_in_the_place_of_a_store_s_own_directory_is_removed_and_not_followed(
+    tmp_path: Path, name: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    stranger = tmp_path / "stranger"
+    for version in (V1, V2):
+        (stranger / version_directory(version)).mkdir(parents=True)
+        (stranger / version_directory(version) / "file").write_text("not the store's")
+    kept = sorted(stranger.rglob("*"))
+    root = tmp_path / "out" / RUN / "weights"
+    root.mkdir(parents=True)
+    (root / name).symlink_to(stranger)
+    async with running_stack(tmp_path / "out", dense_delay_s=0, keep=1, model=str(model)) as stack:
+        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await push_delta(stack, V2, V1, weights(1), weights())
+        await eventually((stack.directory / "v1.2" / "manifest.json").exists)
+        assert not list(stack.directory.glob(f"{name}/file"))
+    assert sorted(stranger.rglob("*")) == kept
+    assert not (root / name).is_symlink()
 
 
 async def test_a_run_that_could_not_be_opened_can_be_opened_later(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import structlog
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from sluice.host_files import remove_tree
+
 __all__ = ["collect_model_files", "link_into"]
 
 _SUFFIXES = {".json", ".txt", ".model", ".jinja"}
@@ -31,7 +33,7 @@ def collect_model_files(model: str, target: Path) -> list[Path]:
     Returns:
         The copies, none where the model is not at hand: versions then hold weights alone.
     """
-    shutil.rmtree(target, ignore_errors=True)
+    remove_tree(target)
     source = _locate(model)
     if source is None and not model:
         log.info("versions will hold weights alone, because no base model is set")

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import structlog
 
+from sluice.host_files import remove_tree
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.manifest import MANIFEST_FILE, ManifestError, entry_name, is_whole, to_json
@@ -66,6 +67,7 @@ class RunStore:
         self._building = root / ".building"
         self._deltas = root / ".deltas"
         self._trash = root / ".trash"
+        self._model_copies = root / ".model"
         self._lock: int | None = None
         self._numbers = itertools.count()
 
@@ -79,8 +81,12 @@ class RunStore:
         if not self.root.is_dir():
             return []
         self._take_lock()
+        for ours in (self._incoming, self._building, self._trash, self._deltas, self._model_copies):
+            if ours.is_symlink():  # what it leads to is not this store's to write to or to remove
+                log.warning("removing a symbolic link where a directory of the store belongs", path=str(ours))
+                ours.unlink()
         for rubbish in (self._incoming, self._building, self._trash):
-            shutil.rmtree(rubbish, ignore_errors=True)
+            remove_tree(rubbish)
         found: dict[Version, StoredVersion] = {}
         for parent in (self.root, self._deltas):
             for version, form in self._read_forms(parent):
@@ -131,7 +137,7 @@ class RunStore:
         """
         version, form = Version.from_proto(manifest.version), form_of(manifest)
         building = self._incoming / version_directory(version) / ".building"
-        shutil.rmtree(building, ignore_errors=True)
+        remove_tree(building)
         building.mkdir()
         stored = self._place_weights(manifest, shards, building)
         if form is Form.ADAPTER:
@@ -151,7 +157,7 @@ class RunStore:
                 write_synced(building / "model.safetensors.index.json", weight_index(manifest))
             with self._collecting:
                 if self._model_files is None:
-                    self._model_files = collect_model_files(self._model, self.root / ".model")
+                    self._model_files = collect_model_files(self._model, self._model_copies)
             link_into(self._model_files, building)
         write_synced(building / MANIFEST_FILE, to_json(manifest))
         sync_directory(building)
@@ -179,7 +185,7 @@ class RunStore:
             OSError: if the disk does not take it.
         """
         building = self._building / version_directory(version)
-        shutil.rmtree(building, ignore_errors=True)
+        remove_tree(building)
         building.mkdir(parents=True)
         return building
 
@@ -195,11 +201,11 @@ class RunStore:
 
     def drop_building(self, version: Version) -> None:
         """Remove a dense form that was not finished."""
-        shutil.rmtree(self._building / version_directory(version), ignore_errors=True)
+        remove_tree(self._building / version_directory(version))
 
     def drop_incoming(self, version: Version) -> None:
         """Remove what came in of a version and was not committed."""
-        shutil.rmtree(self._incoming / version_directory(version), ignore_errors=True)
+        remove_tree(self._incoming / version_directory(version))
 
     def remove(self, version: Version) -> None:
         """Remove a version; without effect where there is none."""
@@ -220,7 +226,10 @@ class RunStore:
             directory.rename(doomed)
         except FileNotFoundError:
             return
-        shutil.rmtree(doomed, ignore_errors=True)
+        if doomed.is_symlink():
+            doomed.unlink()
+        else:
+            remove_tree(doomed)
 
     def _take_lock(self) -> None:
         """Two services in one directory would sweep away each other's shards."""
