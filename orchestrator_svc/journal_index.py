@@ -86,7 +86,12 @@ class Recovery:
     def applied(self) -> int:
         """The last batch that is known to be applied in the present epoch."""
         origin = self.epochs[-1][1].number if self.epochs else 0
-        return max(self.accounting.applied_batches(), default=origin)
+        return max([origin, *self.accounting.applied_batches()])
+
+    def unreported(self, number: int) -> list[tuple[Batch, list[Group]]]:
+        """Return the batches that weights at version `number` hold although nothing here says what became of them."""
+        applied = set(self.accounting.applied_batches())
+        return [pair for pair in self.batches if pair[0].sequence_no <= number and pair[0].sequence_no not in applied]
 
     def after(self, number: int) -> list[tuple[Batch, list[Group]]]:
         """The batches that weights at version `number` lack.

@@ -157,6 +157,30 @@ class TrainerLink:
                 log.warning("the stream of steps broke; watching again", error=str(error))
             await asyncio.sleep(_RETRY_S)
 
+    async def past_steps(self, first: int, last: int) -> dict[int, trainer_pb2.StepReport]:
+        """Return the reports of applied batches by number, without those that the trainer no longer keeps.
+
+        Args:
+            first: Number of the first batch.
+            last: Number of the last one; the weights hold it.
+
+        Raises:
+            EpochLostError: if the trainer went away meanwhile.
+        """
+        found: dict[int, trainer_pb2.StepReport] = {}
+        try:
+            oldest = (await self._client.state(self._run)).oldest_reported_number
+            if oldest > last:
+                return found
+            async for answer in self._client.watch_steps(self._run, max(first, oldest)):
+                found[answer.step.policy_version.number] = answer.step
+                if answer.step.policy_version.number >= last:
+                    break
+        except SluiceError as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise EpochLostError(error.message) from error
+        return found
+
     async def save_checkpoint(self, position: int, deadline_s: float) -> trainer_pb2.Checkpoint:
         """Write a checkpoint.
 

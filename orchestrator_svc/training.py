@@ -58,9 +58,10 @@ class Training:
         """
         lost = 0
         while True:
-            epoch = await self._open_epoch()
             before = self._parts.scheduler.applied
             try:
+                epoch = await self._open_epoch()
+                before = self._parts.scheduler.applied
                 await self._train(epoch)
             except* EpochLostError as group:
                 reason = str(group.exceptions[0])
@@ -70,7 +71,7 @@ class Training:
             lost = lost + 1 if self._parts.scheduler.applied == before else 1
             if lost > self._parts.config.max_lost_epochs:
                 raise SluiceError.unavailable("TRAINER_LOST", f"the trainer was lost {lost} times in a row: {reason}")
-            log.warning("the trainer lost its epoch; opening another", epoch=epoch, reason=reason)
+            log.warning("the trainer lost its epoch; opening another", epoch=self._parts.scheduler.epoch, reason=reason)
 
     async def _open_epoch(self) -> int:
         """Agree with the trainer on an epoch and on what its weights lack."""
@@ -82,6 +83,7 @@ class Training:
             await self._begin_epoch(await parts.journal.allot_epoch(), recovery)
         else:
             await self._rejoin_epoch(recovery, accepted)
+        await self._account_for_past(recovery)
         log.info(
             "training from",
             version=str(Version(parts.scheduler.epoch, parts.scheduler.applied)),
@@ -110,9 +112,36 @@ class Training:
                 "WRONG_SEQUENCE_NO",
                 f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}: one batch makes one version",
             )
-        parts.scheduler.open_epoch(epoch, origin, await self._readable_batches(recovery.after(origin.number)))
+        lost = await self._readable_batches(recovery.after(origin.number))
+        parts.scheduler.open_epoch(epoch, origin, lost)
         parts.journal.open_epoch(epoch, origin, parts.scheduler.batches)
         await parts.journal.durable()
+
+    async def _account_for_past(self, recovery: Recovery) -> None:
+        """Count the batches that the weights already hold although no process lived to note what became of them."""
+        batches = recovery.unreported(self._parts.scheduler.applied)
+        if batches:
+            steps = await self._parts.trainer.past_steps(batches[0][0].sequence_no, batches[-1][0].sequence_no)
+            for batch, _ in batches:
+                await self._account_for(batch, steps.get(batch.sequence_no))
+
+    async def _account_for(self, batch: Batch, step: trainer_pb2.StepReport | None) -> None:
+        parts = self._parts
+        records = await self._readable_records(batch)
+        if step is None:
+            trained, dropped = 0, {Reason.REPORT_LOST: len(records)}
+            log.warning("nobody knows what became of a batch that the weights hold", batch=batch.batch_id)
+        else:
+            summary = summarise(step, records, parts.scheduler.lineage, parts.common.max_staleness)
+            trained, dropped = summary.trained, dict(summary.dropped)
+            version = Version.from_proto(step.policy_version)
+            parts.status.step_finished(version, summary.metrics)
+            await parts.recorder.step(version.number, summary.metrics, records, parts.scheduler.lineage)
+            parts.recent.add(records)
+        parts.scheduler.accounting.apply(batch.sequence_no, trained, dropped)
+        parts.journal.apply_batch(batch.sequence_no, trained, dropped, parts.elapsed_s)
+        for group in batch.groups:
+            parts.forget_records(group)
 
     async def _readable_batches(self, batches: Sequence[tuple[Batch, list[Group]]]) -> list[tuple[Batch, list[Group]]]:
         """The batches without the groups that the journal cannot read."""

@@ -135,6 +135,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     replicas: list[RolloutDouble] = field(default_factory=list)
     automatic: bool = True
     busy: bool = False
+    keeps_record: bool = True
     publishes: bool = True
     version: Version = BASE
     checkpoint: Version = BASE
@@ -157,7 +158,9 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         self.version = Version(request.epoch, origin.number)
         self.waiting.clear()
         self.known.clear()
-        self.reports = {}
+        self.reports = {number: _past(report) for number, report in self.reports.items() if number <= origin.number}
+        if not self.keeps_record:
+            self.reports.clear()
         self.history = {number: batch for number, batch in self.history.items() if number <= origin.number}
         self.phase = trainer_pb2.TRAINER_PHASE_WAITING
         self.publish()
@@ -246,6 +249,7 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
             advantage_estimator=self.estimator,
             queued_batches=len(self.waiting),
             next_sequence_no=self.version.number + len(self.waiting) + 1,
+            oldest_reported_number=min(self.reports, default=self.version.number + 1),
         )
 
     async def WatchSteps(self, request, context):
@@ -272,6 +276,16 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
     def _wake(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
+
+
+def _past(report: trainer_pb2.StepReport) -> trainer_pb2.StepReport:
+    """What a record on disk still knows of a batch: no metrics."""
+    return trainer_pb2.StepReport(
+        policy_version=report.policy_version,
+        batch_id=report.batch_id,
+        sequence_no=report.sequence_no,
+        results=report.results,
+    )
 
 
 @contextlib.asynccontextmanager

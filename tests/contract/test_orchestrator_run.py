@@ -289,6 +289,30 @@ async def _nothing() -> rollout_pb2.GenerateResponse:
     return rollout_pb2.GenerateResponse()
 
 
+@pytest.mark.parametrize("keeps_record", [True, False])
+async def test_batches_that_a_checkpoint_holds_are_accounted_for_when_both_sides_died(scene, keeps_record) -> None:
+    trainer = scene.trainer
+    trainer.automatic, trainer.keeps_record = False, keeps_record
+    trainer.verdict = lambda trajectory: "STALE" if trajectory.trajectory_id == "g1-0" else ""
+    settings = {"common": {"max_staleness": 3}}
+    first = scene.start(**settings)
+    await scene.until(lambda: len(trainer.waiting) == 2)
+    first.cancel()
+    await asyncio.wait({first})
+    trainer.apply()
+    trainer.checkpoint = trainer.version
+    trainer.crash()
+    trainer.run_freely()
+    events = asyncio.create_task(scene.events("step_finished"))
+    report = await restarted(scene, **settings)
+    assert (report["state"], report["steps"], report["epochs"]) == ("succeeded", 4, 2)
+    if keeps_record:
+        assert (report["trajectories_trained"], report["trajectories_dropped"]) == (15, {"STALE": 1})
+        assert [event.step_finished.step for event in await events] == [1, 2, 3, 4]
+    else:
+        assert (report["trajectories_trained"], report["trajectories_dropped"]) == (12, {"REPORT_LOST": 4})
+
+
 def damage(scene: Scene, group: int) -> None:
     """Flip a bit in the first trajectory of a group, as a bad disk does."""
     with contextlib.closing(sqlite3.connect(scene.run_dir / "journal.sqlite")) as journal:
