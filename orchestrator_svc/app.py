@@ -58,16 +58,14 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         await server.start()
         ended = asyncio.Event()
         running = asyncio.create_task(_to_the_end(run, parts, ended), name="run")
-        pool = asyncio.create_task(parts.pool.run(), name="replicas")
         try:
             await server.serve_until_signal(ended)
         except asyncio.CancelledError:
             await server.stop(0)
             raise
         finally:
-            for task in (running, pool):
-                task.cancel()
-            await asyncio.wait({running, pool})
+            running.cancel()
+            await asyncio.wait({running})
         if running.cancelled():
             raise UnfinishedError("a signal came before the last step; start it again to go on")
         try:

@@ -12,7 +12,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.replica import Replica
-from orchestrator_svc.resolve_targets import resolve_targets
+from orchestrator_svc.resolve_targets import check_address, resolve_targets
 from sluice.config import SecurityConfig
 from sluice.versions import Version
 
@@ -38,7 +38,8 @@ class ReplicaPool:
         config: ReplicasConfig,
         on_change: Callable[[Replica], None],
     ) -> None:
-        self._addresses, self._security, self._config = list(addresses), security, config
+        self._addresses = [each for each in addresses if _is_address(each)]
+        self._security, self._config = security, config
         self._on_change = on_change
         self._replicas: dict[str, Replica] = {}
         self._pollers: dict[str, asyncio.Task[None]] = {}
@@ -53,19 +54,21 @@ class ReplicaPool:
         return list(self._replicas.values())
 
     async def run(self) -> None:
-        """Find and poll replicas until cancelled; closes their channels."""
+        """Find and poll replicas until cancelled, then close their channels.
+
+        Raises:
+            ExceptionGroup: with whatever the search for replicas or one of the polls raised.
+        """
         try:
-            while True:
-                await self._follow_names()
-                await asyncio.sleep(self._config.resolve_s)
+            async with asyncio.TaskGroup() as pollers:
+                while True:
+                    await self._follow_names(pollers)
+                    await asyncio.sleep(self._config.resolve_s)
         finally:
-            for poller in self._pollers.values():
-                poller.cancel()
-            await asyncio.gather(*self._pollers.values(), return_exceptions=True)
             for replica in self._replicas.values():
                 await replica.close()
 
-    async def _follow_names(self) -> None:
+    async def _follow_names(self, pollers: asyncio.TaskGroup) -> None:
         now = time.monotonic()
         self._leases = {name: lease for name, lease in self._leases.items() if lease[1] > now}
         targets = await resolve_targets([*self._addresses, *(target for target, _ in self._leases.values())])
@@ -73,7 +76,7 @@ class ReplicaPool:
             if target not in self._replicas:
                 replica = Replica(target, self._security, self._config.evict_after)
                 self._replicas[target] = replica
-                self._pollers[target] = asyncio.create_task(self._poll(replica), name=f"poll {target}")
+                self._pollers[target] = pollers.create_task(self._poll(replica), name=f"poll {target}")
         for target in [each for each in self._replicas if each not in targets]:
             # Gone from the name service, or its lease is over: forget it once it no longer answers either.
             if self._replicas[target].why_not():
@@ -112,7 +115,12 @@ class ReplicaPool:
         self._changed.set()
 
     def register(self, name: str, target: str) -> float:
-        """A replica announced itself; returns the seconds within which it has to send a heartbeat."""
+        """Use a replica that announced itself; return the seconds within which it has to send a heartbeat.
+
+        Raises:
+            ValueError: if its address cannot be one.
+        """
+        check_address(target)
         self._leases[name] = (target, time.monotonic() + self._config.lease_s)
         return self._config.lease_s
 
@@ -194,3 +202,12 @@ class ReplicaPool:
 
 def _seconds(duration: Duration) -> float:
     return duration.ToTimedelta().total_seconds()
+
+
+def _is_address(text: str) -> bool:
+    try:
+        check_address(text)
+    except ValueError as error:
+        log.warning("a replica is left out (peers.rollout)", reason=str(error))
+        return False
+    return True

@@ -9,19 +9,35 @@ from collections.abc import Iterable
 
 import structlog
 
-__all__ = ["resolve_targets"]
+__all__ = ["check_address", "resolve_targets"]
 
 DNS = "dns:///"
+UNIX = "unix:"
 LOOKUP_DEADLINE_S = 5.0
 
 log = structlog.get_logger(__name__)
 
 
+def check_address(address: str) -> None:
+    """Check the form of an address.
+
+    Raises:
+        ValueError: if it is neither ``host:port``, with or without ``dns:///``, nor ``unix:PATH``.
+    """
+    host, _, port = address.removeprefix(DNS).rpartition(":")
+    if address.startswith(UNIX):
+        valid = len(address) > len(UNIX)
+    else:
+        valid = port.isdecimal() and 0 < int(port) < 1 << 16 and (_is_literal(host) or _is_name(host))
+    if not valid:
+        raise ValueError(f"{address!r} is no address: give host:port or unix:PATH")
+
+
 async def resolve_targets(addresses: Iterable[str]) -> list[str]:
-    """Targets behind some addresses, in order, each once.
+    """Return the targets behind some addresses, in order, each once.
 
     ``unix:/path`` and literal addresses stand for themselves, names (with or without ``dns:///``) for every address that
-    they resolve to now. A name that does not resolve is left out: it may later.
+    they resolve to now. A name that does not resolve is left out: it may later. So is what cannot be an address.
     """
     found: dict[str, None] = {}
     for address in addresses:
@@ -31,8 +47,13 @@ async def resolve_targets(addresses: Iterable[str]) -> list[str]:
 
 
 async def _targets(address: str) -> list[str]:
+    try:
+        check_address(address)
+    except ValueError as error:
+        log.debug("replica skipped", reason=str(error))
+        return []
     host, _, port = address.removeprefix(DNS).rpartition(":")
-    if address.startswith("unix:") or not port.isdecimal() or _is_literal(host):
+    if address.startswith(UNIX) or _is_literal(host):
         return [address.removeprefix(DNS)]
     try:
         async with asyncio.timeout(LOOKUP_DEADLINE_S):
@@ -49,3 +70,10 @@ def _is_literal(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_name(host: str) -> bool:
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False

@@ -53,17 +53,21 @@ class Run:
             JournalError: if the journal cannot be read or written.
         """
         try:
-            await self._begin()
-            await self._work()
-            await self._end()
+            async with asyncio.TaskGroup() as tasks:
+                pool = tasks.create_task(self._parts.pool.run(), name="replicas")
+                try:
+                    await self._begin()
+                    await self._work()
+                    await self._end()
+                finally:
+                    await self._milestones.cancel()
+                pool.cancel()
         except asyncio.CancelledError:
-            await self._milestones.cancel()
             await self._report("stopped")
             raise
         except Exception as failure:
             # Not `except*`, which would wrap what is raised here in a group of its own.
             error = _first(failure)
-            await self._milestones.cancel()
             self._parts.status.error = str(error)
             self._parts.status.enter(orchestrator_pb2.RUN_STATE_FAILED, str(error))
             await self._report("failed")

@@ -88,7 +88,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             if not value or len(value) > _NAME_CHARACTERS or not value.isprintable():
                 raise SluiceError.invalid_argument(field, f"give 1 to {_NAME_CHARACTERS} printable characters")
         lease = Duration()
-        lease.FromMilliseconds(int(self._parts.pool.register(request.replica, request.address) * 1000))
+        try:
+            lease.FromMilliseconds(int(self._parts.pool.register(request.replica, request.address) * 1000))
+        except ValueError as error:
+            raise SluiceError.invalid_argument("address", str(error)) from error
         return pb.RegisterReplicaResponse(lease=lease)
 
     async def Heartbeat(  # noqa: N802 - gRPC's name

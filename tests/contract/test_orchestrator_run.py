@@ -544,6 +544,36 @@ async def test_a_replica_may_announce_itself_and_leave(tmp_path) -> None:
         await task
 
 
+async def test_a_replica_cannot_announce_an_address_that_is_none(scene) -> None:
+    scene.trainer.automatic = False
+    task = scene.start(replicas={"resolve_s": 0.05})
+    await scene.until(lambda: scene.trainer.waiting)
+    async with scene.client() as client:
+        for address in ("127.0.0.1:99999", f"{'a' * 64}.example:7103"):
+            request = orchestrator_pb2.RegisterReplicaRequest(run="runs/test", replica="odd", address=address)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client._stub.RegisterReplica(request)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    scene.trainer.run_freely()
+    await task
+
+
+async def test_a_configured_address_that_is_none_is_skipped(scene) -> None:
+    scene.replica_addresses.insert(0, f"{'a' * 64}.example:7103")
+    assert (await scene.run(max_steps=1))["state"] == "succeeded"
+
+
+async def test_a_search_for_replicas_that_breaks_ends_the_run_with_its_reason(scene, monkeypatch) -> None:
+    async def broken(addresses):
+        raise RuntimeError("the search broke")
+
+    monkeypatch.setattr("orchestrator_svc.replicas.resolve_targets", broken)
+    with pytest.raises(RuntimeError, match="the search broke"):
+        await scene.run()
+    report = scene.report()
+    assert (report["state"], report["error"]) == ("failed", "the search broke")
+
+
 async def test_where_the_trainer_estimates_rewards_travel_without_advantages(scene) -> None:
     scene.trainer.estimator = "gae"
     await scene.run(advantage="gae", group_size=1, batch_size=4)

@@ -126,6 +126,18 @@ async def test_seeds_differ_by_episode_and_turn_and_are_the_same_again() -> None
     assert len(set(seeds[0])) == 6
 
 
+async def test_a_pool_whose_poll_breaks_ends_instead_of_polling_no_more_in_silence() -> None:
+    def broken(_replica) -> None:
+        raise RuntimeError("told nobody")
+
+    async with serve_rollout(RolloutDouble()) as target:
+        pool = ReplicaPool([target], SecurityConfig(), ReplicasConfig(poll_s=0.05), broken)
+        async with asyncio.timeout(30):
+            with pytest.raises(ExceptionGroup) as ended:
+                await pool.run()
+    assert ended.group_contains(RuntimeError, match="told nobody")
+
+
 async def test_requests_go_to_the_replica_with_the_least_to_do() -> None:
     replicas = [RolloutDouble("one"), RolloutDouble("two")]
     for each in replicas:

@@ -12,7 +12,7 @@ from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.events import EventLog
 from orchestrator_svc.recent import RecentTrajectories
 from orchestrator_svc.report import build_report, read_metrics
-from orchestrator_svc.resolve_targets import resolve_targets
+from orchestrator_svc.resolve_targets import check_address, resolve_targets
 from orchestrator_svc.staleness import Lineage
 from orchestrator_svc.step_summary import summarise
 from orchestrator_svc.waiting_shares import HeldTime, ShareSince, bottleneck
@@ -189,3 +189,12 @@ async def test_a_name_stands_for_all_its_addresses_and_a_literal_for_itself() ->
     ]
     assert "127.0.0.1:7103" in await resolve_targets(["dns:///localhost:7103"])
     assert await resolve_targets(["no-such-host.invalid:7103"]) == []
+
+
+@pytest.mark.parametrize(
+    "address", [f"{'a' * 64}.example:7103", "..:7103", "127.0.0.1:99999", "127.0.0.1:0", "host", ":7103", "unix:", ""]
+)
+async def test_an_address_that_cannot_be_one_is_left_out_and_hides_no_other(address) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        check_address(address)
+    assert await resolve_targets([address, "127.0.0.1:7103"]) == ["127.0.0.1:7103"]
