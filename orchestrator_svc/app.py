@@ -105,7 +105,8 @@ async def _parts(
     """Build everything that the run needs; closed in reverse order."""
     workflow = choose_workflow(config, environment)
     scheduler = _scheduler(common, config)
-    status = RunStatus(common.run, scheduler, config.max_steps)
+    journal = _journal(common, config)
+    status = RunStatus(common.run, scheduler, config.max_steps, journal.start)
     changed = Signal()
 
     def on_replica(replica: Replica) -> None:
@@ -116,7 +117,6 @@ async def _parts(
     status.watch_pool(pool)
     engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
     async with contextlib.AsyncExitStack() as stack:
-        journal = _journal(common, config)
         stack.push_async_callback(journal.close)
         scorer = None
         if isinstance(environment, SingleTurnEnvironment):

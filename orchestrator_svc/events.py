@@ -14,12 +14,23 @@ KEPT = 10_000
 """Events kept, as the contract says."""
 
 
-class EventLog:
-    """Events by sequence number, from 1."""
+_NUMBERS_PER_START = 1 << 32
+"""Sequence numbers of one process: more than it can emit, so that those of the next process are all greater."""
 
-    def __init__(self) -> None:
+
+class EventLog:
+    """Events by sequence number.
+
+    The numbers of the first process begin at 1. Each later process of the run begins above all that its predecessors can
+    have used, so that a watcher that reads on from the last number it saw misses no event.
+
+    Args:
+        start: Number of this process among those of the run, from 1.
+    """
+
+    def __init__(self, start: int = 1) -> None:
         self._events: deque[orchestrator_pb2.RunEvent] = deque(maxlen=KEPT)
-        self._next = 1
+        self._next = (start - 1) * _NUMBERS_PER_START + 1
         self._changed = asyncio.Event()
         self._ended = False
         self._watchers = 0

@@ -28,10 +28,11 @@ class RunStatus:
         run: Name of the run.
         scheduler: Its groups and batches.
         max_steps: Batches to apply in all.
+        start: Number of this process among those of the run, from 1.
     """
 
-    def __init__(self, run: str, scheduler: Scheduler, max_steps: int) -> None:
-        self.events = EventLog()
+    def __init__(self, run: str, scheduler: Scheduler, max_steps: int, start: int) -> None:
+        self.events = EventLog(start)
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
         self.metrics: dict[str, float] = {}

@@ -360,7 +360,9 @@ class RunEvent(_message.Message):
     CHECKPOINT_WRITTEN_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     sequence_no: _builtins.int
-    """Position in the order of events, from 1."""
+    """Position in the order of events, from 1. An orchestrator that starts again numbers on above all earlier events, with
+    a gap: a watcher that reads on from the last number it saw misses none.
+    """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """When; for people to read."""

@@ -89,8 +89,8 @@ class OrchestratorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Streams the run's events from a sequence number on, past ones first (the last 10,000 are kept), and ends when
-        the run has ended. Errors: NOT_FOUND.
+        """Streams the run's events from a sequence number on, past ones first, and ends when the run has ended. The last 10,000
+        events of the present process are kept. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,8 @@ class OrchestratorServiceStub:
     GetRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRunRequest, _orchestrator_pb2.GetRunResponse]
     """Describes the run as it stands. No side effects. Errors: NOT_FOUND (this orchestrator has another run)."""
     WatchRun: _grpc.UnaryStreamMultiCallable[_orchestrator_pb2.WatchRunRequest, _orchestrator_pb2.WatchRunResponse]
-    """Streams the run's events from a sequence number on, past ones first (the last 10,000 are kept), and ends when
-    the run has ended. Errors: NOT_FOUND.
+    """Streams the run's events from a sequence number on, past ones first, and ends when the run has ended. The last 10,000
+    events of the present process are kept. Errors: NOT_FOUND.
     """
     PauseRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseRunRequest, _orchestrator_pb2.PauseRunResponse]
     """Stops dispatching new episodes; those under way end. Idempotent."""
@@ -60,8 +60,8 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     GetRun: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRunRequest, _orchestrator_pb2.GetRunResponse]  # type: ignore[assignment]
     """Describes the run as it stands. No side effects. Errors: NOT_FOUND (this orchestrator has another run)."""
     WatchRun: _aio.UnaryStreamMultiCallable[_orchestrator_pb2.WatchRunRequest, _orchestrator_pb2.WatchRunResponse]  # type: ignore[assignment]
-    """Streams the run's events from a sequence number on, past ones first (the last 10,000 are kept), and ends when
-    the run has ended. Errors: NOT_FOUND.
+    """Streams the run's events from a sequence number on, past ones first, and ends when the run has ended. The last 10,000
+    events of the present process are kept. Errors: NOT_FOUND.
     """
     PauseRun: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.PauseRunRequest, _orchestrator_pb2.PauseRunResponse]  # type: ignore[assignment]
     """Stops dispatching new episodes; those under way end. Idempotent."""
@@ -93,8 +93,8 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.WatchRunResponse], _abc.AsyncIterator[_orchestrator_pb2.WatchRunResponse]]:
-        """Streams the run's events from a sequence number on, past ones first (the last 10,000 are kept), and ends when
-        the run has ended. Errors: NOT_FOUND.
+        """Streams the run's events from a sequence number on, past ones first, and ends when the run has ended. The last 10,000
+        events of the present process are kept. Errors: NOT_FOUND.
         """
 
     @_abc_1.abstractmethod

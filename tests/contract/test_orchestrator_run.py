@@ -252,8 +252,10 @@ async def test_an_orchestrator_that_comes_back_rejoins_the_epoch(scene) -> None:
     await asyncio.wait({first})
     assert scene.report()["state"] == "stopped"
     trainer.run_freely()
+    events = asyncio.create_task(scene.events())
     async with asyncio.timeout(DEADLINE_S):
         await scene.start(common={"max_staleness": 3}, max_steps=5)
+    assert min(event.sequence_no for event in await events) > 1_000_000, "above all numbers of the process before"
     report = scene.report()
     assert trainer.epochs == [1], "the trainer's weights were not thrown away"
     assert (report["state"], report["steps"]) == ("succeeded", 5)

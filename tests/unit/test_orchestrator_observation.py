@@ -54,6 +54,19 @@ async def test_a_watcher_of_a_long_run_gets_what_is_kept(monkeypatch) -> None:
     assert [each.sequence_no async for each in log.follow(2)] == [8, 9, 10]
 
 
+async def test_a_watcher_that_reads_on_after_a_restart_misses_nothing() -> None:
+    before, after = EventLog(start=1), EventLog(start=2)
+    for log in (before, after):
+        log.append(event(1))
+        log.append(event(2))
+        log.end()
+    seen = [each.sequence_no async for each in before.follow(0)]
+    assert seen == [1, 2]
+    later = [each async for each in after.follow(seen[-1] + 1)]
+    assert [each.step_finished.step for each in later] == [1, 2]
+    assert later[0].sequence_no > seen[-1]
+
+
 FIRST = Version(1, 0)
 
 
