@@ -13,7 +13,6 @@ from orchestrator_svc.envs.base import Task
 from orchestrator_svc.episodes import score_records
 from orchestrator_svc.rewards.scorer import Scorer
 from orchestrator_svc.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
-from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
@@ -99,7 +98,7 @@ async def evaluate(
 ) -> EvalResult:
     """Attempt every task; the caller sets the deadline.
 
-    A task whose generation fails is counted and left out.
+    A task whose generation fails, or whose environment raises, is counted and left out.
     """
     result = EvalResult()
     places = asyncio.Semaphore(plan.concurrency)
@@ -108,8 +107,8 @@ async def evaluate(
         async with places:
             try:
                 samples = await _attempts(engine, workflow, scorer, task=task, index=index, plan=plan)
-            except SluiceError as error:
-                log.warning("evaluation of a task failed", task=task.task_id, error=str(error))
+            except Exception as error:  # noqa: BLE001 - an environment or a workflow may raise anything
+                log.warning("evaluation of a task failed", task=task.task_id, error=repr(error))
                 result.failed_tasks += 1
             else:
                 result.samples += samples

@@ -86,6 +86,10 @@ class Milestones:
             self.failed_evaluations += 1
             log.error("evaluation failed", step=version.number, error=str(error) or "deadline")  # noqa: TRY400 - as above
             return
+        except Exception:  # the run must not end by an evaluation, whatever a workflow or an environment raises
+            self.failed_evaluations += 1
+            log.exception("evaluation failed unexpectedly", step=version.number)
+            return
         self.held_all_replicas |= evaluation.holds_all
         metrics = result.metrics()
         parts.status.evaluation_finished(evaluated, parts.config.environment, metrics)

@@ -30,13 +30,15 @@ class Letters:
     """Scores how many letters of the completion are an a; a task may make scoring fail."""
     name = "letters"
 
-    def __init__(self, fail=""):
-        self.fail = fail
+    def __init__(self, fail="", broken_split=""):
+        self.fail, self.broken_split = fail, broken_split
 
     def tasks(self, split, seed):
         return [Task(f"{split}-{index}", {"text": "abc"}) for index in range(40)]
 
     def messages(self, task):
+        if self.broken_split and task.task_id.startswith(self.broken_split):
+            raise KeyError(task.task_id)
         return [{"role": "user", "content": task.data["text"]}]
 
     def score(self, task, completion):

@@ -504,6 +504,27 @@ async def test_evaluation_holds_a_replica_at_one_version(scene) -> None:
     assert report["evaluation_held_all_replicas"] is True
 
 
+async def test_an_environment_that_breaks_in_the_last_evaluation_costs_its_tasks_not_the_checkpoint(scene) -> None:
+    events = asyncio.create_task(scene.events("evaluation_finished"))
+    report = await scene.run(
+        environment_args={"broken_split": "eval"}, evaluation={"every_steps": 4, "prompts": 5}, max_steps=4
+    )
+    assert report["state"] == "succeeded"
+    assert scene.trainer.checkpoints == [4]
+    (event,) = await events
+    assert event.evaluation_finished.metrics["failed_tasks"] == 5
+
+
+async def test_an_evaluation_that_breaks_last_is_counted_and_the_checkpoint_written(scene, monkeypatch) -> None:
+    async def broken(*_arguments):
+        raise RuntimeError("no evaluation today")
+
+    monkeypatch.setattr("orchestrator_svc.pinned_evaluation.evaluate", broken)
+    report = await scene.run(evaluation={"every_steps": 4})
+    assert (report["state"], report["evaluations_failed"]) == ("succeeded", 1)
+    assert scene.trainer.checkpoints == [4]
+
+
 async def test_operators_can_look_into_a_run(scene) -> None:
     trainer = scene.trainer
     trainer.automatic = False

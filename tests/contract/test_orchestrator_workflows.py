@@ -114,6 +114,22 @@ async def test_an_episode_that_needs_more_turns_than_allowed_is_truncated() -> N
     assert len(record.trajectory.turn_runs) == 2
 
 
+async def test_samples_of_one_request_go_on_with_seeds_of_their_own() -> None:
+    asked = []
+    for _ in range(2):
+        replica = RolloutDouble(text=lambda request, index: "ab")
+        replica.finish = lambda request: (
+            tokens_pb2.FINISH_REASON_STOP if request.token_ids.ids else tokens_pb2.FINISH_REASON_ABORT
+        )
+        async with engine_over(replica) as (engine, _):
+            sampling = tokens_pb2.SamplingParams(seed=7, max_tokens=10)
+            await engine.agenerate(rollout_pb2.GenerateRequest(text="x", n=4, sampling=sampling))
+        asked.append(sorted(call.request.sampling.seed for call in replica.calls if call.request.token_ids.ids))
+    assert len(set(asked[0])) == 4, "or all four would sample the same tokens from here on"
+    assert not set(asked[0]) & {7, 8, 9, 10}, "and none repeats the numbers that an interrupted sample drew"
+    assert asked[0] == asked[1], "the same run gives the same seeds"
+
+
 async def test_seeds_differ_by_episode_and_turn_and_are_the_same_again() -> None:
     seeds = []
     for _ in range(2):
