@@ -13,6 +13,7 @@ import structlog
 
 from orchestrator_svc.replica import Replica
 from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.workflows.base import derived_seed
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Version
@@ -163,6 +164,9 @@ class PolicyEngine:
                 f"{request.request_id}/{sample.index}+{len(sample.token_ids)}" if request.request_id else ""
             )
             more.token_ids.ids[:] = [*prompt_ids, *sample.token_ids]
+            if request.sampling.HasField("seed"):
+                # The samples of one request share its seed and differ by their index, which a request of one loses.
+                more.sampling.seed = derived_seed(request.sampling.seed, sample.index, len(sample.token_ids))
             if request.sampling.HasField("max_tokens"):
                 more.sampling.max_tokens = request.sampling.max_tokens - len(sample.token_ids)
                 if more.sampling.max_tokens < 1:

@@ -34,7 +34,7 @@ def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) 
         "trajectory_id": trajectory.trajectory_id,
         "group_id": trajectory.group_id,
         "task_id": trajectory.task_id,
-        "prompt": [{"role": each.role, "content": each.content} for each in messages[:-1]],
+        "prompt": [_message(each) for each in messages[:-1]],
         "completion": messages[-1].content if messages else "",
         "reward": trajectory.reward if trajectory.HasField("reward") else None,
         "advantage": trajectory.advantages[0] if len(trajectory.advantages) == 1 else list(trajectory.advantages),
@@ -46,3 +46,15 @@ def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) 
         "outcome": "trained" if record.outcome == tokens_pb2.TRAJECTORY_OUTCOME_TRAINED else "dropped",
         "reason": record.reason,
     }
+
+
+def _message(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
+    """Role and content, and what else the message has."""
+    calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    rest = {
+        "name": message.name,
+        "reasoning": message.reasoning,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+    }
+    return {"role": message.role, "content": message.content, **{key: value for key, value in rest.items() if value}}

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,9 @@ from sluice.config import ConfigError
 from sluice.importable import importable
 
 __all__ = ["BUILT_IN", "ENVIRONMENT_GROUP", "check_there", "load_attribute", "load_environment", "locate"]
+
+_SHORTEST_SECRET = 4
+"""Characters: shorter texts are no secrets, and replacing them would garble a message."""
 
 ENVIRONMENT_GROUP = "sluice.environments"
 """Entry points of this group name environments that are installed."""
@@ -38,13 +41,32 @@ def load_environment(reference: str, arguments: Mapping[str, Any]) -> SingleTurn
     try:
         environment = make(**arguments)
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"environment {reference} refuses environment_args {dict(arguments)!r}: {error}") from error
+        names = ", ".join(arguments) or "none"
+        raise ConfigError(
+            f"environment {reference} refuses its environment_args ({names}): {_without_values(str(error), arguments)}"
+        ) from error
     if not isinstance(environment, SingleTurnEnvironment | MultiTurnEnvironment) or not hasattr(environment, "name"):
         raise ConfigError(
             f"{reference} is not an environment: it needs name, tasks(split, seed), and either messages(task) with"
             " score(task, completion), or reset(task, seed)"
         )
     return environment
+
+
+def _without_values(text: str, arguments: object) -> str:
+    """Return a text without the texts among some arguments: keys of judges must not be printed."""
+    match arguments:
+        case str() if len(arguments) >= _SHORTEST_SECRET:
+            return text.replace(arguments, "***")
+        case Mapping():
+            inner: Iterable[object] = arguments.values()
+        case list() | tuple():
+            inner = arguments
+        case _:
+            return text
+    for each in inner:
+        text = _without_values(text, each)
+    return text
 
 
 def check_there(location: str, what: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from orchestrator_svc.envs.base import Message, Task
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
@@ -18,6 +19,7 @@ __all__ = [
     "Sampling",
     "chat_messages",
     "conversation",
+    "derived_seed",
     "sampling_params",
 ]
 
@@ -101,23 +103,50 @@ def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb
         ignore_eos=data.sampling.ignore_eos,
     )
     if data.sampling.seeded:
-        digest = hashlib.blake2b(f"{data.seed}/{data.group_id}/{episode}/{turn}".encode(), digest_size=6).digest()
-        params.seed = int.from_bytes(digest) >> 1
+        params.seed = derived_seed(data.seed, data.group_id, episode, turn)
     return params
 
 
+def derived_seed(*parts: object) -> int:
+    """Return a seed of 47 bits that the parts determine; seeds of different parts have nothing in common."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
+    return int.from_bytes(digest) >> 1
+
+
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+
+
 def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
-    """Messages on the wire.
+    """Return messages in their wire form.
 
     Raises:
-        ValueError: if a message has no role.
+        ValueError: if a message has no role, a field that is not known, or one of another type.
     """
-    found = []
-    for message in messages:
-        if "role" not in message:
-            raise ValueError(f"the environment gave a message without a role: {dict(message)!r}")
-        found.append(tokens_pb2.ChatMessage(role=message["role"], content=message.get("content") or ""))
-    return found
+    return [_chat_message(message) for message in messages]
+
+
+def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
+    unknown = sorted(set(message) - _MESSAGE_FIELDS)
+    if unknown or "role" not in message:
+        problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
+        raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_MESSAGE_FIELDS))}")
+    texts = {field: message.get(field) or "" for field in ("role", "content", "name", "tool_call_id")} | {
+        "reasoning": message.get("reasoning") or message.get("reasoning_content") or ""
+    }
+    for field, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"field {field} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
+    return tokens_pb2.ChatMessage(**texts, tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()])
+
+
+def _tool_call(call: Mapping[str, Any]) -> tokens_pb2.ToolCall:
+    """Read a tool call, in the form of the OpenAI API or flat; arguments may be text or an object."""
+    function = call.get("function", call)
+    if not function.get("name"):
+        raise ValueError("one of the tool_calls of a message has no name")
+    arguments = function.get("arguments") or "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return tokens_pb2.ToolCall(id=call.get("id") or "", name=function["name"], arguments=text)
 
 
 def conversation(messages: Sequence[Message], answer: str) -> tokens_pb2.Conversation:

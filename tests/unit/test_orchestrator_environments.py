@@ -48,10 +48,24 @@ def test_a_file_beside_which_others_lie_is_an_environment(tmp_path) -> None:
     environment = load_environment(f"{tmp_path}/some_env.py:Env", {"count": 2})
     assert isinstance(environment, SingleTurnEnvironment)
     assert [task.task_id for task in environment.tasks("train", 0)] == ["hello", "hello"]
-    with pytest.raises(ConfigError, match="refuses environment_args"):
+    with pytest.raises(ConfigError, match="refuses its environment_args"):
         load_environment(f"{tmp_path}/some_env.py:Env", {"size": 2})
     with pytest.raises(ConfigError, match="it defines Env"):
         load_environment(f"{tmp_path}/some_env.py:Other", {})
+
+
+def test_an_error_names_the_arguments_of_an_environment_and_never_their_values(tmp_path) -> None:
+    (tmp_path / "judged_env.py").write_text(
+        "class Judged:\n"
+        "    def __init__(self, judge_key, model='m'):\n"
+        "        raise ValueError(f'the judge refuses {judge_key}')\n"
+    )
+    arguments = {"judge_key": "sk-do-not-print", "model": {"token": "hf-nor-this"}}
+    with pytest.raises(ConfigError, match="judge_key, model") as refused:
+        load_environment(f"{tmp_path}/judged_env.py:Judged", arguments)
+    assert "the judge refuses" in str(refused.value)
+    assert "sk-do-not-print" not in str(refused.value)
+    assert "hf-nor-this" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

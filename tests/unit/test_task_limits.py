@@ -1,9 +1,12 @@
-"""A task may set its own length; what it does not set comes from the run's settings."""
+"""What a workflow sends: a task may set its own length, and messages arrive whole."""
 
 from __future__ import annotations
 
+import pytest
+
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.workflows.base import EpisodeData, Sampling, sampling_params
+from orchestrator_svc.workflows.base import EpisodeData, Sampling, chat_messages, sampling_params
+from sluice.v1 import tokens_pb2
 from sluice.versions import Version
 
 
@@ -20,3 +23,34 @@ def test_a_task_sets_its_own_limit_of_tokens() -> None:
 def test_a_turn_goes_on_past_its_end_only_when_told_to() -> None:
     assert not params_of(Task("t"), Sampling(temperature=1.0, max_tokens=8)).ignore_eos
     assert params_of(Task("t"), Sampling(temperature=1.0, max_tokens=8, ignore_eos=True)).ignore_eos
+
+
+def test_messages_keep_their_tool_calls_ids_names_and_reasoning() -> None:
+    called = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "1 + 1?", "name": "ada"},
+        {"role": "assistant", "content": None, "tool_calls": [called], "reasoning": "a sum"},
+        {"role": "tool", "content": "2", "tool_call_id": "call-1"},
+        {"role": "assistant", "tool_calls": [{"id": "call-2", "name": "add", "arguments": {"a": 2}}]},
+    ]
+    user, assistant, tool, flat = chat_messages(messages)
+    assert (user.name, user.content) == ("ada", "1 + 1?")
+    assert list(assistant.tool_calls) == [tokens_pb2.ToolCall(id="call-1", name="add", arguments='{"a": 1}')]
+    assert (assistant.content, assistant.reasoning) == ("", "a sum")
+    assert tool.tool_call_id == "call-1"
+    assert list(flat.tool_calls) == [tokens_pb2.ToolCall(id="call-2", name="add", arguments='{"a": 2}')]
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"content": "hidden"}, "role"),
+        ({"role": "user", "content": "hidden", "contents": "x"}, "contents"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "assistant", "tool_calls": [{"id": "call-1", "arguments": "{}"}]}, "tool_calls"),
+    ],
+)
+def test_a_message_that_cannot_be_sent_is_refused_with_the_field_at_fault(message, problem) -> None:
+    with pytest.raises(ValueError, match=problem) as refused:
+        chat_messages([message])
+    assert "hidden" not in str(refused.value)
