@@ -130,9 +130,8 @@ def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
     if unknown or "role" not in message:
         problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
         raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_MESSAGE_FIELDS))}")
-    texts = {field: message.get(field) or "" for field in ("role", "content", "name", "tool_call_id")} | {
-        "reasoning": message.get("reasoning") or message.get("reasoning_content") or ""
-    }
+    texts: dict[str, Any] = {name: message.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    texts["reasoning"] = message.get("reasoning") or message.get("reasoning_content") or ""
     for field, value in texts.items():
         if not isinstance(value, str):
             raise ValueError(f"field {field} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
