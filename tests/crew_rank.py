@@ -38,13 +38,13 @@ def row(name: str, length: int) -> Sequence:
 def lead(data: CrewLink, tensor: CrewLink, silent: CrewLink) -> None:
     rows = [row(name, length) for name, length in (("a", 9), ("b", 5), ("c", 4))]
     crew = Crew(data)
-    with crew.together("train", rows) as share:
-        NOTES["data"] = [each.trajectory_id for each in share]
-    with Crew(tensor).together("train", rows) as share:
-        NOTES["tensor"] = [each.trajectory_id for each in share]
+    with crew.together("train", rows) as dealt:
+        NOTES["data"] = [each.trajectory_id for each in dealt.rows]
+    with Crew(tensor).together("train", rows) as dealt:
+        NOTES["tensor"] = [each.trajectory_id for each in dealt.rows]
     time.sleep(1.2 * TIMEOUT_S)  # a run that pauses: nobody is in a collective meanwhile
-    with crew.together("train", rows[:1]) as share:
-        NOTES["after a pause"] = [each.trajectory_id for each in share]
+    with crew.together("train", rows[:1]) as dealt:
+        NOTES["after a pause"] = [each.trajectory_id for each in dealt.rows]
     try:
         with crew.together("save", may_fail=True):
             Path("/not/there/at/all").touch()

@@ -58,7 +58,7 @@ class Case:
 
 def rl(**objective: Any) -> Step:
     def step(engine: TrainEngine, rows: list[Sequence]) -> Any:
-        return PolicyUpdate(engine, Objective.of(ObjectiveConfig(**objective))).apply(rows)
+        return PolicyUpdate(engine, Objective.of(ObjectiveConfig(**objective))).apply(rows).metrics
 
     return step
 

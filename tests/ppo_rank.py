@@ -70,7 +70,7 @@ def train(case: str, model: str, mesh: Mesh) -> tuple[StepMetrics, dict[str, tor
     trained = TrainedModels.load(config, model, seed=1, mesh=mesh)
     update = policy_update(config, trained, FrozenModels.load(config, model, mesh=mesh))
     share = balance(ROWS, mesh.dims.data_parallel)[mesh.dims.data_rank(mesh.rank)]
-    metrics = update.apply([ROWS[place] for place in share])
+    metrics = update.apply([ROWS[place] for place in share]).metrics
     weights = {
         f"{name}.{key}": tensor
         for name, each in trained.by_name.items()

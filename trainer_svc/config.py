@@ -150,7 +150,9 @@ class TrainerConfig(ComputeConfig):
         2, ge=1, description="Batches that may wait; more are refused with a delay to retry after."
     )
     max_skipped_steps: int = Field(
-        5, ge=1, description="Non-finite steps in a row after which the trainer reports itself failed."
+        5,
+        ge=1,
+        description="The trainer reports itself failed after this many batches in a row with a skipped optimizer step: one whose loss or gradient is not finite.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     deadlines: DeadlinesConfig = Field(

@@ -154,7 +154,7 @@ def _measure(
     )
     update = PolicyUpdate(TrainEngine(config, model), Objective.of(config.objective))
     update.apply(rows)  # compiles and allocates
-    flat = [update.apply(rows).as_flat() for _ in range(rounds)]
+    flat = [update.apply(rows).metrics.as_flat() for _ in range(rounds)]
 
     def middle(name: str) -> float | None:
         return median(each[name] for each in flat) if name in flat[0] else None

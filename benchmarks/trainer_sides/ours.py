@@ -48,7 +48,7 @@ def main() -> None:
     while _go(orders, mesh):
         memory.restart()
         start, busy = time.perf_counter(), time.process_time()
-        metrics = update.apply(share)
+        metrics = update.apply(share).metrics
         if mesh.rank == 0:
             orders.answer(
                 seconds=time.perf_counter() - start,

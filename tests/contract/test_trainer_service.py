@@ -285,6 +285,24 @@ async def test_a_step_that_is_not_finite_is_skipped_and_counted(running: Stack) 
     assert reasons(await running.report(2)) == ["TRAINED"] * 8
 
 
+async def test_a_minibatch_that_succeeds_hides_neither_the_skipped_one_nor_their_number(
+    model: Path, tmp_path: Path
+) -> None:
+    async with stack(model, tmp_path, minibatches=2, max_skipped_steps=2) as running:
+        await running.client.begin_epoch(RUN, 1)
+        for number in (1, 2):
+            rows = [
+                trajectory(f"{number}.good", group="good", advantages=[0.5]),
+                trajectory(f"{number}.bad", group="bad", advantages=[3e38]),
+            ]
+            await running.submit(number, rows, advantage_estimator="")
+            report = await running.report(number)
+            assert reasons(report) == ["TRAINED", "NON_FINITE_STEP"]
+            assert not report.skipped
+        with pytest.raises(SluiceError, match="2 batches in a row"):
+            await running.report(3)
+
+
 async def test_too_many_skipped_steps_in_a_row_end_the_training(model: Path, tmp_path: Path) -> None:
     async with stack(model, tmp_path, max_skipped_steps=2) as running:
         await running.client.begin_epoch(RUN, 1)
@@ -292,7 +310,7 @@ async def test_too_many_skipped_steps_in_a_row_end_the_training(model: Path, tmp
             poisoned = [trajectory(f"{number}.{index}", seed=index, advantages=[3e38]) for index in range(2)]
             await running.submit(number, poisoned, advantage_estimator="")
             assert (await running.report(number)).skipped
-        with pytest.raises(SluiceError, match="2 steps in a row") as ended:
+        with pytest.raises(SluiceError, match="2 batches in a row") as ended:
             await running.report(3)
         assert ended.value.reason == "TRAINER_FAILED"
         state = await running.client.state(RUN)

@@ -100,6 +100,7 @@ async def test_two_ranks_train_what_one_process_trains_and_survive_the_death_of_
                 report = await train(client, number, epoch, digest)
                 expected = await train(alone, number, 1, digest, run=ALONE)
                 assert report.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=TOLERANCE)
+                assert list(report.results) == list(expected.results), "each trajectory has its own answer on any rank"
                 assert report.metrics["loss_tokens"] == expected.metrics["loss_tokens"] == 28
                 weights = await published(programs, Version(epoch, number))
                 assert distance(weights, reference.learner.weights()) <= TOLERANCE

@@ -49,7 +49,9 @@ def test_the_plain_loop_and_the_engine_have_the_same_loss(tmp_path):
     ]
     model = tiny_model(tmp_path)
     settings = config(threads=0)
-    ours = PolicyUpdate(TrainEngine(settings, model), Objective.of(settings.objective)).apply(map_rows(rows)).loss
+    ours = (
+        PolicyUpdate(TrainEngine(settings, model), Objective.of(settings.objective)).apply(map_rows(rows)).metrics.loss
+    )
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     parts = [_loss(plain, rows[start : start + 2], len(rows)) for start in (0, 2)]
     assert ours == pytest.approx(sum(loss.item() for loss, _ in parts), abs=1e-6)

@@ -10,6 +10,7 @@ import torch
 from small_learner import assert_same, learner
 from tiny_policy import ragged_batch, tiny_model
 
+from sluice.v1 import tokens_pb2
 from sluice.versions import BASE, Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.batch import Sequence, VersionSpan
@@ -55,10 +56,10 @@ def test_the_critic_learns_alone_and_then_beside_the_policy(update: PolicyUpdate
 
     reports = []
     for _ in range(2):
-        reports.append(update.apply(rows).as_flat())
+        reports.append(update.apply(rows).metrics.as_flat())
         assert_same(update.engine.state_tensors(), fresh)
     assert (update.engine.optimizer_steps, update.critic.engine.optimizer_steps) == (0, 8)
-    reports.append(update.apply(rows).as_flat())
+    reports.append(update.apply(rows).metrics.as_flat())
     weights = update.engine.network.model.state_dict()
     changed = [name for name, tensor in weights.items() if not torch.equal(tensor, fresh[f"model.{name}"])]
     assert len(changed) == len(weights)
@@ -77,14 +78,16 @@ def test_the_critic_learns_alone_and_then_beside_the_policy(update: PolicyUpdate
 def test_without_a_warm_up_nothing_is_said_about_one(model: Path) -> None:
     config = TrainerConfig(**SETTINGS | {"critic": {"lr": 1e-3}})
     update = policy_update(config, TrainedModels.load(config, model), FrozenModels())
-    measured = update.apply(rewarded(5)).measured
+    measured = update.apply(rewarded(5)).metrics.measured
     assert measured["optimizer_steps"] == 4
     assert "critic/warmup" not in measured
 
 
 def test_a_batch_from_which_the_critic_learned_nothing_counts_as_skipped(update: PolicyUpdate) -> None:
-    report = update.apply(rewarded(5, scale=1e30))
+    updated = update.apply(rewarded(5, scale=1e30))
+    report = updated.metrics
     assert report.skipped
+    assert (updated.skipped_steps, updated.rows[:, 1].tolist()) == (4, [0] * len(updated.rows))
     assert (report.measured["critic/warmup"], report.measured["critic/skipped_steps"]) == (1, 4)
     assert update.critic.engine.optimizer_steps == 0
 
@@ -105,7 +108,10 @@ def test_a_run_resumed_within_the_warm_up_is_the_uninterrupted_one(model: Path, 
     fresh = everything(uninterrupted)["policy"]
     applied = [train(uninterrupted, number) for number in (1, 2, 3)]
     assert [each.metrics.measured["critic/warmup"] for each in applied] == [1, 1, 0]
-    assert {result.reason for each in applied for result in each.consumption.results(skipped=each.skipped)} == {""}
+    told = [{(result.outcome, result.reason) for result in each.results} for each in applied]
+    warmup = (tokens_pb2.TRAJECTORY_OUTCOME_DROPPED, "CRITIC_WARMUP")
+    trained = (tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, "")
+    assert told == [{warmup}, {warmup}, {trained}], "only the third batch changed the policy"
 
     first = learner(model, tmp_path / "two", **SETTINGS)
     first.restore(1, "")

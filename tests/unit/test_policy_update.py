@@ -16,12 +16,11 @@ from trainer_svc.engine.attention import PACKED_ATTENTION
 from trainer_svc.engine.batch import Sequence, VersionSpan
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.trainable import keep_trainable, with_whole_batch_facts
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
 from trainer_svc.update.report import update_report
-from trainer_svc.update.trainable import keep_trainable
-from trainer_svc.update.whole_batch import with_whole_batch_facts
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +101,7 @@ def test_the_reference_is_the_policy_at_first_and_falls_behind(model_dir):
     update = update_of(model_dir, settings("grpo", {"kl_coef": 0.1}, reference={"model": "base"}, lr=3e-3))
     assert update.reference is not None
     rows = [replace(each, reference_logprobs=None) for each in ragged_batch(seed=3)]
-    drift = [update.apply(on_policy(update, rows)).measured["kl"] for _ in range(3)]
+    drift = [update.apply(on_policy(update, rows)).metrics.measured["kl"] for _ in range(3)]
     assert drift[0] == pytest.approx(0.0, abs=1e-6)
     assert drift[2] > drift[1] > 1e-5
 
@@ -113,7 +112,7 @@ def test_a_teacher_is_followed(model_dir, tmp_path):
     rows = [_sampled(update, 0)]
     gaps = []
     for seed in range(12):
-        gaps.append(update.apply(rows[-1]).measured["teacher_kl"])
+        gaps.append(update.apply(rows[-1]).metrics.measured["teacher_kl"])
         rows.append(_sampled(update, seed + 1))
     assert sum(gaps[-3:]) < 0.5 * sum(gaps[:3])
     odd = [sum(each.reward for each in batch) / len(batch) for batch in rows]
@@ -164,7 +163,7 @@ def test_a_critic_learns_the_returns_and_stays_out_of_the_exported_policy(model_
     critic = {"shared": True} if shared else {"lr": 3e-3}
     update = update_of(model_dir, settings("ppo", {"value_clip": 10.0}, critic=critic, lr=3e-3))
     rows = rewarded(ragged_batch(seed=5, groups=3))
-    reports = [update.apply(on_policy(update, rows)).measured for _ in range(12)]
+    reports = [update.apply(on_policy(update, rows)).metrics.measured for _ in range(12)]
     assert reports[-1]["critic/value_loss"] < 0.75 * reports[0]["critic/value_loss"]
     assert reports[-1]["critic/explained_variance"] > reports[0]["critic/explained_variance"]
     assert ("critic/grad_norm" in reports[0]) is not shared
@@ -183,7 +182,7 @@ def test_reinforce_pp_needs_no_critic_and_takes_the_kl_into_the_reward(model_dir
     values = torch.cat([each.advantages[each.loss_mask] for each in prepared]).double()
     assert float(values.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(values.std()) == pytest.approx(1.0, abs=1e-4)
-    assert update.apply(rows).measured["optimizer_steps"] == 1
+    assert update.apply(rows).metrics.measured["optimizer_steps"] == 1
 
 
 # The proximal policy.
@@ -193,7 +192,7 @@ def test_recomputed_is_bypass_where_the_policy_itself_sampled(model_dir):
     def step(objective: dict) -> tuple[torch.Tensor, float]:
         update = update_of(model_dir, settings("grpo", objective))
         taken = gradients(update)
-        metrics = update.apply(on_policy(update, ragged_batch(seed=7)))
+        metrics = update.apply(on_policy(update, ragged_batch(seed=7))).metrics
         return taken[0], metrics.loss
 
     bypass, loss = step({})
@@ -205,7 +204,7 @@ def test_recomputed_is_bypass_where_the_policy_itself_sampled(model_dir):
 def test_recomputed_stays_the_policy_that_the_update_began_with(model_dir):
     objective = {"proximal": "recompute", "correction": {"kind": "none"}}
     update = update_of(model_dir, settings("grpo", objective, lr=3e-3, epochs=4))
-    metrics = update.apply(ragged_batch(seed=8))
+    metrics = update.apply(ragged_batch(seed=8)).metrics
     assert metrics.measured["clip_fraction_high"] + metrics.measured["clip_fraction_low"] > 0
 
 
@@ -261,7 +260,7 @@ def test_minibatches_of_one_epoch_make_the_gradient_of_the_whole_batch(model_dir
 
     parts.engine.train_batch = count  # type: ignore[method-assign]
     whole.apply(rows)
-    metrics = parts.apply(rows)
+    metrics = parts.apply(rows).metrics
     total = sum(part * share for part, share in zip(pieces, tokens, strict=True)) / sum(tokens)
     assert len(pieces) == 3
     assert float((total - taken[0]).norm() / taken[0].norm()) < 1e-5
@@ -271,7 +270,7 @@ def test_minibatches_of_one_epoch_make_the_gradient_of_the_whole_batch(model_dir
 
 def test_every_minibatch_of_every_epoch_is_an_optimizer_step(model_dir):
     update = update_of(model_dir, settings("ppo", epochs=2, minibatches=3))
-    metrics = update.apply(on_policy(update, rewarded(ragged_batch(seed=10))))
+    metrics = update.apply(on_policy(update, rewarded(ragged_batch(seed=10)))).metrics
     assert metrics.measured["optimizer_steps"] == update.engine.optimizer_steps == 6
     assert update.critic.engine.optimizer_steps == 6
     assert metrics.measured["mismatch_kl"] == pytest.approx(0.0, abs=1e-6), "of the first forward pass"
@@ -293,10 +292,12 @@ def test_a_first_minibatch_that_forwards_nothing_leaves_the_first_figures_to_the
 def test_a_step_that_is_not_finite_is_left_out_and_the_others_are_made(model_dir):
     update = update_of(model_dir, settings("grpo", minibatches=2))
     rows = [row([5], [6, 7], group="good", name="a"), row([5], [8, 9], group="bad", name="b", advantage=1e38)]
-    metrics = update.apply(on_policy(update, rows))
-    assert (metrics.measured["optimizer_steps"], metrics.measured["skipped_steps"]) == (1, 1)
-    assert not metrics.skipped
-    assert update.apply(on_policy(update, rows[1:])).skipped
+    updated = update.apply(on_policy(update, rows))
+    assert (updated.metrics.measured["optimizer_steps"], updated.metrics.measured["skipped_steps"]) == (1, 1)
+    assert not updated.metrics.skipped
+    assert updated.rows.tolist() == [[2, 1], [2, 0]], "tokens and applied steps: the second row trained nothing"
+    assert updated.skipped_steps == 1
+    assert update.apply(on_policy(update, rows[1:])).metrics.skipped
 
 
 # PPO on a task.

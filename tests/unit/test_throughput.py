@@ -61,7 +61,7 @@ def test_a_step_reports_real_tokens_and_the_share_of_the_peak(tmp_path, epochs):
         TrainEngine(config, tiny_model(tmp_path)), Objective.of(config.objective), Passes(epochs=epochs)
     )
     rows = [*samples_of_one_prompt(), row([5] * 7, [6] * 4, advantage=0.0, group="silent", name="c")]
-    metrics = update.apply(rows)
+    metrics = update.apply(rows).metrics
     flat, seconds = metrics.as_flat(), metrics.seconds["total"]
     assert flat["tokens_per_s"] == pytest.approx((5 + 6 + 11) / seconds)  # each epoch's work, the batch's tokens once
     assert flat["forward_tokens_per_s"] == pytest.approx(6 * epochs / seconds)
@@ -72,4 +72,4 @@ def test_a_step_reports_real_tokens_and_the_share_of_the_peak(tmp_path, epochs):
     assert flat["peak_memory_bytes"] > 1 << 20
     without = TrainerConfig(device="cpu", objective=ObjectiveConfig(preset="grpo"))
     engine = TrainEngine(without, update.engine.model_dir)
-    assert "mfu" not in PolicyUpdate(engine, update.objective).apply(rows).as_flat()
+    assert "mfu" not in PolicyUpdate(engine, update.objective).apply(rows).metrics.as_flat()

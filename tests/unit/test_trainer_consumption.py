@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.v1 import tokens_pb2
+from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.lineage import Lineage
+from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.batch import Sequence, VersionSpan
+from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.trainable import trainable
 from trainer_svc.service.consumption import Batch, Consumption, OnStale, consume
 from trainer_svc.service.convert import Sample
 
@@ -58,15 +64,24 @@ def consumed(
     reads_behaviour: bool = True,
 ) -> Consumption:
     target = Version(now.epoch, now.number + 1)
-    batch = Batch("b", target.number, target, max_staleness, on_stale, estimator, samples, reads_behaviour)
-    return consume(batch, now, lineage)
+    batch = Batch("b", target.number, target, max_staleness, on_stale, estimator, samples)
+    objective = Objective.of(ObjectiveConfig(preset="grpo" if reads_behaviour else "distill"))
+    return consume(batch, now, lineage, partial(trainable, objective=objective))
+
+
+def results(
+    consumption: Consumption, *, steps: int = 1, lost: int = 0, critic_only: bool = False
+) -> list[trainer_pb2.TrajectoryResult]:
+    """The answers where each row was part of so many applied steps and lost so many tokens on the way to them."""
+    rows = [[int(each.loss_mask.sum()) - lost, steps] for each in consumption.sequences]
+    return consumption.results(np.array(rows, dtype=np.int64).reshape(-1, 2), critic_only=critic_only)
 
 
 def outcomes(consumption: Consumption) -> dict[str, str]:
     return {
         result.trajectory_id: result.reason
         or tokens_pb2.TrajectoryOutcome.Name(result.outcome).removeprefix("TRAJECTORY_OUTCOME_")
-        for result in consumption.results(skipped=False)
+        for result in results(consumption)
     }
 
 
@@ -89,7 +104,7 @@ def test_max_staleness_zero_trains_only_what_these_very_weights_sampled() -> Non
 def test_one_token_beyond_the_bound_drops_the_trajectory(on_stale: OnStale) -> None:
     result = consumed(sample("mixed", versions=[(0, 3), (1, 5)]), sample("fresh", versions=[(0, 4)]), on_stale=on_stale)
     assert outcomes(result) == {"mixed": "STALE", "fresh": "TRAINED"}
-    assert result.results(skipped=False)[0].max_staleness == 2
+    assert results(result)[0].max_staleness == 2
     assert result.metrics["dropped_trajectories/stale"] == 1
     assert result.metrics["dropped_tokens/stale"] == 4
 
@@ -100,7 +115,7 @@ def test_truncate_takes_only_the_stale_tokens_out() -> None:
     )
     assert outcomes(result) == {"mixed": "TRAINED", "all": "STALE"}
     assert result.sequences[0].loss_mask.tolist() == [False] * 5 + [True]
-    assert result.results(skipped=False)[0].trained_tokens == 1
+    assert results(result)[0].trained_tokens == 1
     assert result.metrics["dropped_tokens/stale"] == 3 + 4
 
 
@@ -158,7 +173,7 @@ def test_an_objective_that_does_not_read_who_sampled_trains_tokens_without_log_p
     missing = sample("missing", logprob=float("nan"), versions=[(0, 3), (1, 5)])
     result = consumed(missing, on_stale=OnStale.TRUNCATE, estimator="", reads_behaviour=False)
     assert outcomes(result) == {"missing": "TRAINED"}
-    assert result.results(skipped=False)[0].trained_tokens == int(result.sequences[0].loss_mask.sum()) == 3
+    assert results(result)[0].trained_tokens == int(result.sequences[0].loss_mask.sum()) == 3
 
 
 def test_tokens_of_a_retired_version_are_told_apart() -> None:
@@ -170,14 +185,30 @@ def test_tokens_of_a_retired_version_are_told_apart() -> None:
         now=Version(2, 4),
     )
     assert outcomes(result) == {"retired": "RETIRED_EPOCH", "kept": "TRAINED"}
-    assert result.results(skipped=False)[0].max_staleness == (5 - 3) + (4 - 3)
+    assert results(result)[0].max_staleness == (5 - 3) + (4 - 3)
 
 
-def test_a_skipped_step_trained_nothing() -> None:
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"steps": 0}, "NON_FINITE_STEP"),
+        ({"critic_only": True}, "CRITIC_WARMUP"),
+        ({"steps": 0, "critic_only": True}, "NON_FINITE_STEP"),
+        ({"lost": 4}, "NO_TRAINED_TOKENS"),
+    ],
+)
+def test_a_row_that_changed_no_weight_of_the_policy_was_not_trained(how: dict[str, Any], reason: str) -> None:
     result = consumed(sample("a"), sample("stale", versions=[(0, 0)]))
-    assert [(each.reason, each.trained_tokens) for each in result.results(skipped=True)] == [
-        ("NON_FINITE_STEP", 0),
-        ("STALE", 0),
+    assert [(each.reason, each.trained_tokens) for each in results(result, **how)] == [(reason, 0), ("STALE", 0)]
+
+
+def test_each_row_has_an_answer_of_its_own() -> None:
+    result = consumed(sample("a", tokens=3), sample("stale", versions=[(0, 0)]), sample("b", tokens=5))
+    told = result.results(np.array([[3, 2], [4, 0]], dtype=np.int64))
+    assert [(each.trajectory_id, each.reason, each.trained_tokens) for each in told] == [
+        ("a", "", 3),
+        ("stale", "STALE", 0),
+        ("b", "NON_FINITE_STEP", 0),
     ]
 
 

@@ -82,4 +82,4 @@ def ragged_batch(seed: int = 0, groups: int = 5, vocabulary: int = 128) -> list[
 
 def policy_step(engine: TrainEngine, rows: list[Sequence], objective: Objective | None = None) -> StepMetrics:
     """One step with the objective that the engine's settings name, or another."""
-    return PolicyUpdate(engine, objective or Objective.of(engine.config.objective)).apply(rows)
+    return PolicyUpdate(engine, objective or Objective.of(engine.config.objective)).apply(rows).metrics

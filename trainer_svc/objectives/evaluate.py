@@ -16,8 +16,8 @@ from trainer_svc.objectives.case import Case, CaseSequence, Column
 from trainer_svc.objectives.diagnostics import finish
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import with_advantages, with_proximal_share, with_selection
+from trainer_svc.objectives.trainable import keep_trainable
 from trainer_svc.objectives.value_loss import clipped_value_loss
-from trainer_svc.update.trainable import keep_trainable
 
 __all__ = ["evaluate"]
 

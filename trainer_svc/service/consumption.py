@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,6 +27,7 @@ Ages = NDArray[np.int64]
 MISSING_REWARD = "MISSING_REWARD"
 NO_TRAINED_TOKENS = "NO_TRAINED_TOKENS"
 NON_FINITE_STEP = "NON_FINITE_STEP"
+CRITIC_WARMUP = "CRITIC_WARMUP"
 RETIRED_EPOCH = "RETIRED_EPOCH"
 STALE = "STALE"
 
@@ -56,8 +57,6 @@ class Batch:
             one; one of those that the update itself runs; or empty, which keeps what was given.
         samples: Its trajectories.
         content_digest: Digest of its trajectories as they arrived.
-        reads_behaviour: Whether the objective reads log-probabilities of the policy that sampled: a token without a finite
-            one is not trained then.
         sampler_dtype: Precision of the weights that sampled, such as ``bfloat16``; empty if it is not known.
     """
 
@@ -68,7 +67,6 @@ class Batch:
     on_stale: OnStale
     estimator: str
     samples: tuple[Sample, ...]
-    reads_behaviour: bool = True
     content_digest: str = ""
     sampler_dtype: str = ""
 
@@ -106,14 +104,27 @@ class Consumption:
     fates: tuple[Fate, ...]
     metrics: Mapping[str, float]
 
-    def results(self, *, skipped: bool) -> list[trainer_pb2.TrajectoryResult]:
-        """The answer per trajectory; a skipped step trained none."""
-        return [_result(fate, skipped=skipped) for fate in self.fates]
+    def results(self, trained: NDArray[np.int64], *, critic_only: bool = False) -> list[trainer_pb2.TrajectoryResult]:
+        """Return the answer per trajectory, in the batch's order.
+
+        Args:
+            trained: For each of `sequences` its tokens in the loss, and the applied optimizer steps that it was part of.
+            critic_only: Whether these steps changed the critic alone.
+        """
+        rows = iter(trained.tolist())
+        return [_result(fate, *((0, 0) if fate.reason else next(rows)), critic_only=critic_only) for fate in self.fates]
 
 
-def consume(batch: Batch, now: Version, lineage: Lineage) -> Consumption:
-    """Decide what of a batch is trained by weights of version `now`."""
-    fates = [_judge(sample, batch, now, lineage) for sample in batch.samples]
+def consume(batch: Batch, now: Version, lineage: Lineage, trainable: Callable[[Sequence], torch.Tensor]) -> Consumption:
+    """Decide what of a batch is trained by weights of version `now`.
+
+    Args:
+        batch: The batch.
+        now: Version of the weights.
+        lineage: The epochs of the run.
+        trainable: Returns which loss tokens of a row its objective can train.
+    """
+    fates = [_judge(sample, batch, now, lineage, trainable) for sample in batch.samples]
     fates, groups = _give_advantages(fates, batch.estimator)
     metrics = _reward_metrics(batch.samples) | _staleness_metrics(fates) | _drop_metrics(fates)
     if groups is not None:
@@ -125,14 +136,14 @@ def consume(batch: Batch, now: Version, lineage: Lineage) -> Consumption:
     )
 
 
-def _judge(sample: Sample, batch: Batch, now: Version, lineage: Lineage) -> Fate:
+def _judge(
+    sample: Sample, batch: Batch, now: Version, lineage: Lineage, trainable: Callable[[Sequence], torch.Tensor]
+) -> Fate:
     ages = token_staleness(sample.spans, sample.trained_tokens, lineage, now)
     oldest = int(ages.max(initial=0))
     fresh = ages <= batch.max_staleness
     sequence = sample.sequence
-    usable = np.ones_like(fresh)
-    if batch.reads_behaviour:
-        usable = np.isfinite(sequence.behaviour_logprobs.numpy()[sequence.loss_mask.numpy()])
+    usable = trainable(sequence)[sequence.loss_mask].numpy()
     if not fresh.all():
         if batch.on_stale is not OnStale.TRUNCATE or not fresh.any():
             return Fate(sample, None, _stale_reason(sample, now, lineage), oldest, ages[:0])
@@ -247,12 +258,18 @@ def _drop_metrics(fates: Rows[Fate]) -> dict[str, float]:
     }
 
 
-def _result(fate: Fate, *, skipped: bool) -> trainer_pb2.TrajectoryResult:
-    reason = fate.reason or (NON_FINITE_STEP if skipped else "")
+def _result(fate: Fate, tokens: int, steps: int, *, critic_only: bool) -> trainer_pb2.TrajectoryResult:
+    reason = fate.reason
+    if not reason and not tokens:
+        reason = NO_TRAINED_TOKENS
+    elif not reason and not steps:
+        reason = NON_FINITE_STEP
+    elif not reason and critic_only:
+        reason = CRITIC_WARMUP
     return trainer_pb2.TrajectoryResult(
         trajectory_id=fate.sample.sequence.trajectory_id,
         outcome=tokens_pb2.TRAJECTORY_OUTCOME_DROPPED if reason else tokens_pb2.TRAJECTORY_OUTCOME_TRAINED,
         reason=reason,
         max_staleness=fate.oldest,
-        trained_tokens=0 if reason else len(fate.ages),
+        trained_tokens=0 if reason else tokens,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -19,12 +20,25 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.parallel.balance import balance
 from trainer_svc.service.crew_link import CrewLink, RankFailedError
 
-__all__ = ["OUT_OF_STEP", "Crew"]
+__all__ = ["OUT_OF_STEP", "Crew", "Dealt"]
 
 OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
 """Errors after which ranks do different things: one is gone, or none knows how far the others are."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Rows as they are shared out.
+
+    Attributes:
+        rows: This rank's share.
+        places: For each data-parallel rank the places of its rows in the batch.
+    """
+
+    rows: list[Sequence]
+    places: list[list[int]]
 
 
 class Crew:
@@ -57,7 +71,7 @@ class Crew:
         *,
         may_fail: bool = False,
         **arguments: Any,  # noqa: ANN401  JSON values
-    ) -> Iterator[list[Sequence]]:
+    ) -> Iterator[Dealt]:
         """Have every rank do something: the others what the command says, this one the body of the block.
 
         Args:
@@ -67,13 +81,13 @@ class Crew:
             arguments: What else the others must know: JSON values.
 
         Yields:
-            This rank's share of the rows.
+            How the rows are dealt out.
 
         Raises:
             SluiceError: UNAVAILABLE RANK_LOST if another rank failed, or did not answer in time.
         """
         if self._link is None:
-            yield list(rows or ())
+            yield Dealt(list(rows or ()), [list(range(len(rows or ())))])
             return
         if self.broken is not None:
             raise self.broken
@@ -81,9 +95,9 @@ class Crew:
         try:
             command = {"do": do, "rows": rows is not None, "may_fail": may_fail, **arguments}
             number = self._link.post("compute", command)
-            share = [] if rows is None else self._share(self._link, rows)
+            dealt = Dealt([], []) if rows is None else self._share(self._link, rows)
             try:
-                yield share
+                yield dealt
             except Exception as error:
                 if not may_fail:
                     raise
@@ -122,11 +136,11 @@ class Crew:
             self.on_broken()
         return self.broken
 
-    def _share(self, link: CrewLink, rows: Rows[Sequence]) -> list[Sequence]:
+    def _share(self, link: CrewLink, rows: Rows[Sequence]) -> Dealt:
         places = self.deal(rows, link.dims.data_parallel)
         shares = [[rows[place] for place in share] for share in places]
         link.send_rows(shares)
-        return shares[link.dims.data_rank(link.rank)]
+        return Dealt(shares[link.dims.data_rank(link.rank)], places)
 
 
 def _explain(error: BaseException, link: CrewLink) -> SluiceError:

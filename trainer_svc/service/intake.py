@@ -134,7 +134,6 @@ class Intake:
             estimator=estimates or header.advantage_estimator,
             sampler_dtype=header.sampler_dtype,
             samples=tuple(samples),
-            reads_behaviour=self._trainer.config.objective.choices.preset.needs_behaviour,
             content_digest=ticket.content_digest,
         )
 

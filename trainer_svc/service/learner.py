@@ -10,9 +10,11 @@ from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from transformers import AutoTokenizer
@@ -21,7 +23,7 @@ from sluice.config import CommonConfig
 from sluice.render import tokenizer_digest
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
-from sluice.v1.trainer_pb2 import Checkpoint
+from sluice.v1.trainer_pb2 import Checkpoint, TrajectoryResult
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import BatchRecordFiles
 from trainer_svc.checkpoint.lineage import Lineage
@@ -33,6 +35,7 @@ from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.advice import bypass_warning, estimator_warning, mismatch_warning
+from trainer_svc.objectives.trainable import trainable, with_whole_batch_facts
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
@@ -41,8 +44,7 @@ from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
 from trainer_svc.service.reports import KEPT
 from trainer_svc.service.restoring import History, Restored, origin_of
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
-from trainer_svc.update.policy import PolicyUpdate
-from trainer_svc.update.whole_batch import with_whole_batch_facts
+from trainer_svc.update.policy import PolicyUpdate, Updated
 
 __all__ = ["Applied", "Learner"]
 
@@ -54,18 +56,22 @@ class Applied:
     """What applying a batch did.
 
     Attributes:
-        consumption: What of the batch was trained, and why the rest was not.
-        metrics: The optimizer step; None if nothing was left to train.
+        consumption: What of the batch was to be trained, and why the rest was not.
+        results: What became of each trajectory.
+        metrics: The optimizer steps; None if nothing was left to train.
+        skipped_steps: Optimizer steps that were skipped as not finite.
         seconds: Wall-clock time of all of it.
     """
 
     consumption: Consumption
+    results: list[TrajectoryResult]
     metrics: StepMetrics | None
+    skipped_steps: int
     seconds: float
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was left out as not finite."""
+        """Whether there were steps and all of them were skipped as not finite."""
         return self.metrics is not None and self.metrics.skipped
 
 
@@ -193,24 +199,37 @@ class Learner:
     def apply(self, batch: Batch) -> Applied:
         """Train on a batch; the version advances whatever comes of it."""
         start = perf_counter()
-        consumption = consume(batch, self.version, self.lineage)
-        metrics = None
+        objective = self.update.objective
+        consumption = consume(batch, self.version, self.lineage, partial(trainable, objective=objective))
+        updated, trained = None, np.zeros((0, 2), np.int64)
         if consumption.sequences:
             staleness = partial(self.lineage.staleness, now=self.version)
-            sequences = with_whole_batch_facts(consumption.sequences, self.update.objective, staleness)
-            with self.crew.together("train", sequences) as rows:
-                metrics = self.train(rows)
-            self._advise(metrics, consumption, batch)
-        applied = Applied(consumption, metrics, perf_counter() - start)
+            sequences = with_whole_batch_facts(consumption.sequences, objective, staleness)
+            with self.crew.together("train", sequences) as dealt:
+                updated, rows = self.train(dealt.rows)
+            trained = rows.numpy()[np.argsort(list(chain(*dealt.places)))]
+            self._advise(updated.metrics, consumption, batch)
+        applied = Applied(
+            consumption,
+            results=consumption.results(trained, critic_only=updated is not None and updated.critic_only),
+            metrics=None if updated is None else updated.metrics,
+            skipped_steps=0 if updated is None else updated.skipped_steps,
+            seconds=perf_counter() - start,
+        )
         self.record.append(_record(batch, applied))
         self.version = batch.target
         self.last_batch_id = batch.batch_id
         return applied
 
-    def train(self, rows: Rows[Sequence]) -> StepMetrics:
-        """Train on this process's share of a batch; the other processes do so at the same time."""
+    def train(self, rows: Rows[Sequence]) -> tuple[Updated, torch.Tensor]:
+        """Train on this process's share of a batch; the other processes do so at the same time.
+
+        Returns:
+            What was done, and `Updated.rows` of all data-parallel ranks, one after another.
+        """
         self._is_base = False
-        return self.update.apply(rows)
+        updated = self.update.apply(rows)
+        return updated, self.engine.ranks.gather(updated.rows)
 
     def _advise(self, metrics: StepMetrics, consumption: Consumption, batch: Batch) -> None:
         """Warn once of each setting that a step shows to be a poor choice."""
@@ -363,7 +382,7 @@ def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
         sequence_no=batch.sequence_no,
         content_digest=batch.content_digest,
         skipped=applied.skipped,
-        results=applied.consumption.results(skipped=applied.skipped),
+        results=applied.results,
     )
     record.end_time.GetCurrentTime()
     return record

@@ -59,7 +59,7 @@ class TrainingLoop:
         self._learner, self._compute, self._queue = learner, compute, queue
         self._publication, self._steps, self._saving = publication, steps, saving
         self._config = config
-        self._skipped_in_a_row = 0
+        self._skipping_in_a_row = 0
 
     async def run(self) -> None:
         """Train until cancelled.
@@ -108,15 +108,20 @@ class TrainingLoop:
         )
 
     def _check_finite(self, applied: Applied) -> None:
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if applied.skipped else 0
-        if self._skipped_in_a_row >= self._config.max_skipped_steps:
+        self._skipping_in_a_row = self._skipping_in_a_row + 1 if applied.skipped_steps else 0
+        if self._skipping_in_a_row >= self._config.max_skipped_steps:
             raise SluiceError.failed_precondition(
                 "NON_FINITE_STEPS",
-                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite (trainer.max_skipped_steps):"
-                " lower trainer.lr (trainer.critic.lr in the critic's warm-up), look at rewards and log-probabilities, go back to a checkpoint",
+                f"{self._skipping_in_a_row} batches in a row had an optimizer step whose loss or gradient is not finite"
+                " (trainer.max_skipped_steps): lower trainer.lr (trainer.critic.lr if the critic's steps were skipped), look"
+                " at rewards and log-probabilities, go back to a checkpoint",
             )
-        if applied.skipped:
-            log.warning("step skipped: loss or gradient not finite", in_a_row=self._skipped_in_a_row)
+        if applied.skipped_steps:
+            log.warning(
+                "optimizer steps skipped: loss or gradient not finite",
+                skipped_steps=applied.skipped_steps,
+                batches_in_a_row=self._skipping_in_a_row,
+            )
 
     async def _save_if_due(self, version: Version) -> None:
         every = self._config.checkpoint.every_steps

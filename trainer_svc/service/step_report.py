@@ -80,7 +80,7 @@ def step_report(
         sequence_no=batch.sequence_no,
         skipped=applied.skipped,
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-        results=applied.consumption.results(skipped=applied.skipped),
+        results=applied.results,
         duration=duration,
         end_time=end_time,
         content_digest=batch.content_digest,

@@ -1,4 +1,4 @@
-"""A batch cut into minibatches: whole groups, about equally many loss tokens, the same cut on any number of ranks."""
+"""Cut a batch into minibatches: whole groups, about equally many loss tokens, the same cut on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY_BYTES = 7
 """Bytes of a group's digest: its numbers are not negative and fit int64."""
 
 
-def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[Sequence]]:
+def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[int]]:
     """Cut this rank's share of a batch into minibatches.
 
     Groups go from large to small to the minibatch with the fewest loss tokens; groups of about one size go in an order
@@ -30,7 +30,8 @@ def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: R
         ranks: All ranks that have a share.
 
     Returns:
-        This rank's part of each minibatch, as many on every rank and at least one; a part can be empty.
+        For each minibatch the places of this rank's sequences in it. Every rank gets as many minibatches, at least one; this
+        rank's part of one can be empty.
     """
     keys = [_key(each) for each in sequences]
     own = torch.tensor(
@@ -40,9 +41,9 @@ def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: R
     for key, loss_tokens in ranks.gather(own).tolist():
         tokens[key] += loss_tokens
     places = _places(tokens, count, seed)
-    parts: list[list[Sequence]] = [[] for _ in range(max(places.values(), default=0) + 1)]
-    for key, each in zip(keys, sequences, strict=True):
-        parts[places[key]].append(each)
+    parts: list[list[int]] = [[] for _ in range(max(places.values(), default=0) + 1)]
+    for place, key in enumerate(keys):
+        parts[places[key]].append(place)
     return parts
 
 

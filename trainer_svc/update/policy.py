@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,20 +10,22 @@ from functools import partial
 from itertools import chain
 from time import perf_counter
 
+import torch
+
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.aggregation import with_group_tokens
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import check_columns, with_advantages, with_selection
+from trainer_svc.objectives.trainable import CAUSES, keep_trainable
 from trainer_svc.parallel.ranks import agree
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.critic import CRITIC, Critic, value_facts
 from trainer_svc.update.minibatches import split_by_group
 from trainer_svc.update.report import critic_report, update_report, warmup_report
-from trainer_svc.update.trainable import CAUSES, keep_trainable
 
-__all__ = ["Passes", "PolicyUpdate"]
+__all__ = ["Passes", "PolicyUpdate", "Updated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,24 @@ class Passes:
     epochs: int = 1
     minibatches: int = 1
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What an update did.
+
+    Attributes:
+        metrics: One report of all its steps, over all ranks.
+        rows: For each of this rank's rows, in order, the number of its tokens in the loss and of applied optimizer steps
+            that it was part of; int64 of shape [rows, 2].
+        critic_only: Whether the critic learned alone, so that the policy did not change.
+        skipped_steps: Optimizer steps, of the policy and of the critic, that were skipped as not finite.
+    """
+
+    metrics: StepMetrics
+    rows: torch.Tensor
+    critic_only: bool
+    skipped_steps: int
 
 
 @dataclass(slots=True)
@@ -74,7 +94,7 @@ class PolicyUpdate:
                 "a critic on the policy's network cannot learn before the policy: set freeze_policy_steps to 0, or give it its own"
             )
 
-    def apply(self, sequences: Rows[Sequence]) -> StepMetrics:
+    def apply(self, sequences: Rows[Sequence]) -> Updated:
         """Train on a batch.
 
         Tokens that lack what the objective reads leave the loss and its divisor, and are counted. Sequences whose advantages
@@ -98,12 +118,13 @@ class PolicyUpdate:
         if self.critic is not None:
             judged = value_facts(rows, self.engine.ranks)
             measured |= {CRITIC + name: value for name, value in judged.items()}
-        metrics = self._train(rows)
-        return replace(
-            metrics,
-            measured={**metrics.measured, **measured},
-            seconds={**metrics.seconds, **seconds, "total": perf_counter() - began},
+        updated = self._train(rows)
+        metrics = replace(
+            updated.metrics,
+            measured={**updated.metrics.measured, **measured},
+            seconds={**updated.metrics.seconds, **seconds, "total": perf_counter() - began},
         )
+        return replace(updated, metrics=metrics)
 
     def _with_frozen(self, sequences: Rows[Sequence]) -> list[Sequence]:
         """The rows with what models say that never change."""
@@ -133,24 +154,41 @@ class PolicyUpdate:
             rows = with_advantages(rows, choices, bootstraps=after, ranks=ranks)
             return with_selection(rows, choices, ranks)
 
-    def _train(self, rows: list[Sequence]) -> StepMetrics:
-        """The epochs of the policy, and those of a critic of its own; a batch is part of its warm-up as a whole or not at all."""
+    def _train(self, rows: list[Sequence]) -> Updated:
+        """Make the epochs of the policy, then those of a critic with its own network.
+
+        A batch is part of the critic's warm-up as a whole or not at all.
+        """
         own = None if self.critic is None or self.critic.shared else self.critic
         alone = own if own is not None and own.warming_up else None
-        epochs = self._epochs(rows, (alone or self).engine.optimizer_steps)
+        places = self._epochs(rows, (alone or self).engine.optimizer_steps)
+        epochs = [[[rows[place] for place in part] for part in parts] for parts in places]
         policy_steps = [] if alone else [[self._policy_step(part) for part in parts] for parts in epochs]
         critic_steps = [] if own is None else [own.step(part) for parts in epochs for part in parts]
-        report = warmup_report(self._judged(rows), critic_steps) if alone else update_report(policy_steps)
+        metrics = warmup_report(self._judged(rows), critic_steps) if alone else update_report(policy_steps)
+        if self.critic is not None:
+            metrics = self._with_critic(metrics, critic_steps if own else list(chain(*policy_steps)), own, alone)
+        return Updated(
+            metrics,
+            rows=_row_outcomes(rows, chain(*places), critic_steps if alone else chain(*policy_steps)),
+            critic_only=alone is not None,
+            skipped_steps=sum(step.skipped for step in (*chain(*policy_steps), *critic_steps)),
+        )
+
+    def _with_critic(
+        self, report: StepMetrics, steps: list[StepMetrics], own: Critic | None, alone: Critic | None
+    ) -> StepMetrics:
+        """Add what the critic learned to the report."""
         if self.critic is None:
             return report
-        learned = critic_report(critic_steps if own else list(chain(*policy_steps)), shared=own is None)
+        learned = critic_report(steps, shared=own is None)
         if self.critic.freeze_policy_steps:
             learned[f"{CRITIC}warmup"] = float(alone is not None)
-        critic_s = sum(step.seconds["total"] for step in critic_steps)
+        critic_s = sum(step.seconds["total"] for step in steps) if own is not None else 0.0
         return replace(report, measured={**report.measured, **learned}, seconds={**report.seconds, "critic": critic_s})
 
-    def _epochs(self, rows: list[Sequence], before: int) -> list[list[list[Sequence]]]:
-        """The minibatches of each epoch; the seed of their cuts depends on the steps made before, so that a resumed run cuts alike."""
+    def _epochs(self, rows: list[Sequence], before: int) -> list[list[list[int]]]:
+        """The places of the rows in each minibatch of each epoch; the seed of their cuts depends on the steps made before, so that a resumed run cuts alike."""
         seeds = [f"{self.passes.seed}/{before}/{epoch}" for epoch in range(self.passes.epochs)]
         count, ranks = self.passes.minibatches, self.engine.ranks
         return [split_by_group(rows, count, seed=seed, ranks=ranks) for seed in seeds]
@@ -172,6 +210,16 @@ class PolicyUpdate:
             contributes=None if shared else self.objective.contributes,
             entropy=self.objective.entropy,
         )
+
+
+def _row_outcomes(rows: Rows[Sequence], parts: Iterable[Rows[int]], steps: Iterable[StepMetrics]) -> torch.Tensor:
+    """Return for each row its loss tokens and how many of the steps that it was part of were applied."""
+    applied = [0] * len(rows)
+    for part, step in zip(parts, steps, strict=True):
+        for place in part:
+            applied[place] += not step.skipped
+    tokens = [int(each.loss_mask.sum()) for each in rows]
+    return torch.tensor([tokens, applied], dtype=torch.int64).T.contiguous()
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import loglinear_share, token_rewards, with_advantages, with_selection
 from trainer_svc.objectives.process_rewards import turns_of
+from trainer_svc.objectives.trainable import keep_trainable
 from trainer_svc.objectives.value_loss import clipped_value_loss, discounted_sum, gae
-from trainer_svc.update.trainable import keep_trainable
 
 # Two turns of 2 and 3 sampled tokens with an observation of two tokens between them, and padding-like tokens behind.
 MASK = [0, 1, 1, 0, 0, 1, 1, 1, 0, 0]

@@ -13,8 +13,8 @@ from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import check_columns
+from trainer_svc.objectives.trainable import keep_trainable
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
-from trainer_svc.update.trainable import keep_trainable
 
 
 @pytest.mark.parametrize(
