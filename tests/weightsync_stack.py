@@ -24,9 +24,9 @@ from weightsync.format.manifest import DenseTensor, version_digest
 from weightsync.publish.shard_source import ShardSource
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import WeightReceiver
-from weightsync.store.delivery import WeightDeliveryServicer
-from weightsync.store.runs import Runs
-from weightsync.store.service import WeightSyncServicer
+from weightsync.service.delivery import WeightDeliveryServicer
+from weightsync.service.runs import Runs
+from weightsync.service.service import WeightSyncServicer
 
 RUN = "test-run"
 RESOURCE = f"runs/{RUN}"

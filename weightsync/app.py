@@ -18,11 +18,11 @@ from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
 from weightsync.format.names import run_resource
-from weightsync.relaying.relay import Relay, RelayCycleError, RelaySyncServicer, advertised_address
-from weightsync.store.allocator import keep_freed_memory
-from weightsync.store.delivery import WeightDeliveryServicer
-from weightsync.store.runs import Runs
-from weightsync.store.service import WeightSyncServicer
+from weightsync.relay.relay import Relay, RelayCycleError, RelaySyncServicer, advertised_address
+from weightsync.service.allocator import keep_freed_memory
+from weightsync.service.delivery import WeightDeliveryServicer
+from weightsync.service.runs import Runs
+from weightsync.service.service import WeightSyncServicer
 
 __all__ = ["SERVICE", "Serving", "build_runs", "serve", "serving"]
 

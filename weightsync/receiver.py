@@ -29,12 +29,12 @@ from weightsync.receive.build import VersionBuilder
 from weightsync.receive.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.receive.pull import PullError, PullLimits
 from weightsync.receive.report import Reporter
+from weightsync.receive.sources import SourceLimits, Sources
 from weightsync.receive.staged_copies import StagedCopies
 from weightsync.receive.staging import StagingError
 from weightsync.receive.take import VersionTaker, as_sluice_error
 from weightsync.receive.update import ReceiverStatus, UpdateRequest, UpdateTimings
 from weightsync.receive.watch import VersionWatch
-from weightsync.relaying.sources import SourceLimits, Sources
 from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 
 # All that a rollout service needs: it imports nothing else of this package.

@@ -31,8 +31,8 @@ from sluice.telemetry import configure_logging
 from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
+from weightsync.receive.sources import SourceLimits
 from weightsync.receiver import PullLimits, WeightReceiver
-from weightsync.relaying.sources import SourceLimits
 
 __all__ = ["CHUNK_BYTES", "RUN", "main"]
 

@@ -23,7 +23,7 @@ from sluice.versions import Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
 from weightsync.publish.shard_source import ShardSource
 from weightsync.publisher import WeightPublisher
-from weightsync.store.stored import read_form
+from weightsync.service.stored import read_form
 
 
 @pytest_asyncio.fixture
@@ -274,7 +274,7 @@ async def test_a_disk_that_cannot_be_read_for_now_costs_no_version(tmp_path: Pat
             raise failure
         return read_form(*args, **kwargs)
 
-    monkeypatch.setattr("weightsync.store.store.read_form", read)
+    monkeypatch.setattr("weightsync.service.store.read_form", read)
     async with running_stack(tmp_path) as stack:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stack.visible()

@@ -17,7 +17,7 @@ from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.publish.shard_source import ShardSource
-from weightsync.store import materialize
+from weightsync.service import materialize
 
 pytestmark = pytest.mark.slow
 

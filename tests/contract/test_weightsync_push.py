@@ -18,8 +18,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import make_chunk
 from weightsync.publish.shard_source import ShardSource
-from weightsync.store.incoming import IncomingShard
-from weightsync.store.upload import Upload
+from weightsync.service.incoming import IncomingShard
+from weightsync.service.upload import Upload
 
 V1, V2 = Version(1, 1), Version(1, 2)
 

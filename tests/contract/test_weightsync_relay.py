@@ -19,9 +19,9 @@ from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
+from weightsync.host import host_id
 from weightsync.publish.adapter_publisher import AdapterPublisher
 from weightsync.publisher import WeightPublisher
-from weightsync.relaying.host import host_id
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from weightsync_stack import RESOURCE, equal_bits, eventually, weights
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import Version
+from weightsync.receive.sources import SourceLimits
 from weightsync.receiver import PolicyMode
-from weightsync.relaying.sources import SourceLimits
 
 pytestmark = pytest.mark.slow
 

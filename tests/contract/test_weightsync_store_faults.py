@@ -17,8 +17,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.names import version_directory
 from weightsync.receive.pull import pull_call
-from weightsync.relaying.fetch import FetchError, fetch_version
-from weightsync.store.store import RunStore
+from weightsync.relay.fetch import FetchError, fetch_version
+from weightsync.service.store import RunStore
 
 V1, V2 = Version(1, 1), Version(1, 2)
 

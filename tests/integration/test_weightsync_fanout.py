@@ -21,7 +21,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
-from weightsync.relaying.sources import SourceLimits
+from weightsync.receive.sources import SourceLimits
 
 pytestmark = pytest.mark.slow
 

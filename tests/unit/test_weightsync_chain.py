@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.versions import Version
-from weightsync.store.chain import (
+from weightsync.service.chain import (
     Form,
     Forms,
     Step,

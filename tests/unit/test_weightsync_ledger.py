@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sluice.versions import Version
-from weightsync.store.chain import Forms, delta_chain, find_path, newest_dense, newest_model, next_dense
-from weightsync.store.ledger import Ledger, RefusedError
+from weightsync.service.chain import Forms, delta_chain, find_path, newest_dense, newest_model, next_dense
+from weightsync.service.ledger import Ledger, RefusedError
 
 LEASE_S = 10.0
 versions = st.builds(Version, st.integers(1, 3), st.integers(0, 6))

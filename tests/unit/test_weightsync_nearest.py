@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.versions import Version
-from weightsync.relaying.host import host_id
-from weightsync.relaying.nearest import ROOT, Candidate, behind, choose
-from weightsync.relaying.relay import advertised_address
+from weightsync.host import host_id
+from weightsync.receive.nearest import ROOT, Candidate, behind, choose
+from weightsync.relay.relay import advertised_address
 
 versions = st.none() | st.builds(Version, st.integers(1, 2), st.integers(0, 4))
 relays = st.builds(

@@ -6,7 +6,7 @@ import threading
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.chunks import check_chunk
-from weightsync.store.incoming import IncomingShard
+from weightsync.service.incoming import IncomingShard
 
 __all__ = ["OffsetError", "SupersededError", "Upload"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from sluice.host_files import PeerFileError, open_peer_file
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.chunks import MAX_CHUNK_BYTES
-from weightsync.store.upload import Upload
+from weightsync.service.upload import Upload
 
 __all__ = ["LocalSource", "NoLocalFileError"]
 

@@ -14,9 +14,9 @@ from weightsync.format.manifest import ManifestError, check_manifest
 from weightsync.format.raw_chunks import RawChunk
 from weightsync.metrics import RELAYED_BYTES
 from weightsync.receive.pull import PullCall, PullError, PullLimits, ShardRange, pull_range
-from weightsync.store.commit import commit_version
-from weightsync.store.runs import Run, Runs, disk_error
-from weightsync.store.upload import OffsetError, SupersededError, Upload
+from weightsync.service.commit import commit_version
+from weightsync.service.runs import Run, Runs, disk_error
+from weightsync.service.upload import OffsetError, SupersededError, Upload
 
 __all__ = ["FetchError", "fetch_version"]
 

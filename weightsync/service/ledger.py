@@ -11,8 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from sluice.versions import BASE, Version
-from weightsync.store import chain
-from weightsync.store.chain import Forms, Kept
+from weightsync.service import chain
+from weightsync.service.chain import Forms, Kept
 
 __all__ = ["Lease", "Ledger", "RefusedError"]
 

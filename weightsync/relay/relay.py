@@ -14,10 +14,10 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.receive.pull import PullLimits
-from weightsync.relaying.upstream import Follower
-from weightsync.store.runs import Run, Runs
-from weightsync.store.service import WeightSyncServicer
-from weightsync.store.source_list import RELAY_PREFIX
+from weightsync.relay.upstream import Follower
+from weightsync.service.runs import Run, Runs
+from weightsync.service.service import WeightSyncServicer
+from weightsync.service.source_list import RELAY_PREFIX
 
 __all__ = ["Relay", "RelayCycleError", "RelaySyncServicer", "advertised_address", "relay_name"]
 

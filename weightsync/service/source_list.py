@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.store.ledger import Lease
+from weightsync.service.ledger import Lease
 
 __all__ = ["RELAY_PREFIX", "RelayFacts", "SourceList"]
 

@@ -23,7 +23,7 @@ from weightsync.codec import CodecError, Encoding, apply
 from weightsync.format.dtypes import DTYPES, all_finite
 from weightsync.format.layout import HEADER_LENGTH_BYTES, Entry, LayoutError, parse_header
 from weightsync.format.manifest import box, entry_name, is_whole, manifest_digest
-from weightsync.store.stored import StoredForm
+from weightsync.service.stored import StoredForm
 
 __all__ = ["DamagedDeltaError", "StoppedError", "materialize"]
 

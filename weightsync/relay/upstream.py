@@ -14,14 +14,14 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.backoff import Backoff
 from weightsync.format.names import run_resource
+from weightsync.host import host_id
 from weightsync.metrics import RELAY_LAG
 from weightsync.receive.pull import PullLimits, pull_call
 from weightsync.receive.watch import VersionWatch
-from weightsync.relaying.fetch import FetchError, fetch_version
-from weightsync.relaying.forward import Forwarder
-from weightsync.relaying.host import host_id
-from weightsync.store.chain import is_reachable, newest_model
-from weightsync.store.runs import Run, Runs
+from weightsync.relay.fetch import FetchError, fetch_version
+from weightsync.relay.forward import Forwarder
+from weightsync.service.chain import is_reachable, newest_model
+from weightsync.service.runs import Run, Runs
 
 __all__ = ["Follower"]
 

@@ -16,13 +16,13 @@ from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end
 from weightsync.format.layout import LayoutError
 from weightsync.metrics import DENSE_SECONDS
-from weightsync.store.chain import Step, next_dense
-from weightsync.store.materialize import DamagedDeltaError, StoppedError, materialize
-from weightsync.store.stored import StoredForm
+from weightsync.service.chain import Step, next_dense
+from weightsync.service.materialize import DamagedDeltaError, StoppedError, materialize
+from weightsync.service.stored import StoredForm
 
 if TYPE_CHECKING:
-    from weightsync.store.run import Run
-    from weightsync.store.runs import Runs
+    from weightsync.service.run import Run
+    from weightsync.service.runs import Runs
 
 __all__ = ["DenseForms"]
 

@@ -14,12 +14,12 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.relaying.host import host_id
-from weightsync.store.runs import Run, Runs
-from weightsync.store.sending import send_file, write_within
-from weightsync.store.source_list import RELAY_PREFIX
-from weightsync.store.stored import StoredForm
-from weightsync.store.update_path import describe_step, path_to, pulled_form
+from weightsync.host import host_id
+from weightsync.service.runs import Run, Runs
+from weightsync.service.sending import send_file, write_within
+from weightsync.service.source_list import RELAY_PREFIX
+from weightsync.service.stored import StoredForm
+from weightsync.service.update_path import describe_step, path_to, pulled_form
 
 __all__ = ["WeightDeliveryServicer"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.store.chain import Form, Step, damaged_on_the_way, find_path
-from weightsync.store.runs import Run
-from weightsync.store.stored import StoredForm
+from weightsync.service.chain import Form, Step, damaged_on_the_way, find_path
+from weightsync.service.runs import Run
+from weightsync.service.stored import StoredForm
 
 __all__ = ["describe_step", "path_to", "pulled_form"]
 

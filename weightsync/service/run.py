@@ -7,11 +7,11 @@ import asyncio
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.store.ledger import Ledger
-from weightsync.store.source_list import SourceList
-from weightsync.store.store import RunStore
-from weightsync.store.stored import StoredForm, StoredVersion
-from weightsync.store.upload import Upload
+from weightsync.service.ledger import Ledger
+from weightsync.service.source_list import SourceList
+from weightsync.service.store import RunStore
+from weightsync.service.stored import StoredForm, StoredVersion
+from weightsync.service.upload import Upload
 
 __all__ = ["Run"]
 

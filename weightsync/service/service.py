@@ -14,10 +14,10 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.format.manifest import without_tensors
-from weightsync.store.commit import commit_version
-from weightsync.store.ledger import RefusedError
-from weightsync.store.push import receive_shard
-from weightsync.store.runs import Run, Runs, refused
+from weightsync.service.commit import commit_version
+from weightsync.service.ledger import RefusedError
+from weightsync.service.push import receive_shard
+from weightsync.service.runs import Run, Runs, refused
 
 __all__ = ["WeightSyncServicer"]
 

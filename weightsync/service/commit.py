@@ -13,13 +13,13 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.manifest import ManifestError, check_adapter_config
 from weightsync.metrics import COMMIT_SECONDS, COMMITTED_BYTES
-from weightsync.store.chain import Form
-from weightsync.store.incoming import IncomingShard
-from weightsync.store.ledger import RefusedError
-from weightsync.store.runs import Run, Runs, disk_error, refused
-from weightsync.store.store import is_loadable
-from weightsync.store.stored import StoredVersion, form_of
-from weightsync.store.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
+from weightsync.service.chain import Form
+from weightsync.service.incoming import IncomingShard
+from weightsync.service.ledger import RefusedError
+from weightsync.service.runs import Run, Runs, disk_error, refused
+from weightsync.service.store import is_loadable
+from weightsync.service.stored import StoredVersion, form_of
+from weightsync.service.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
 
 __all__ = ["commit_version"]
 

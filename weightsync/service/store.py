@@ -30,12 +30,20 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.manifest import MANIFEST_FILE, ManifestError, entry_name, is_whole, to_json
 from weightsync.format.names import parse_version_directory, version_directory
-from weightsync.store.assemble import assemble
-from weightsync.store.chain import Form, is_reachable
-from weightsync.store.disk import sync_directory, write_synced
-from weightsync.store.incoming import IncomingShard
-from weightsync.store.model_files import collect_model_files, link_into
-from weightsync.store.stored import PUSHED_FILE, StoredForm, StoredVersion, file_names, form_of, read_form, weight_index
+from weightsync.service.assemble import assemble
+from weightsync.service.chain import Form, is_reachable
+from weightsync.service.disk import sync_directory, write_synced
+from weightsync.service.incoming import IncomingShard
+from weightsync.service.model_files import collect_model_files, link_into
+from weightsync.service.stored import (
+    PUSHED_FILE,
+    StoredForm,
+    StoredVersion,
+    file_names,
+    form_of,
+    read_form,
+    weight_index,
+)
 
 __all__ = ["RunStore", "StoreLockedError", "is_loadable"]
 

@@ -15,10 +15,10 @@ from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, ChunkSizeError
 from weightsync.format.layout import LayoutError
 from weightsync.format.names import BadNameError, check_shard
-from weightsync.store.ledger import RefusedError
-from weightsync.store.local_source import LocalSource, NoLocalFileError
-from weightsync.store.runs import Run, Runs, disk_error, refused
-from weightsync.store.upload import OffsetError, SupersededError, Upload
+from weightsync.service.ledger import RefusedError
+from weightsync.service.local_source import LocalSource, NoLocalFileError
+from weightsync.service.runs import Run, Runs, disk_error, refused
+from weightsync.service.upload import OffsetError, SupersededError, Upload
 
 __all__ = ["receive_shard"]
 

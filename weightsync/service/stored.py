@@ -11,7 +11,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkSums
 from weightsync.format.manifest import MANIFEST_FILE, ManifestError, from_json
-from weightsync.store.chain import Form, Forms
+from weightsync.service.chain import Form, Forms
 
 __all__ = ["PUSHED_FILE", "StoredForm", "StoredVersion", "file_names", "form_of", "read_form", "weight_index"]
 

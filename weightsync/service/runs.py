@@ -22,11 +22,11 @@ from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
 from weightsync.format.names import BadNameError, parse_run
 from weightsync.metrics import HELD_BYTES
-from weightsync.store.dense_forms import DenseForms
-from weightsync.store.ledger import Ledger, RefusedError
-from weightsync.store.run import Run
-from weightsync.store.store import RunStore, StoreLockedError
-from weightsync.store.upload import Upload
+from weightsync.service.dense_forms import DenseForms
+from weightsync.service.ledger import Ledger, RefusedError
+from weightsync.service.run import Run
+from weightsync.service.store import RunStore, StoreLockedError
+from weightsync.service.upload import Upload
 
 __all__ = ["Run", "Runs", "Upstream", "disk_error", "refused"]
 

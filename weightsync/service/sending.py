@@ -13,7 +13,7 @@ import grpc
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.chunks import ChunkSums, fill_chunk, next_cut
-from weightsync.store.runs import Runs
+from weightsync.service.runs import Runs
 
 __all__ = ["send_file", "write_within"]
 

@@ -15,7 +15,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.dtypes import DTYPES
 from weightsync.format.layout import Entry, place, render_header
 from weightsync.format.manifest import DenseTensor, box, entry_name, version_digest
-from weightsync.store.incoming import IncomingShard
+from weightsync.service.incoming import IncomingShard
 
 __all__ = ["ASSEMBLED_SHARD", "assemble"]
 

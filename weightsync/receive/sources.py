@@ -16,9 +16,9 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.relaying.host import host_id
-from weightsync.relaying.nearest import ROOT, Candidate, behind, choose
-from weightsync.relaying.switch import SwitchingChannel
+from weightsync.host import host_id
+from weightsync.receive.nearest import ROOT, Candidate, behind, choose
+from weightsync.receive.switch import SwitchingChannel
 
 __all__ = ["SourceLimits", "Sources"]
 
