@@ -53,7 +53,6 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         self._started = Timestamp()
         self._started.GetCurrentTime()
         self._restarts_seen = engine.restarts
-        self.draining = False
 
     async def expire_pauses_forever(self) -> None:
         """Resume when a pause's time to live is over."""
@@ -242,7 +241,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         return response
 
     def _state(self, *, paused: bool, healthy: bool) -> rollout_pb2.ReplicaState.ValueType:
-        if self.draining:
+        if self._requests.draining:
             return rollout_pb2.REPLICA_STATE_DRAINING
         if self._engine.recovering or not healthy:
             return rollout_pb2.REPLICA_STATE_RECOVERING

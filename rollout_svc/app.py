@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -133,21 +134,23 @@ async def _serve(
         admin.expire_pauses_forever(),
     ]
     tasks = [asyncio.create_task(_or_fail(duty, failed)) for duty in duties]
-    ending: list[asyncio.Task[None]] = []
 
-    def drain() -> None:
-        """Both ports take nothing new from the same moment on, so that their drains do not add up."""
+    async def finish(grace_s: float) -> None:
+        """Let requests in progress end while both ports still answer, then close the HTTP port."""
+        begun = time.monotonic()
+        await requests.finish(grace_s)
         if http is not None:
-            ending.append(asyncio.create_task(http.stop(config.server.drain_s)))
+            await http.stop(max(0.0, grace_s - (time.monotonic() - begun)))
 
     try:
-        await server.serve_until_signal(failed, drain)
-        await asyncio.gather(*ending)
+        await server.serve_until_signal(failed, finish)
     finally:
         for task in tasks:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         metrics.close()
+        if http is not None:
+            await http.stop(0)
         await weights.close()
     for result in results:
         if isinstance(result, Exception):
@@ -161,7 +164,7 @@ def _http_server(
         return None
     from rollout_svc.openai_api import HttpServer, create_app  # noqa: PLC0415 - only where HTTP is served
 
-    app = create_app(requests, admin, common.model, common.security)
+    app = create_app(requests, admin, common.model, common.security, config.server.host)
     return HttpServer(app, config.server.host, config.server.http_port, common.security)
 
 

@@ -57,6 +57,7 @@ def create_app(
     admin: RolloutAdminServicer,
     model_name: str,
     security: SecurityConfig,
+    host: str,
     *,
     max_requests: int = MAX_REQUESTS,
 ) -> FastAPI:
@@ -67,6 +68,7 @@ def create_app(
         admin: What changes the weights.
         model_name: The served model, a directory or hub id; requests name it so, or by its last part.
         security: Tokens of the two roles.
+        host: Address that the server is bound to.
         max_requests: Requests in progress at once.
 
     Raises:
@@ -74,7 +76,7 @@ def create_app(
     """
     tokens = TokenCheck(security)
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Gate, tokens=tokens, paths=PATHS, most=max_requests)
+    app.add_middleware(Gate, tokens=tokens, paths=PATHS, most=max_requests, host=host)
     answer_errors(app)
     _add_generation(app, _Generation(servicer, model_name))
     _add_description(app, servicer, model_name)

@@ -33,7 +33,13 @@ STATUSES: Mapping[grpc.StatusCode, tuple[int, str]] = {
 }
 """Status and error type for each code of the contracts; anything else is 500."""
 
-PARAMETERS = {"conversation": "messages", "token_ids": "prompt", "sampling": ""}
+PARAMETERS = {
+    "conversation": "messages",
+    "conversation.template_arguments": "chat_template_kwargs",
+    "conversation.tools": "tools",
+    "token_ids": "prompt",
+    "sampling": "",
+}
 """Fields of the contract that this dialect calls otherwise."""
 
 
@@ -46,6 +52,7 @@ def error_body(error: SluiceError) -> dict[str, Any]:
 def error_response(error: SluiceError) -> JSONResponse:
     """The HTTP response of a failure; `retry-after` counts whole seconds, `retry-after-ms` is what OpenAI's client prefers."""
     status, _ = STATUSES.get(error.code, (500, "server_error"))
+    status = 415 if error.reason == "JSON_REQUIRED" else status
     headers = {}
     if error.retry_after_s is not None:
         headers = {
@@ -99,7 +106,9 @@ def _body(message: str, kind: str, parameter: str | None, code: str) -> dict[str
 def _parameter(error: SluiceError) -> str | None:
     """The first field at fault, as this dialect calls it."""
     for field in error.violations:
-        name = field.partition(".")[0] if field.startswith("conversation") else field.removeprefix("sampling.")
+        name = field.removeprefix("sampling.")
+        if field.startswith("conversation") and field not in PARAMETERS:
+            name = "conversation"
         return PARAMETERS.get(name, name) or None
     return None
 

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_svc.openai_errors import error_response, too_large
+from sluice.openai.browser import BrowserCheck, require_json
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
 from sluice.rpc.metrics import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
 from sluice.rpc.tokens import TokenCheck
@@ -39,9 +40,11 @@ class Gate:
         tokens: Who may call; every path but health asks for the agent's role.
         paths: Paths that the metrics name; all others are counted together.
         most: Requests in progress at once.
+        host: Address that the server is bound to.
     """
 
-    def __init__(self, app: ASGIApp, tokens: TokenCheck, paths: Collection[str], most: int) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenCheck, paths: Collection[str], most: int, host: str) -> None:
+        self._browser = BrowserCheck(host)
         self._app, self._tokens, self._paths, self._most = app, tokens, frozenset(paths), most
         self._in_flight = 0
 
@@ -73,7 +76,10 @@ class Gate:
         """Decide by the head of a request alone, before its body is read."""
         if scope["path"] == HEALTH_PATH:
             return
+        if self._tokens.open:
+            self._browser.verify(headers)
         self._tokens.verify(headers.get("authorization"), "agent")
+        require_json(scope["method"], headers)
         if self._in_flight > self._most:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_REQUESTS", f"{self._most} requests are in progress; retry after the delay", RETRY_AFTER_S

@@ -6,9 +6,10 @@ taken and ignored. Parameters that we have no other value for (`echo`, `service_
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from rollout_svc.requests import MAX_SAMPLES
@@ -29,6 +30,45 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 def _fault(parameter: str, text: str) -> PydanticCustomError:
     """What is wrong with one parameter in the light of another; the answer names the parameter."""
     return PydanticCustomError("inconsistent", "{text}", {"parameter": parameter, "text": text})
+
+
+MAX_DEPTH = 16
+"""Levels of objects and lists within each other in a JSON object of the client's own."""
+
+MAX_VALUES = 65_536
+"""Values in such an object."""
+
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
+
+MAX_COMPLETIONS = 1024
+"""Most samples of one request, over all of its prompts."""
+
+
+def _bounded(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuse an object that is too deep for protobuf, too large, or holds what JSON does not have."""
+    level: list[Any] = [given]
+    count = 0
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            below += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
+            if isinstance(each, float) and not math.isfinite(each):
+                raise PydanticCustomError("not_finite", "{number} is not a number of JSON", {"number": str(each)})
+            if isinstance(each, int) and abs(each) > MAX_INTEGER:
+                raise PydanticCustomError("too_large", "an integer has more than 64 bits")
+        count += len(below)
+        if count > MAX_VALUES:
+            raise PydanticCustomError("too_large", "has more than {most} values", {"most": MAX_VALUES})
+        if not below:
+            return given
+        level = below
+    raise PydanticCustomError("too_deep", "has more than {most} levels", {"most": MAX_DEPTH})
+
+
+MAX_INTEGER = 2**64
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class Body(BaseModel):
@@ -132,7 +172,7 @@ class Function(Body):
 
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: Literal[False] | None = None
 
 
@@ -155,16 +195,16 @@ class ChatRequest(GenerationBody):
     Tools are given to the template; calls in the answer are not parsed, they stay in its content.
     """
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Unsigned | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_ALTERNATIVES)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -193,6 +233,8 @@ class CompletionRequest(GenerationBody):
     def _all_samples_are_returned(self) -> Self:
         if self.best_of not in {None, self.n or 1}:
             raise _fault("best_of", "must equal n: samples are not ranked here")
+        if len(self.prompts) * (self.n or 1) > MAX_COMPLETIONS:
+            raise _fault("n", f"{len(self.prompts)} prompts with n = {self.n} are more than {MAX_COMPLETIONS} samples")
         return self
 
     @property

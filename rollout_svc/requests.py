@@ -16,9 +16,19 @@ __all__ = ["MAX_SAMPLES", "generation_request", "sampling_of", "violations_of"]
 MAX_SAMPLES = 256
 """Most samples of one request."""
 
-MAX_REQUEST_ID = 128
+MAX_NAME = 128
+"""Characters of a name: of a request, run or adapter."""
+
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
+
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string: so much text is searched after every token."""
+
+MAX_STOP_IDS = 1024
+MAX_BIASES = 4096
+MAX_BIAS = 1000.0
+"""Greatest bias of a token, in logits; engines may allow less."""
 
 
 def generation_request(
@@ -78,12 +88,14 @@ def violations_of(
     request: rollout_pb2.GenerateRequest, prompt_ids: list[int], info: ModelInfo
 ) -> Iterator[tuple[str, str]]:
     """Field and fault of everything that is wrong with a request."""
-    if len(request.request_id) > MAX_REQUEST_ID:
-        yield "request_id", f"at most {MAX_REQUEST_ID} characters"
+    for field in ("request_id", "run", "adapter"):
+        if len(getattr(request, field)) > MAX_NAME:
+            yield field, f"at most {MAX_NAME} characters"
     if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
         yield "n", f"between 1 and {MAX_SAMPLES}, not {request.n}"
     yield from _prompt_violations(prompt_ids, info)
     yield from _sampling_violations(request.sampling, info)
+    yield from _token_violations(request.sampling, info)
 
 
 def _prompt_violations(prompt_ids: list[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
@@ -113,10 +125,23 @@ def _sampling_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> It
         yield "sampling.top_p", f"above 0 and at most 1, not {wire.top_p:g}"
     if wire.HasField("repetition_penalty") and not 0 < wire.repetition_penalty <= 100:
         yield "sampling.repetition_penalty", f"above 0 and at most 100, not {wire.repetition_penalty:g}"
-    if len(wire.stop) > MAX_STOPS or any(not text for text in wire.stop):
-        yield "sampling.stop", f"at most {MAX_STOPS} strings, none of them empty"
     if wire.HasField("max_tokens") and wire.min_tokens > wire.max_tokens:
         yield "sampling.min_tokens", f"at most max_tokens ({wire.max_tokens})"
+    if wire.min_tokens > info.max_model_len:
+        yield "sampling.min_tokens", f"at most the context of {info.max_model_len} tokens"
+
+
+def _token_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> Iterator[tuple[str, str]]:
+    if len(wire.stop) > MAX_STOPS or any(not text for text in wire.stop):
+        yield "sampling.stop", f"at most {MAX_STOPS} strings, none of them empty"
+    if any(len(text) > MAX_STOP_LENGTH for text in wire.stop):
+        yield "sampling.stop", f"at most {MAX_STOP_LENGTH} characters each"
+    if len(wire.stop_token_ids) > MAX_STOP_IDS:
+        yield "sampling.stop_token_ids", f"at most {MAX_STOP_IDS}, not {len(wire.stop_token_ids)}"
+    if len(wire.logit_bias) > MAX_BIASES:
+        yield "sampling.logit_bias", f"at most {MAX_BIASES} tokens, not {len(wire.logit_bias)}"
+    if not all(abs(bias) <= MAX_BIAS for bias in wire.logit_bias.values()):  # also refuses NaN
+        yield "sampling.logit_bias", f"between -{MAX_BIAS:g} and {MAX_BIAS:g}"
     outside = [each for each in (*wire.stop_token_ids, *wire.logit_bias) if each >= info.vocabulary_size]
     if outside:
         yield "sampling", f"token {outside[0]} is outside of the vocabulary of {info.vocabulary_size}"

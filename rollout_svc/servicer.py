@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
 
@@ -13,9 +14,9 @@ from rollout_svc.config import LimitsConfig
 from rollout_svc.engines.adapter_slots import UnknownAdapterError
 from rollout_svc.engines.base import EngineBusyError, EngineError, GenerationRequest, ModelInfo
 from rollout_svc.engines.lora import LoraEngine
-from rollout_svc.prompts import Prompts
+from rollout_svc.prompts import Prompts, TextStream
 from rollout_svc.repeats import Repeats
-from rollout_svc.requests import generation_request
+from rollout_svc.requests import MAX_NAME, MAX_SAMPLES, generation_request
 from rollout_svc.supervision import EngineSupervisor
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
@@ -24,6 +25,8 @@ from sluice.versions import Version
 __all__ = ["RolloutServicer"]
 
 DEFAULT_COALESCE_S = 0.02
+
+MAX_COALESCE_S = 60.0
 
 RETRY_AFTER_S = 0.5
 """When to try again where the queue is full: a few engine steps."""
@@ -45,6 +48,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._live: dict[int, GenerationRequest] = {}
         self.samples = 0
         """Samples that callers wait for, queued or running."""
+        self.draining = False
+        """Whether the replica finishes what it has and takes on nothing new."""
+        self._all_ended: asyncio.Event | None = None
 
     @property
     def prompts(self) -> Prompts:
@@ -57,11 +63,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return self._engine.current.info
 
     def serving_version(self) -> Version:
-        """The version that requests are sampled from now.
+        """Return the version that requests are sampled from now.
 
         Raises:
-            SluiceError: UNAVAILABLE while the engine is started again.
+            SluiceError: UNAVAILABLE while the engine is started again, and once the replica drains.
         """
+        self._require_open()
         return self._engine.serving.status().version
 
     @property
@@ -86,14 +93,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return await self._repeats.once(request.request_id, content, lambda: self._generate(request))
 
     async def _generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
-        asked = self._admit(request)
-        self._enter(asked)
-        try:
-            result = await greedy.agenerate(self._engine.current, asked)
-        except (EngineError, EngineBusyError, ValueError) as error:
-            raise _translated(error) from error
-        finally:
-            self._leave(asked)
+        async with self._admitted(request) as asked:
+            try:
+                result = await greedy.agenerate(self._engine.current, asked)
+            except (EngineError, EngineBusyError, ValueError) as error:
+                raise _translated(error) from error
         decode = self._prompts.decode if request.return_text else None
         return generate_response(asked, result, self._prompts.digest, decode)
 
@@ -112,11 +116,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: rollout_pb2.GenerateStreamRequest
     ) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
         """As the RPC; also what the OpenAI dialect calls. Closing it aborts the sampling."""
-        asked = self._admit(request.request)
-        coalesce = request.coalesce.ToNanoseconds() / 1e9 if request.HasField("coalesce") else DEFAULT_COALESCE_S
-        text = _TextDeltas(self._prompts, wanted=request.request.return_text)
-        self._enter(asked)
-        try:
+        coalesce = _coalesce_s(request)
+        texts: dict[int, TextStream] = {}
+        async with self._admitted(request.request) as asked:
             yield rollout_pb2.GenerateStreamResponse(
                 opening=rollout_pb2.StreamOpening(
                     request_id=asked.request_id,
@@ -124,15 +126,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     tokenizer_digest=self._prompts.digest,
                 )
             )
-            async with contextlib.aclosing(greedy.stream(self._engine.current, asked, coalesce_s=coalesce)) as chunks:
-                async for chunk in chunks:
-                    yield chunk_message(
-                        chunk, text.after(chunk.index, chunk.token_ids, last=chunk.finish_reason is not None)
-                    )
-        except (EngineError, EngineBusyError, ValueError) as error:
-            raise _translated(error) from error
-        finally:
-            self._leave(asked)
+            try:
+                async with contextlib.aclosing(
+                    greedy.stream(self._engine.current, asked, coalesce_s=coalesce)
+                ) as chunks:
+                    async for chunk in chunks:
+                        text = ""
+                        if request.request.return_text:
+                            decoder = texts.setdefault(chunk.index, self._prompts.text_stream())
+                            text = decoder.after(chunk.token_ids, last=chunk.finish_reason is not None)
+                        yield chunk_message(chunk, text)
+            except (EngineError, EngineBusyError, ValueError) as error:
+                raise _translated(error) from error
 
     async def GetModel(  # noqa: N802 - gRPC's name
         self,
@@ -167,60 +172,79 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Turn text or messages into token ids."""
         del context
         return rollout_pb2.TokenizeResponse(
-            token_ids=self._prompts.tokenize(request), tokenizer_digest=self._prompts.digest
+            token_ids=await self._prompts.tokenize(request), tokenizer_digest=self._prompts.digest
         )
 
-    def _enter(self, request: GenerationRequest) -> None:
-        self._live[id(request)] = request
-        self.samples += request.n
+    @contextlib.asynccontextmanager
+    async def _admitted(self, request: rollout_pb2.GenerateRequest) -> AsyncIterator[GenerationRequest]:
+        """Check a request, hold its place in the queue and turn it into the engine's; the place is free again afterwards."""
+        engine, n = self._engine.serving, self._take_on(request)
+        self.samples += n
+        try:
+            asked = generation_request(request, await self._prompts.ids_of(request), engine.info)
+            if request.HasField("min_policy_version"):
+                wanted, present = Version.from_proto(request.min_policy_version), engine.status().version
+                if present < wanted:
+                    raise SluiceError.failed_precondition(
+                        "VERSION_TOO_OLD", f"this replica serves version {present}, the request needs {wanted}"
+                    )
+            self._live[id(asked)] = asked
+            try:
+                yield asked
+            finally:
+                del self._live[id(asked)]
+        finally:
+            self.samples -= n
+            if not self.samples and self._all_ended is not None:
+                self._all_ended.set()
 
-    def _leave(self, request: GenerationRequest) -> None:
-        del self._live[id(request)]
-        self.samples -= request.n
+    async def finish(self, grace_s: float) -> None:
+        """Refuse new requests from now on and return when those in progress have ended, or after the time."""
+        self.draining = True
+        self._all_ended = asyncio.Event()
+        if not self.samples:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._all_ended.wait()
 
-    def _admit(self, request: rollout_pb2.GenerateRequest) -> GenerationRequest:
-        """Check a request against the replica, then against the model."""
+    def _require_open(self) -> None:
+        if self.draining:
+            raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one", RETRY_AFTER_S)
+
+    def _take_on(self, request: rollout_pb2.GenerateRequest) -> int:
+        """Return how many samples a request asks for, if this replica takes them on.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION for another run, INVALID_ARGUMENT if there can never be room,
+                RESOURCE_EXHAUSTED if there is none now, UNAVAILABLE while the replica drains.
+        """
+        self._require_open()
         if request.run and request.run != self._run:
             raise SluiceError.failed_precondition(
-                "WRONG_RUN", f"this replica belongs to {self._run}, the request to {request.run}"
+                "WRONG_RUN", f"this replica belongs to {self._run}, the request to {request.run[:MAX_NAME]}"
             )
-        engine = self._engine.serving
-        asked = generation_request(request, self._prompts.ids_of(request), engine.info)
-        if request.HasField("min_policy_version"):
-            wanted, present = Version.from_proto(request.min_policy_version), engine.status().version
-            if present < wanted:
-                raise SluiceError.failed_precondition(
-                    "VERSION_TOO_OLD", f"this replica serves version {present}, the request needs {wanted}"
-                )
-        if self.samples + asked.n > self._limits.max_queued:
+        n, most = request.n if request.HasField("n") else 1, self._limits.max_queued
+        if n > MAX_SAMPLES:
+            return 0  # `generation_request` refuses it, with whatever else is wrong
+        if n > most:
+            raise SluiceError.invalid_argument("n", f"at most {most} samples are queued here, {n} never fit")
+        if self.samples + n > most:
             raise SluiceError.resource_exhausted(
                 "QUEUE_FULL",
-                f"{self.samples} samples are under way and at most {self._limits.max_queued} are taken on; "
-                "retry later, or add replicas",
+                f"{self.samples} samples are queued or running and at most {most} may be; retry later, or add replicas",
                 RETRY_AFTER_S,
             )
-        return asked
+        return n
 
 
-class _TextDeltas:
-    """Text that new tokens complete; a character that is still half way is held back."""
-
-    def __init__(self, prompts: Prompts, *, wanted: bool) -> None:
-        self._prompts, self._wanted = prompts, wanted
-        self._ids: dict[int, list[int]] = {}
-        self._given: dict[int, int] = {}
-
-    def after(self, index: int, new_ids: list[int], *, last: bool) -> str:
-        if not self._wanted:
-            return ""
-        ids = self._ids.setdefault(index, [])
-        ids += new_ids
-        text = self._prompts.decode(ids)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
-            return ""
-        given = self._given.get(index, 0)
-        self._given[index] = len(text)
-        return text[given:]
+def _coalesce_s(request: rollout_pb2.GenerateStreamRequest) -> float:
+    if not request.HasField("coalesce"):
+        return DEFAULT_COALESCE_S
+    seconds = request.coalesce.seconds + request.coalesce.nanos / 1e9
+    if not 0 <= seconds <= MAX_COALESCE_S:
+        raise SluiceError.invalid_argument("coalesce", f"between 0 and {MAX_COALESCE_S:.0f} s, not {seconds:g} s")
+    return seconds
 
 
 def _translated(error: EngineError | EngineBusyError | ValueError) -> SluiceError:

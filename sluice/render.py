@@ -7,7 +7,9 @@ messages changes the text before them, `TemplateError` says so.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatRenderer", "Rendered", "TemplateError", "tokenizer_digest"]
+__all__ = [
+    "ChatRenderer",
+    "Rendered",
+    "TemplateArgumentError",
+    "TemplateError",
+    "template_variables",
+    "tokenizer_digest",
+]
 
 Message = Mapping[str, Any]
 """A chat message as templates know it: `role`, `content` and what else the template reads."""
@@ -30,8 +39,19 @@ ROLES = frozenset({"system", "user", "assistant", "tool"})
 _STAND_IN = ({"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL})
 
 
+RENDER_VARIABLES = frozenset({"messages", "self", "raise_exception", "strftime_now"})
+"""Names that transformers gives every template, beside the parameters of `apply_chat_template` and the special tokens."""
+
+LONGEST_REASON = 500
+"""Characters of a template's own error message that are passed on: it may quote the messages."""
+
+
 class TemplateError(ValueError):
     """A chat template is missing, refuses the messages, or does not render a conversation by appending."""
+
+
+class TemplateArgumentError(TemplateError):
+    """A template argument names something that the chat template does not read, or that belongs to the renderer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +73,14 @@ class ChatRenderer:
     Args:
         tokenizer: A transformers tokenizer.
         template_arguments: Further variables of the template, such as ``enable_thinking``; the same for every call.
+
+    Raises:
+        TemplateArgumentError: if an argument is not one of `template_variables`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_arguments: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
+        _check_arguments(tokenizer, template_arguments or {})
         self._arguments = dict(template_arguments or {})
         self._closings: dict[str, list[int]] = {}
         self._own_roles: set[str] = set()
@@ -85,8 +109,19 @@ class ChatRenderer:
                 tokenize=False,
                 **self._arguments,
             )
-        except (JinjaError, TypeError, KeyError) as error:
-            raise TemplateError(f"the chat template refuses these messages: {error}") from error
+        # A template is a program: what it raises on messages that it does not expect can be any of these.
+        except (
+            JinjaError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            reason = str(error)
+            reason = reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
+            raise TemplateError(f"the chat template refuses these messages: {reason}") from error
         return str(text)
 
     def encode(self, text: str) -> list[int]:
@@ -214,6 +249,63 @@ class ChatRenderer:
         if alone not in self._closings:
             self._closings[alone] = self.encode(alone)
         return self._closings[alone]
+
+
+def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the names of the template arguments that a caller may set.
+
+    These are the variables that the model's own chat templates read, without those that the renderer, transformers or
+    the tokenizer set: with one of these a caller could replace the template or the special tokens.
+
+    Raises:
+        TemplateError: if a template is not valid Jinja.
+    """
+    templates = tokenizer.chat_template or ()
+    if isinstance(templates, str):
+        templates = (templates,)
+    elif isinstance(templates, Mapping):
+        templates = templates.values()
+    special = (*tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *tokenizer.special_tokens_map)
+    reserved = RENDER_VARIABLES.union(inspect.signature(tokenizer.apply_chat_template).parameters, special)
+    return frozenset().union(*(_variables_read(template) for template in templates)) - reserved
+
+
+@functools.lru_cache(maxsize=64)
+def _variables_read(template: str) -> frozenset[str]:
+    """Return the names that a Jinja template reads and does not define itself."""
+    from jinja2 import Environment, TemplateSyntaxError, meta  # noqa: PLC0415  only where messages are rendered
+    from jinja2.ext import Extension, loopcontrols  # noqa: PLC0415
+    from jinja2.nodes import Node  # noqa: PLC0415
+    from jinja2.parser import Parser  # noqa: PLC0415
+
+    class Generation(Extension):
+        """The block tag that transformers adds to Jinja; it marks the assistant's text."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own declaration
+
+        def parse(self, parser: Parser) -> list[Node]:
+            """Return the block's content."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    # Nothing is rendered here, so that there is nothing to escape.
+    environment = Environment(extensions=[Generation, loopcontrols])  # noqa: S701
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except TemplateSyntaxError as error:
+        raise TemplateError(f"the model's chat template is not valid Jinja: {error}") from error
+
+
+def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> None:
+    if not arguments:
+        return
+    allowed = template_variables(tokenizer)
+    unknown = sorted(arguments.keys() - allowed)
+    if unknown:
+        raise TemplateArgumentError(
+            f"{', '.join(repr(name[:64]) for name in unknown[:4])} cannot be set: the model's chat template takes "
+            f"{', '.join(sorted(allowed)) or 'no arguments'}"
+        )
 
 
 def _with_text(message: Message, index: int) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -172,12 +172,17 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def serve_until_signal(
-        self, until: asyncio.Event | None = None, on_drain: Callable[[], object] | None = None
+        self, until: asyncio.Event | None = None, finish: Callable[[float], Awaitable[None]] | None = None
     ) -> None:
-        """Serve until SIGTERM, SIGINT or `until`, then call `on_drain`, drain and stop; a second signal stops at once.
+        """Serve until SIGTERM, SIGINT or `until`, then report NOT_SERVING, drain and stop; a second signal stops at once.
 
         The signals stay with the loop afterwards, so that an impatient one does not cut off what the service still has
         to put away.
+
+        Args:
+            until: Ends the service as a signal does.
+            finish: Called first with the seconds that the drain may take, while the ports are still open: for a service that
+                answers what it refuses meanwhile. Its time counts towards the drain.
         """
         loop = asyncio.get_running_loop()
         asked, again = asyncio.Event(), asyncio.Event()
@@ -185,15 +190,22 @@ class RpcServer:
             loop.add_signal_handler(number, _stop_asked, asked, again)
         await _first(asked, until)
         asked.set()
-        if on_drain is not None:
-            on_drain()
-        draining = asyncio.create_task(self.stop(self._config.drain_s))
+        end = loop.time() + self._config.drain_s
         hurry = asyncio.create_task(again.wait())
+        if finish is not None:
+            await self._health.enter_graceful_shutdown()
+            finishing = asyncio.ensure_future(finish(self._config.drain_s))
+            await asyncio.wait({finishing, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            finishing.cancel()
+            await asyncio.wait({finishing})
+        draining = asyncio.create_task(self.stop(max(0.0, end - loop.time())))
         await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():
             await self.stop(0)
         hurry.cancel()
         await draining
+        if finish is not None and not finishing.cancelled():
+            finishing.result()
 
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them.

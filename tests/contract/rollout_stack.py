@@ -100,7 +100,9 @@ class Replica:
             "sluice.v1.RolloutAdminService",
             role="admin",
         )
-        app = create_app(self.servicer, self.admin, str(self.model), self.security, max_requests=self.max_requests)
+        app = create_app(
+            self.servicer, self.admin, str(self.model), self.security, "127.0.0.1", max_requests=self.max_requests
+        )
         self.http = HttpServer(app, "127.0.0.1", 0, self.security)
         await self._rpc.start()
         self.target = self._rpc.target

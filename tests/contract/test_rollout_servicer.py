@@ -117,6 +117,51 @@ class TestGenerate:
         assert re.fullmatch("[0-9a-f]{64}", answer.tokenizer_digest)  # SHA-256, as the contract says
         assert answer.request_id
 
+    @pytest.mark.parametrize("name", ["chat_template", "continue_final_message", "eos_token", "unheard_of"])
+    async def test_only_variables_of_the_models_template_can_be_set(self, served, name):
+        conversation = tokens_pb2.Conversation(messages=CONVERSATION.messages, template_arguments={name: "{{ 7 * 7 }}"})
+        generate = await refused(served.generate(ask(conversation=conversation)))
+        tokenize = await refused(
+            served.agent.Tokenize(rollout_pb2.TokenizeRequest(conversation=conversation), timeout=TIMEOUT_S)
+        )
+        for error in (generate, tokenize):
+            assert (error.code, list(error.violations)) == (Code.INVALID_ARGUMENT, ["conversation.template_arguments"])
+            assert "takes no arguments" in error.message
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"request_id": "x" * 129},
+            {"adapter": "x" * 3_000_000},
+            {"run": "x" * 3_000_000},
+            {"tokenizer_digest": "x" * 3_000_000},
+            {"n": 2**32 - 1},
+            {"sampling": {"stop": ["x" * 2000]}},
+            {"sampling": {"stop_token_ids": [5] * 2000}},
+            {"sampling": {"logit_bias": {5: float("nan")}}},
+            {"sampling": {"min_tokens": 2**32 - 1}},
+            {
+                "conversation": {
+                    "tools": [{"name": "x", "parameters": {"a": float("nan")}}],
+                    "messages": [{"role": "user"}],
+                }
+            },
+            {"conversation": {"messages": [{"role": "x" * 3_000_000}]}},
+            {"conversation": {"messages": [{"role": "assistant", "tool_calls": [{}] * 20_000}]}},
+            {"conversation": {"messages": [{"role": "user", "parts": [{}] * 20_000}]}},
+        ],
+    )
+    async def test_what_is_too_large_or_no_number_is_refused(self, served, fields):
+        error = await refused(served.generate(ask(**fields)))
+        assert error.code in {Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION}
+        assert len(error.message) < 1000
+
+    @pytest.mark.parametrize("seconds", [-1, 61, 10**11])
+    async def test_chunks_are_held_back_a_minute_at_most(self, served, seconds):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await served.stream(ask(), coalesce=Duration(seconds=seconds)).read()
+        assert caught.value.code() is Code.INVALID_ARGUMENT
+
     async def test_gives_n_samples_by_index(self, served):
         answer = await served.generate(sampled(n=4))
         assert [sample.index for sample in answer.samples] == [0, 1, 2, 3]

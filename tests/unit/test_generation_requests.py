@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from typing import Any
 
 import grpc
 import pytest
+from tiny_policy import TINY
 
 from rollout_svc.engines.base import ModelInfo, Sampling
-from rollout_svc.prompts import struct_dict
+from rollout_svc.prompts import Prompts, struct_dict
 from rollout_svc.requests import MAX_SAMPLES, generation_request, sampling_of
+from sluice.cli.init_model import character_tokenizer
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 
@@ -110,3 +114,14 @@ def test_a_json_schema_reaches_the_template_the_same_way_every_time():
         assert plain == schema
         assert list(plain) == ["properties", "required", "type"]
         assert repr(plain["properties"]) == "{'alpha': {}, 'zeta': {'maximum': 3, 'minimum': 0.5}}"
+
+
+async def test_a_prompt_is_rendered_outside_of_the_event_loop(monkeypatch):
+    prompts = Prompts(character_tokenizer(TINY))
+    released = threading.Event()
+    monkeypatch.setattr(prompts, "render", lambda _conversation: [int(released.wait(10))])
+    wire = rollout_pb2.GenerateRequest(conversation={"messages": [{"role": "user", "content": "x"}]})
+    rendering = asyncio.create_task(prompts.ids_of(wire))
+    await asyncio.sleep(0)
+    released.set()
+    assert await rendering == [1]

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sluice.cli.init_model import DEFAULT_CHARACTERS, character_tokenizer
-from sluice.render import ChatRenderer, TemplateError, tokenizer_digest
+from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, template_variables, tokenizer_digest
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
@@ -199,3 +199,51 @@ def test_a_role_that_the_template_passes_over_is_refused_and_one_of_its_own_is_t
         renderer.render_sft([{"role": "usr", "content": "x"}, assistant("y")])
     rendered = renderer.render_sft([{"role": "critic", "content": "x"}, assistant("y")])
     assert "critic\nx" in renderer.tokenizer.decode(rendered.ids)
+
+
+SWITCHES = (
+    "{%- if not date is defined -%}{%- set date = '' -%}{%- endif -%}{{ bos_token }}"
+    "{%- for message in messages -%}{% generation %}{{ message.content }}{% endgeneration %}{% continue %}{%- endfor -%}"
+    "{{ date }}{%- if enable_thinking -%}<think>{%- endif -%}{{ tools }}{{ documents }}{{ strftime_now('%Y')[:0] }}"
+)
+
+
+def test_the_variables_that_a_caller_may_set_are_those_that_the_template_reads():
+    assert template_variables(word_piece(SWITCHES)) == {"date", "enable_thinking"}
+    several = word_piece(CHATML)
+    several.chat_template = {"default": CHATML, "tool_use": SWITCHES}
+    assert template_variables(several) == {"date", "enable_thinking"}
+    several.chat_template = None
+    assert template_variables(several) == frozenset()
+
+
+def test_an_allowed_variable_reaches_the_template():
+    assert ChatRenderer(word_piece(SWITCHES), {"enable_thinking": True}).text([user("x")]).startswith("x<think>")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["chat_template", "continue_final_message", "tokenize", "return_dict", "padding", "tokenizer_kwargs"],
+        *["messages", "conversation", "tools", "documents", "add_generation_prompt", "raise_exception"],
+        *["bos_token", "eos_token", "self", "enable_thinking ", "other"],
+    ],
+)
+def test_an_argument_that_is_not_the_callers_is_refused_with_those_that_are(name):
+    with pytest.raises(TemplateArgumentError, match="takes date, enable_thinking"):
+        ChatRenderer(word_piece(SWITCHES), {name: "{{ 7 * 7 }}"})
+
+
+@pytest.mark.parametrize(
+    "body", ["messages[9].content", "1 // (messages|length - 1)", "'x'.nothing.more", "messages.foo()"]
+)
+def test_whatever_a_template_fails_with_is_a_refusal(body):
+    with pytest.raises(TemplateError, match="refuses"):
+        ChatRenderer(word_piece("{{ " + body + " }}")).render([user("x")])
+
+
+def test_a_refusal_quotes_only_the_beginning_of_a_long_message():
+    template = "{{ raise_exception(messages[0].content) }}"
+    with pytest.raises(TemplateError) as caught:
+        ChatRenderer(word_piece(template)).render([user("x" * 100_000)])
+    assert len(str(caught.value)) < 1000

@@ -101,7 +101,7 @@ class TestDescription:
 class TestWeights:
     async def test_reload_returns_to_the_base(self, replica):
         async with httpx.AsyncClient() as http:
-            response = await http.post(f"{replica.url}/reload_weights")
+            response = await http.post(f"{replica.url}/reload_weights", json={})
         assert (response.status_code, response.json()) == (200, {"version": "0.0"})
 
     @pytest.mark.parametrize("version", ["", "1", "1.x", "-1.2", 5])

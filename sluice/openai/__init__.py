@@ -1,0 +1,1 @@
+"""The OpenAI dialect over HTTP: its requests, responses, errors and server. Imports neither torch nor vLLM nor a tokenizer."""
