@@ -12,7 +12,6 @@ from rollout_svc.admin_servicer import RolloutAdminServicer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
 from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.live_weights import selections_of
 from rollout_svc.metrics import ReplicaMetrics
 from rollout_svc.prompts import Prompts, load_tokenizer
 from rollout_svc.servicer import RolloutServicer
@@ -108,7 +107,7 @@ async def _serve(
     common: CommonConfig, config: RolloutConfig, server: RpcServer, engine: InferenceEngine, prompts: Prompts
 ) -> None:
     supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
-    weights = Weights(common, config, supervisor, await selections_of(engine, config.selective_pull))
+    weights = Weights(common, config, supervisor)
     requests = RolloutServicer(f"runs/{common.run}", supervisor, prompts, config.limits)
     admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)
     server.add(

@@ -104,11 +104,6 @@ class RolloutConfig(Section):
         "keep",
         description="Keys and values of requests under way at an update: keep those of the old weights (cheap), or recompute.",
     )
-    selective_pull: Literal["auto", "off"] = Field(
-        "off",
-        description="auto pulls of dense versions only what the engine's processes on this host read, which on a single host"
-        " is nearly everything; off pulls whole versions, and replicas of one host share them whatever engine they are.",
-    )
     verify_after_apply: Literal["off", "sample", "full"] = Field(
         "off",
         description="Compare the live weights with each version after it was applied, while tokens are produced: a tenth of"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,7 @@ from weightsync.receiver import (
     UpdateTimings,
     WeightReceiver,
 )
-from weightsync.staged import ApplyReport, Selection, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
 
 __all__ = ["Weights", "WeightsStatus"]
 
@@ -63,7 +63,6 @@ class Weights:
         common: Settings of the run.
         config: Settings of the replica.
         engine: The engine under its supervision.
-        selections: What each of its processes reads of a version; empty pulls whole versions.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Weights:
         common: CommonConfig,
         config: RolloutConfig,
         engine: EngineSupervisor,
-        selections: Sequence[Selection] = (),
     ) -> None:
         self._config, self._engine = config, engine
         self._updates = 0
@@ -92,7 +90,6 @@ class Weights:
                 observe=self._observe,
                 adapters=AdapterUse(self._apply_adapter, self._held) if config.lora.enabled else None,
                 local_files=config.local_files,
-                selections=selections,
                 connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
             )
 

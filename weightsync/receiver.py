@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.engine.selection import Selection, union
 from weightsync.format.names import run_resource
 from weightsync.metrics import UPDATES
 from weightsync.receive.adapters import AdapterStage, AdapterUse
@@ -47,7 +46,6 @@ __all__ = [
     "PolicyMode",
     "PullLimits",
     "ReceiverStatus",
-    "Selection",
     "StagedAdapter",
     "StagedVersion",
     "UpdateTimings",
@@ -83,10 +81,6 @@ class WeightReceiver:
         local_files: Read the service's files where this process sees them, in place of a transfer.
         connect_to: Opens a channel to a relay's address, with the agent role; None keeps the replica at `channel`.
         source_limits: How long sources are waited for.
-        selections: What each of the engine's processes on this host reads of every tensor; empty for everything. What none
-            reads is not pulled: of dense forms, that is; deltas come whole. The staged file then has holes. That saves
-            much only where the processes of one engine are spread over hosts, with a receiver on each: those of one host
-            together read nearly every byte.
         adapters: What the engine does with LoRA adapters; None where it serves none, and versions of that kind are refused.
     """
 
@@ -107,7 +101,6 @@ class WeightReceiver:
         local_files: bool = True,
         connect_to: Callable[[str], grpc.aio.Channel] | None = None,
         source_limits: SourceLimits | None = None,
-        selections: Sequence[Selection] = (),
         adapters: AdapterUse | None = None,
     ) -> None:
         self._run = run_resource(run)
@@ -119,8 +112,7 @@ class WeightReceiver:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
         building = partial(VersionBuilder, channel, self._run, self._threads, limits, local_files=local_files)
         self._adapters = None if adapters is None else AdapterStage(stage_dir, run, building(), adapters)
-        builder = building(selection=union(selections)) if selections else building()
-        self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
+        self._copies = StagedCopies(stage_dir, run, building(), self._threads, limits)
         self._applier = Applier(apply, recover, serving, apply_deadline_s, failures, release=self._copies.release)
         self._policy = WeightPolicy()
         self._wake = asyncio.Event()

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sluice.versions import Version
-from weightsync.engine.selection import Selection
 
-__all__ = ["ApplyReport", "Selection", "StagedAdapter", "StagedVersion", "TensorSpec"]
+__all__ = ["ApplyReport", "StagedAdapter", "StagedVersion", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +28,12 @@ class StagedVersion:
         path: Safetensors file under Hugging Face names, in shared memory. Not changed or removed before its successor serves.
         tensors: Every tensor of the file by name.
         digest: xxh3-128 of the version as its manifest gives it.
-        rank_paths: In place of `path`, one file for each of the engine's workers, by rank; each may hold only what that worker
-            reads, and says so in its header (`weightsync.engine.coverage`). `path` is then the first of them.
     """
 
     version: Version
     path: Path
     tensors: Mapping[str, TensorSpec]
     digest: str
-    rank_paths: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,10 +33,10 @@ from rollout_svc.engines.vllm_describe import describe, model_directory
 from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm_start import VllmProcesses, launch
 from rollout_svc.engines.vllm_types import Llm
-from rollout_svc.engines.vllm_verify import read_plans, verify
+from rollout_svc.engines.vllm_verify import verify
 from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, step
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, Selection, StagedVersion
+from weightsync.staged import ApplyReport, StagedVersion
 
 __all__ = ["VllmEngine"]
 
@@ -375,15 +375,6 @@ class VllmEngine(AdapterCommands):
             if found.unchecked:
                 log.warning("live weights of unknown form", count=len(found.unchecked), first=found.unchecked[0])
             return found.tensors
-
-    async def read_plans(self) -> list[Selection]:
-        """Ranges of elements that each worker reads of every tensor, by rank.
-
-        Raises:
-            EngineError: if one cannot tell.
-        """
-        async with self._commands:
-            return await read_plans(self._llm, self._weights.files(None), self._phase_deadline_s)
 
     async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
         async with self._commands:

@@ -1,4 +1,4 @@
-"""What vLLM's workers are asked about their weights: whether they hold a version, and what they read of one.
+"""Asks vLLM's workers whether their live weights are those of a version.
 
 Weights are compared piece by piece, between steps, never in a pause.
 """
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.vllm_types import Llm
 from rollout_svc.engines.vllm_weights import WeightFiles, step
-from weightsync.staged import Selection
 
-__all__ = ["Difference", "read_plans", "verify"]
+__all__ = ["Difference", "verify"]
 
 PIECE_S = 0.01
 """Seconds that one look may keep the workers from sampling; at least one piece of a tensor is compared."""
@@ -68,21 +67,3 @@ async def verify(llm: Llm, files: WeightFiles, share: float, deadline_s: float) 
         raise EngineError(f"version {files.version} could not be compared with the live weights: {failed}")
     different, unchecked = (sorted({name for _, found in answers for name in found[part]}) for part in (0, 1))
     return Difference(different, unchecked)
-
-
-async def read_plans(llm: Llm, files: WeightFiles, deadline_s: float) -> list[Selection]:
-    """Ranges of elements that each worker reads of every tensor, by rank.
-
-    Raises:
-        EngineError: if a worker cannot tell.
-        HalfLoadedError: if the engine does not answer.
-    """
-    paths = {"paths": [str(path) for path in files.paths]}
-    work = llm.collective_rpc("sluice_read_plan", kwargs=paths)
-    answers = await step(llm, "asking what the workers read", work, deadline_s)
-    failed = next((str(value) for kind, value in answers if kind != "ok"), "")
-    if failed:
-        raise EngineError(f"the workers cannot tell what they read: {failed}; pull whole versions")
-    return [
-        {name: tuple((begin, end) for begin, end in ranges) for name, ranges in plan.items()} for _, plan in answers
-    ]

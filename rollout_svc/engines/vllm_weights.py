@@ -33,20 +33,15 @@ LOOK_S = 0.002
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """A version on disk or in shared memory, and the tensors it must hold; by worker where each has a file of its own."""
+    """A version on disk or in shared memory, and the tensors it must hold."""
 
     version: Version
     paths: tuple[Path, ...]
     names: Sequence[str]
-    rank_paths: tuple[Path, ...] = ()
 
     def arguments(self) -> dict[str, object]:
         """What the workers are told of them."""
-        return {
-            "paths": [str(path) for path in self.paths],
-            "names": list(self.names),
-            "rank_paths": [[str(path)] for path in self.rank_paths],
-        }
+        return {"paths": [str(path) for path in self.paths], "names": list(self.names)}
 
 
 class HalfLoadedError(EngineError):
@@ -94,7 +89,7 @@ class Weights:
         if staged is None:
             return WeightFiles(BASE, self.base.paths, names)
         self.base.check(staged)
-        return WeightFiles(staged.version, (staged.path,), names, staged.rank_paths)
+        return WeightFiles(staged.version, (staged.path,), names)
 
     async def switch(self, llm: Llm, files: WeightFiles, *, resume: bool) -> ApplyReport:
         """Prepare, pause, load, label, resume. Requests under way are kept.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from weightsync.engine.read_recorder import Copy, ReadRecorder, Region
+from weightsync.engine.read_recorder import MOST_RANGES, Copy, ReadRecorder, Region, normal, region_ranges
 
 
 @pytest.fixture
@@ -85,3 +90,49 @@ def test_a_copy_can_be_done_again_from_its_description(mapped):
     copy.target.of(again).copy_(copy.source.of(mapped["a"]))
     assert again.equal(target)
     assert Region(0, (2, 2), (2, 1)).of(torch.arange(8.0)[4:]).tolist() == [[4, 5], [6, 7]]
+
+
+pieces = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
+
+
+def held_by(ranges) -> set[int]:
+    return {number for begin, end in ranges for number in range(begin, end)}
+
+
+@given(pieces)
+def test_ranges_in_normal_form_hold_the_same(ranges):
+    found = normal(ranges)
+    assert held_by(found) == held_by(ranges)
+    assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(found))
+
+
+def test_ranges_that_lie_near_each_other_are_joined_when_asked_for():
+    assert normal([(0, 4), (8, 12), (100, 110)], gap=4) == ((0, 12), (100, 110))
+
+
+@given(st.data())
+def test_a_region_is_described_by_exactly_its_elements(data):
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    begins = [data.draw(st.integers(0, size)) for size in shape]
+    part = elements[tuple(slice(b, data.draw(st.integers(b, s))) for b, s in zip(begins, shape, strict=True))]
+    part = part.transpose(data.draw(st.permutations(range(part.ndim))))
+    strides = [stride // elements.itemsize for stride in part.strides]
+    offset = int(part.flat[0]) if part.size else 0
+    found = region_ranges(offset, part.shape, strides)
+    assert held_by(found) == {int(element) for element in part.flat}
+
+
+def test_the_columns_of_a_rank_are_one_range_per_row():
+    assert region_ranges(2, (3, 2), (4, 1)) == ((2, 4), (6, 8), (10, 12))
+
+
+def test_the_rows_of_a_rank_are_one_range():
+    assert region_ranges(8, (2, 4), (4, 1)) == ((8, 16),)
+
+
+def test_a_read_in_too_many_pieces_is_described_by_fewer_that_hold_it():
+    rows = MOST_RANGES + 1
+    found = region_ranges(1, (rows, 2), (4, 1))
+    assert len(found) <= MOST_RANGES
+    assert {1 + 4 * row + column for row in range(rows) for column in range(2)} <= held_by(found)

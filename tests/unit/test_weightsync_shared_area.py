@@ -219,16 +219,6 @@ async def test_a_receiver_that_is_behind_is_told_what_to_take_first(tmp_path: Pa
     assert names(area) == []
 
 
-def test_files_of_other_parts_of_the_model_are_not_counted(tmp_path: Path) -> None:
-    area = SharedArea(tmp_path, "run")
-    whole, part = made(area), area.claim(area.file(Version(1, 2), f"{DIGEST}-left"))
-    assert part is not None
-    assert area.others(area.file(Version(1, 3), DIGEST)) == [whole.path]
-    assert area.others(area.file(Version(1, 3), f"{DIGEST}-left")) == [part.path]
-    part.abandon()
-    whole.release()
-
-
 async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
     area = SharedArea(tmp_path, "run")
     path = area.file(Version(1, 1), DIGEST)

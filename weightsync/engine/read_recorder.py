@@ -6,17 +6,22 @@ It is not asked and not guessed: it is run, and what it reads is written down.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.engine.selection import Ranges, normal, region_ranges, scaled, shifted
+__all__ = ["MOST_RANGES", "Copy", "Ranges", "ReadRecorder", "Region", "normal", "region_ranges"]
 
-__all__ = ["Copy", "ReadRecorder", "Region"]
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Pairs (begin, end) of a tensor's elements in the order in which safetensors lays them out; sorted, disjoint, not touching."""
+
+MOST_RANGES = 4096
+"""Most ranges that one read of a tensor is described by; a read in more pieces is described by fewer, larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +117,11 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
                 continue
             name, watched = found
             offset, size = argument.data_ptr() - watched.data_ptr(), watched.itemsize
-            read = shifted(scaled(region_ranges(0, argument.shape, argument.stride()), argument.itemsize), offset)
-            self._reads[name] += [(begin // size, -(-end // size)) for begin, end in read]
+            octets = (
+                (offset + begin * argument.itemsize, offset + end * argument.itemsize)
+                for begin, end in region_ranges(0, argument.shape, argument.stride())
+            )
+            self._reads[name] += [(begin // size, -(-end // size)) for begin, end in octets]
             if func is torch.ops.aten.copy_.default and argument is args[1] and argument.dtype == watched.dtype:
                 into = args[0]
                 source = Region(offset // size, tuple(argument.shape), argument.stride())
@@ -129,3 +137,50 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
         name, watched = self._watched[position]
         inside = address < self._begins[position] + watched.nbytes and tensor.device == watched.device
         return (name, watched) if inside else None
+
+
+def normal(ranges: Iterable[tuple[int, int]], gap: int = 0) -> Ranges:
+    """Sort and join ranges.
+
+    Args:
+        ranges: In any order, possibly overlapping or empty.
+        gap: Ranges that are at most this far apart become one, including what lies between them.
+    """
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if begin >= end:
+            continue
+        if joined and begin <= joined[-1][1] + gap:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def region_ranges(offset: int, sizes: Sequence[int], strides: Sequence[int]) -> Ranges:
+    """Return the elements of a strided region, such as the columns of one tensor-parallel rank.
+
+    Args:
+        offset: First element, counted from the tensor's first.
+        sizes: Extent per dimension.
+        strides: Elements from one index to the next per dimension; not negative.
+
+    Returns:
+        At most `MOST_RANGES` ranges. Where there would be more, neighbours are joined with the elements between them.
+    """
+    if math.prod(sizes) == 0:
+        return ()
+    run = 1  # elements from the first to the last of what is described so far
+    outer: list[tuple[int, int]] = []  # (size, stride) of the dimensions outside of it, innermost first
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
+        if outer or stride > run:
+            outer.append((size, stride))
+        else:
+            run += (size - 1) * stride
+    while math.prod(size for size, _ in outer) > MOST_RANGES:
+        size, stride = outer.pop(0)
+        run += (size - 1) * stride
+    begins = [offset]
+    for size, stride in outer:
+        begins = [begin + index * stride for begin in begins for index in range(size)]
+    return normal((begin, begin + run) for begin in begins)

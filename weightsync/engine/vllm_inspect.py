@@ -1,4 +1,4 @@
-"""What a worker can be asked about its weights: which bytes it reads of a version, and whether it holds it."""
+"""What a worker can be asked about its weights: whether they are those of a version."""
 
 from __future__ import annotations
 
@@ -19,32 +19,21 @@ class InspectExtension:
 
     _live_check: LiveCheck | None = None
 
-    def sluice_read_plan(self, paths: list[str]) -> Answer:
-        """Ranges of elements that this worker reads of each tensor: ("ok", name -> pairs). Builds the modules once, so ask early.
-
-        Args:
-            paths: Files of any version, such as the base model; their bytes are not read.
-        """
-        return guarded(lambda: {name: list(ranges) for name, ranges in self._engine.plan(paths).reads.items()})
-
-    def sluice_check(self, paths: list[str], names: list[str], rank_paths: list[list[str]]) -> Answer:
-        """Whether a version's files hold all that this worker reads: ("ok", None) or ("refused", why)."""
-        answer: Answer = self._engine.check(paths, names, rank_paths)
+    def sluice_check(self, paths: list[str], names: list[str]) -> Answer:
+        """Whether a version's files hold every tensor of the model: ("ok", None) or ("refused", why)."""
+        answer: Answer = self._engine.check(paths, names)
         return answer
 
-    def sluice_verify(
-        self, paths: list[str], names: list[str], rank_paths: list[list[str]], share: float, seed: int
-    ) -> Answer:
-        """Begin to compare the live weights with a version's files; go on with `sluice_verified`."""
-        refused = self.sluice_check(paths, names, rank_paths)
+    def sluice_verify(self, paths: list[str], names: list[str], share: float, seed: int) -> Answer:
+        """Begin to compare the live weights with a version's files; continue with `sluice_verified`."""
+        refused = self.sluice_check(paths, names)
         if refused[0] != "ok":
             return refused
-        own = self._engine.own(paths, rank_paths)
         if self._live_check is not None:
             self._live_check.close()
 
         def begin() -> None:
-            self._live_check = LiveCheck(self._engine.model, self._engine.plan(own), own, share, seed)
+            self._live_check = LiveCheck(self._engine.model, self._engine.plan(paths), paths, share, seed)
 
         return guarded(begin)
 

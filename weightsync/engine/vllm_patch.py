@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
-from weightsync.engine.selection import Ranges, normal
+from weightsync.engine.read_recorder import Ranges, normal
 from weightsync.engine.vllm_live import has_known_form
 from weightsync.engine.vllm_plan import LoadPlan
 
@@ -112,7 +112,7 @@ def differences(
     Args:
         old: Tensors of one version.
         new: Those of the other.
-        reads: Elements that matter, as in `weightsync.engine.selection`; a tensor that is not named matters whole.
+        reads: Elements that matter, as in `weightsync.engine.read_recorder`; a tensor that is not named matters whole.
 
     Raises:
         PatchError: if the tensors differ in name, type or shape, are no floating-point numbers, hold NaN, which the loader

@@ -16,8 +16,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from weightsync.engine.read_recorder import Copy, ReadRecorder, Region
-from weightsync.engine.selection import Ranges
+from weightsync.engine.read_recorder import Copy, Ranges, ReadRecorder, Region
 
 __all__ = ["LoadPlan", "PlanError", "PlannedCopy", "make_plan"]
 

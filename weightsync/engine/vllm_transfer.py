@@ -24,7 +24,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from weightsync.engine.coverage import Coverage, CoverageError
 from weightsync.engine.vllm_inspect import InspectExtension
 from weightsync.engine.vllm_patch import Patch
 from weightsync.engine.vllm_patch import unsupported as unpatchable
@@ -48,13 +47,10 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     Attributes:
         paths: Safetensors files that together hold every tensor once.
         names: Every tensor that must be in them, by Hugging Face name.
-        rank_paths: In place of `paths`, the files of each worker by its rank, which may hold only what that worker reads.
-            (vLLM takes a list of infos by rank too, but raises in the workers for which there is none.)
     """
 
     paths: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    rank_paths: list[list[str]] = field(default_factory=list)
 
 
 class IncompleteFileError(Exception):
@@ -89,18 +85,17 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             update_info: The version.
             patch: On an accelerator, find out what differs from the version before; see `weightsync.engine.vllm_patch`.
         """
-        refused = self.check(update_info.paths, update_info.names, update_info.rank_paths)
+        refused = self.check(update_info.paths, update_info.names)
         if refused[0] != "ok":
             return refused
-        own = self.own(update_info.paths, update_info.rank_paths)
         if patch and current_platform.is_cuda_alike():
-            return self._begin_patch(own)
+            return self._begin_patch(update_info.paths)
         if self._shadow is None:
             why = unsupported(self.vllm_config, self.model)
             if why:
                 return ("unsupported", why)
             self._shadow = Shadow(self.vllm_config, self.model, self._load)
-        self._shadow.begin(own, self._tensors)
+        self._shadow.begin(update_info.paths, self._tensors)
         return ("ok", None)
 
     def _begin_patch(self, paths: list[str]) -> tuple[str, Any]:
@@ -132,10 +127,10 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the files, or keep the error and leave the session to be closed by `finish_weight_update`."""
         begun = time.perf_counter()
-        self.outcome = self.check(update_info.paths, update_info.names, update_info.rank_paths)
+        self.outcome = self.check(update_info.paths, update_info.names)
         if self.outcome[0] != "ok":
             return
-        paths = self.own(update_info.paths, update_info.rank_paths)
+        paths = update_info.paths
         patch, self._patch = self._patch, None
         loaded, self._loaded = self._loaded, None
         try:
@@ -158,27 +153,10 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def shutdown(self) -> None:
         """Hold nothing."""
 
-    def own(self, paths: list[str], rank_paths: list[list[str]]) -> list[str]:
-        """The files that this worker reads.
-
-        Raises:
-            IndexError: if there are none for its rank.
-        """
-        return rank_paths[self.vllm_config.parallel_config.rank] if rank_paths else paths
-
-    def check(self, paths: list[str], names: list[str], rank_paths: list[list[str]]) -> tuple[str, Any]:
-        """Whether the files hold all that this worker reads: ("ok", None) or ("refused", why); the model is untouched."""
+    def check(self, paths: list[str], names: list[str]) -> tuple[str, Any]:
+        """Whether the files hold every tensor of the model: ("ok", None) or ("refused", why); the model is untouched."""
         try:
-            own = self.own(paths, rank_paths)
-            partial = [
-                held for held in check_complete(own, names, {TIED_HEAD} if self._tied else set()) if not held.whole
-            ]
-            if partial:
-                reads = self.plan(own).reads
-                for held in partial:
-                    held.check(reads)
-        except CoverageError as error:
-            return ("refused", f"{error}; stage the version anew with what each worker reads, or whole")
+            check_complete(paths, names, {TIED_HEAD} if self._tied else set())
         except Exception as error:  # noqa: BLE001 - see the module's docstring
             return ("refused", str(error) or type(error).__name__)
         return ("ok", None)
@@ -226,28 +204,21 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> list[Coverage]:
+def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> None:
     """Compare the files' headers with the expected names; `optional` ones may be there or not.
 
     A model with part of a fused layer missing computes with uninitialised memory, so this comes before anything else.
 
-    Returns:
-        What each file holds of its tensors.
-
     Raises:
         IncompleteFileError: if tensors are missing, unknown or given twice, or a file cannot be read.
-        CoverageError: if a file does not say what it holds.
     """
     seen: set[str] = set()
-    held = []
     for path in paths:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 names = list(file.keys())
-                metadata = file.metadata()
         except (SafetensorError, OSError) as error:
             raise IncompleteFileError(f"{path} is not a whole safetensors file: {error}; stage it again") from error
-        held.append(Coverage.parse(metadata))
         twice = seen.intersection(names)
         if twice:
             raise IncompleteFileError(f"{path} repeats {sorted(twice)[:3]}; stage the version again")
@@ -257,7 +228,6 @@ def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> l
         raise IncompleteFileError(
             f"tensors do not match the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)})"
         )
-    return held
 
 
 class WorkerExtension(InspectExtension):
@@ -271,14 +241,10 @@ class WorkerExtension(InspectExtension):
         engine = self.weight_transfer_engine
         return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
 
-    def sluice_prepare(
-        self, paths: list[str], names: list[str], rank_paths: list[list[str]] | None = None, patch: bool = False
-    ) -> tuple[str, Any]:
+    def sluice_prepare(self, paths: list[str], names: list[str], patch: bool = False) -> tuple[str, Any]:
         """Begin to build a version beside the one that samples; see `StagedFileEngine.prepare`."""
         try:
-            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(
-                UpdateInfo(paths, names, rank_paths or []), patch=patch
-            )
+            answer: tuple[str, Any] = self.weight_transfer_engine.prepare(UpdateInfo(paths, names), patch=patch)
         except Exception as error:  # noqa: BLE001 - see the module's docstring
             return ("err", f"{type(error).__name__}: {error}")
         return answer

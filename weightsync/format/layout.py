@@ -21,7 +21,6 @@ __all__ = [
     "Entry",
     "LayoutError",
     "parse_header",
-    "parse_metadata",
     "place",
     "render_header",
 ]
@@ -121,18 +120,6 @@ def parse_header(text: bytes | memoryview) -> list[Entry]:
             )
         position = entry.end
     return entries
-
-
-def parse_metadata(text: bytes | memoryview) -> dict[str, str]:
-    """The free facts of a header without its length.
-
-    Raises:
-        LayoutError: if it is not JSON of the right form.
-    """
-    try:
-        return dict(json.loads(bytes(text)).get(_METADATA) or {})
-    except (AttributeError, TypeError, ValueError) as error:
-        raise LayoutError(f"not a safetensors header: {error}; write the shard with safetensors") from error
 
 
 def _entry(name: str, row: Mapping[str, Any]) -> Entry:

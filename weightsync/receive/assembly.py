@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from sluice.versions import Version
-from weightsync.engine.selection import Selection
 from weightsync.receive.delta_shard import DeltaShard
 from weightsync.receive.form_pull import BuildCost, FormPull, run_to_end
 from weightsync.receive.patching import Digests, PatchedFile, slice_digests
 from weightsync.receive.route import Step
-from weightsync.receive.selective import take_selected
 from weightsync.receive.staged_file import copy_file
 from weightsync.receive.staging import StagingError, StagingFile
 
@@ -47,7 +45,6 @@ class Assembly:
         descriptor: The file, open to read and write; emptied at the beginning.
         cost: Grows by what it took.
         local: Read files of this host where they are named.
-        selection: What of a dense form is wanted; None for everything.
     """
 
     def __init__(
@@ -57,13 +54,11 @@ class Assembly:
         cost: BuildCost,
         *,
         local: bool,
-        selection: Selection | None = None,
     ) -> None:
         self._pull = pull
         self._descriptor = descriptor
         self._cost = cost
         self._local = local
-        self._selection = selection
 
     async def follow(self, steps: Sequence[Step], held: HeldVersion | None) -> None:
         """Apply forms one after the other; the file is whole and verified when this returns.
@@ -86,9 +81,6 @@ class Assembly:
             await self._patch(steps, held.digests, limit, copied)
 
     async def _take_dense(self, step: Step) -> None:
-        if self._selection is not None:
-            await take_selected(self._pull, step, self._selection, self._descriptor, self._cost, local=self._local)
-            return
         staging = StagingFile(step.manifest, self._descriptor)
         sinks = {shard.name: staging.sink(shard.name) for shard in step.manifest.shards}
         await self._pull.pull(step, sinks, self._cost, local=self._local)

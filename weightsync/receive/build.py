@@ -6,7 +6,6 @@ the dense form.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -18,7 +17,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.engine.selection import Selection
 from weightsync.metrics import FALLBACKS
 from weightsync.receive.assembly import Assembly, HeldVersion
 from weightsync.receive.form_pull import BuildCost, FormPull, run_to_end
@@ -44,7 +42,6 @@ class VersionBuilder:
         threads: Where files are read, decoded, checked and written.
         limits: How long pulls wait.
         local_files: Read files of this host in place of a transfer, where the service names any.
-        selection: What of each version is wanted; None for everything.
     """
 
     def __init__(
@@ -55,14 +52,12 @@ class VersionBuilder:
         limits: PullLimits,
         *,
         local_files: bool,
-        selection: Selection | None = None,
     ) -> None:
         self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         self._pull = FormPull(pull_call(channel), threads, limits)
         self._run = run
         self._threads = threads
         self._local_files = local_files
-        self._selection = selection
 
     async def build(self, target: pb.Manifest, held: HeldVersion | None, descriptor: int) -> BuildCost:
         """Fill a file with a version, verified.
@@ -90,7 +85,7 @@ class VersionBuilder:
                 if failure is not None:
                     _note_fallback(target, failure, start, local)
                 try:
-                    assembly = Assembly(self._pull, descriptor, cost, local=local, selection=self.selection(target))
+                    assembly = Assembly(self._pull, descriptor, cost, local=local)
                     await assembly.follow(steps, start)
                     await run_to_end(self._threads, partial(_check_against, descriptor, steps[-1].manifest, target))
                 except (PullError, StagingError) as error:
@@ -101,17 +96,6 @@ class VersionBuilder:
             if start is None:
                 break  # that was the dense form
         raise PullError(str(failure)) from failure
-
-    def selection(self, target: pb.Manifest) -> Selection | None:
-        """What is wanted of a version: of each tensor that is not wanted whole; None for everything."""
-        sizes = {each.name: math.prod(each.global_shape) for shard in target.shards for each in shard.tensors}
-        wanted = {} if self._selection is None else self._selection
-        parts = {
-            name: wanted[name]
-            for name, size in sizes.items()
-            if size and wanted.get(name, ((0, size),)) != ((0, size),)
-        }
-        return parts or None
 
     async def _route(self, target: pb.Manifest, base: HeldVersion | None) -> list[Step]:
         """The forms to apply, checked."""

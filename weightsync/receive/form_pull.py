@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,11 +53,6 @@ class FormPull:
         self._call = call
         self._limits = limits
 
-    @property
-    def gap_bytes(self) -> int:
-        """How far apart ranges may lie that are pulled together."""
-        return self._limits.gap_bytes
-
     async def pull(self, step: Step, sinks: Mapping[str, ChunkSink], cost: BuildCost, *, local: bool) -> None:
         """Fill the sinks of all shards, several at a time.
 
@@ -70,20 +65,13 @@ class FormPull:
         Raises:
             PullError, StagingError, OSError: as `pull_range` and `read_local`.
         """
-        whole = [(shard, sinks[shard.name], shard.size_bytes) for shard in step.manifest.shards]
-        await self.pull_parts(step, whole, cost, local=local)
-
-    async def pull_parts(
-        self, step: Step, parts: Sequence[tuple[pb.Shard, ChunkSink, int]], cost: BuildCost, *, local: bool
-    ) -> None:
-        """Fill sinks with parts of shards, several at a time: of each the shard, the sink, and the byte after the last."""
         slots = asyncio.Semaphore(self._limits.streams)
 
-        async def take(shard: pb.Shard, sink: ChunkSink, end: int) -> None:
+        async def pull(shard: pb.Shard) -> None:
             async with slots:
-                await self._pull_part(step, shard, sink, end, cost, local=local)
+                await self._pull_shard(step, shard, sinks[shard.name], cost, local=local)
 
-        tasks = [asyncio.create_task(take(*part)) for part in parts]
+        tasks = [asyncio.create_task(pull(shard)) for shard in step.manifest.shards]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -92,10 +80,8 @@ class FormPull:
             await asyncio.gather(*tasks, return_exceptions=True)
             cost.last_byte_at = time.perf_counter()
 
-    async def _pull_part(
-        self, step: Step, shard: pb.Shard, sink: ChunkSink, end: int, cost: BuildCost, *, local: bool
-    ) -> None:
-        file, before = step.files.get(shard.name), sink.position
+    async def _pull_shard(self, step: Step, shard: pb.Shard, sink: ChunkSink, cost: BuildCost, *, local: bool) -> None:
+        file, before, end = step.files.get(shard.name), sink.position, shard.size_bytes
         if local and file is not None and is_local(file):
             while sink.position < end:
                 until = min(end, sink.position + _LOCAL_BYTES)

@@ -7,7 +7,6 @@ between shows in them.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from mmap import MADV_DONTFORK, mmap
@@ -19,9 +18,8 @@ import xxhash
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import CodecError, Encoding, apply
-from weightsync.engine.selection import Ranges, intersection, region_ranges, scaled
 from weightsync.format.dtypes import DTYPES, all_finite
-from weightsync.format.layout import Entry, LayoutError
+from weightsync.format.layout import LayoutError
 from weightsync.format.manifest import Box, ManifestError, box, check_manifest, manifest_digest
 from weightsync.receive.delta_shard import DeltaShard
 from weightsync.receive.staged_file import read_layout
@@ -100,8 +98,7 @@ class PatchedFile:
         self._check(manifest)
         for shard in manifest.shards:
             for tensor in shard.tensors:
-                if self._held(tensor) is None:
-                    self._verify_slice(tensor)
+                self._verify_slice(tensor)
         if manifest_digest(manifest) != manifest.digest:
             raise StagingError(f"the slices have digest {manifest_digest(manifest)}, announced was {manifest.digest}")
 
@@ -126,45 +123,11 @@ class PatchedFile:
             raise StagingError(f"the delta is of other tensors than its base: {', '.join(different[:5])}")
 
     def _apply_slice(self, tensor: pb.TensorSlice, data: memoryview, *, verify: bool) -> None:
-        held = self._held(tensor)
-        if tensor.encoding != pb.TENSOR_ENCODING_UNCHANGED and held != ():
+        if tensor.encoding != pb.TENSOR_ENCODING_UNCHANGED:
             self._forget(tensor)
-            if held is None:
-                _decode(tensor, data, self._region(tensor))
-            else:
-                self._apply_in_part(tensor, data, held)
-        if verify and held is None:
+            _decode(tensor, data, self._region(tensor))
+        if verify:
             self._verify_slice(tensor)
-
-    def _held(self, tensor: pb.TensorSlice) -> Ranges | None:
-        """What the file holds of a slice, in elements of its tensor; None if that is all of it."""
-        partial = self._layout.coverage.partial.get(tensor.name)
-        if partial is None:
-            return None
-        entry, where = self._layout.entries[tensor.name], box(tensor)
-        strides = [math.prod(entry.shape[axis + 1 :]) for axis in range(len(entry.shape))]
-        first = sum(offset * stride for offset, stride in zip(where.offsets, strides, strict=True))
-        wanted = region_ranges(first, where.sizes, strides)
-        held = intersection(partial, wanted)
-        return None if held == wanted else held
-
-    def _apply_in_part(self, tensor: pb.TensorSlice, data: memoryview, held: Ranges) -> None:
-        """Renew what the file holds of a slice. Its holes are not even read: memory would fill them.
-
-        The slice's digest says nothing of parts; the delta's file has been compared with its own.
-        """
-        entry = self._layout.entries[tensor.name]
-        begin = self._layout.data_begin + entry.begin
-        kept = self._bytes[begin : begin + entry.size]
-        scratch = np.zeros(entry.size, dtype=np.uint8)
-        held = scaled(held, DTYPES[entry.dtype].size)
-        for first, last in held:
-            scratch[first:last] = kept[first:last]
-        _decode(tensor, data, _region_of(scratch, entry, box(tensor)))
-        for first, last in held:
-            if not all_finite(scratch[first:last].data, DTYPES[tensor.dtype]):
-                raise StagingError(f"tensor {tensor.name} holds NaN or infinite values")
-            kept[first:last] = scratch[first:last]
 
     def _verify_slice(self, tensor: pb.TensorSlice) -> None:
         if self._known[tensor.name].get(box(tensor)) == tensor.digest:
@@ -185,12 +148,8 @@ class PatchedFile:
         """The slice in the file, with the bytes of an element as last dimension; a view."""
         entry = self._layout.entries[tensor.name]
         begin = self._layout.data_begin + entry.begin
-        return _region_of(self._bytes[begin : begin + entry.size], entry, box(tensor))
-
-
-def _region_of(octets: Bytes, entry: Entry, where: Box) -> Bytes:
-    whole = octets.reshape(*entry.shape, DTYPES[entry.dtype].size)
-    return whole[tuple(slice(offset, offset + size) for offset, size in zip(*where, strict=True))]
+        octets = self._bytes[begin : begin + entry.size].reshape(*entry.shape, DTYPES[entry.dtype].size)
+        return octets[tuple(slice(offset, offset + size) for offset, size in zip(*box(tensor), strict=True))]
 
 
 def _decode(tensor: pb.TensorSlice, data: memoryview, region: Bytes) -> None:

@@ -67,7 +67,6 @@ class PullLimits:
         copy_wait_s: Seconds to wait while another process of the host stages the same version.
         room_wait_s: Seconds to wait until receivers of the host have let go of older versions, so that base and one staged
             copy are all that lies in memory; then what is free decides.
-        gap_bytes: Of a selection, ranges that lie at most so far apart are pulled together: to ask costs as much.
     """
 
     deadline_s: float = 3600.0
@@ -77,7 +76,6 @@ class PullLimits:
     streams: int = 4
     copy_wait_s: float = 600.0
     room_wait_s: float = 10.0
-    gap_bytes: int = 256 << 10
 
 
 @dataclass(frozen=True, slots=True)

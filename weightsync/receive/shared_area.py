@@ -32,8 +32,7 @@ _BUILD = ".build"
 _PART = ".part"
 _FILE = ".safetensors"
 _OTHERS_MAY_WRITE = 0o022
-_DIGEST = re.compile(r"[0-9a-z]+(-[0-9a-z]+)?")
-"""A version's digest, and what tells apart the parts of the model that are wanted."""
+_DIGEST = re.compile(r"[0-9a-z]+")
 _ATTEMPTS = 100
 """Races with processes that remove what was just opened; each is lost only to one that got further."""
 _PAUSE_S = 0.01
@@ -167,10 +166,10 @@ class SharedArea:
         return Claim(path, descriptor, lock)
 
     def others(self, path: Path) -> list[Path]:
-        """The files of the same parts of the model that are staged or on the way besides one; those of the dead are removed."""
+        """Return the files that are staged or on the way besides one. Those of dead processes are removed."""
         _sweep(self.path)
         found = {each.with_suffix(_FILE) for suffix in (_FILE, _PART) for each in self.path.glob(f"*{suffix}")}
-        return sorted(each for each in found - {path} if _parts(each) == _parts(path))
+        return sorted(found - {path})
 
     def check_room(self, needed: int) -> None:
         """Whether there is memory for a file.
@@ -231,11 +230,6 @@ class SharedArea:
 def version_of(path: Path) -> Version:
     """The version that a staged file's name stands for."""
     return Version.parse(path.stem.split("-")[0].removeprefix("v"))
-
-
-def _parts(path: Path) -> list[str]:
-    """What the name says behind version and digest: which parts of the model the file holds."""
-    return path.stem.split("-")[2:]
 
 
 def remove_stale(parent: Path) -> list[Path]:

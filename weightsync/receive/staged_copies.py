@@ -13,7 +13,6 @@ import structlog
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.engine.selection import fingerprint
 from weightsync.format.dtypes import DTYPES
 from weightsync.format.manifest import box
 from weightsync.receive.assembly import HeldVersion
@@ -77,8 +76,7 @@ class StagedCopies:
         """
         started = time.perf_counter()
         version = Version.from_proto(manifest.version)
-        parts = self._builder.selection(manifest)
-        path = self._area.file(version, manifest.digest + ("" if parts is None else f"-{fingerprint(parts)}"))
+        path = self._area.file(version, manifest.digest)
         held = self._held(current)
         build = partial(self._builder.build, manifest, held)
         base, needed = None if held is None else held.path, _dense_bytes(manifest)

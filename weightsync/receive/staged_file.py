@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from weightsync.engine.coverage import Coverage, CoverageError
 from weightsync.format.layout import (
     HEADER_LENGTH_BYTES,
     MAX_HEADER_BYTES,
     Entry,
     LayoutError,
     parse_header,
-    parse_metadata,
 )
 
 __all__ = ["FileLayout", "copy_file", "read_layout", "write_all"]
@@ -34,13 +31,11 @@ class FileLayout:
         data_begin: First byte behind the header.
         entries: Its tensors by name; their positions count from `data_begin`.
         size: Bytes of the file.
-        coverage: What it holds of them.
     """
 
     data_begin: int
     entries: Mapping[str, Entry]
     size: int
-    coverage: Coverage = field(default_factory=Coverage)
 
 
 def read_layout(descriptor: int) -> FileLayout:
@@ -60,11 +55,7 @@ def read_layout(descriptor: int) -> FileLayout:
     end = begin + (entries[-1].end if entries else 0)
     if end != size:
         raise LayoutError(f"header and tensors make {end} bytes, the file has {size}")
-    try:
-        coverage = Coverage.parse(parse_metadata(text))
-    except CoverageError as error:
-        raise LayoutError(str(error)) from error
-    return FileLayout(begin, {entry.name: entry for entry in entries}, size, coverage)
+    return FileLayout(begin, {entry.name: entry for entry in entries}, size)
 
 
 def write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
@@ -80,7 +71,7 @@ def write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
 
 
 def copy_file(source: Path, descriptor: int, stop: threading.Event) -> None:
-    """Copy a file into an open, empty one; other threads run meanwhile. Holes stay holes.
+    """Copy a file into an open, empty one; other threads run meanwhile.
 
     Reading through a map and writing by calls is twice as fast on tmpfs as `os.copy_file_range` or two maps, and a full
     memory is an error instead of a signal.
@@ -99,24 +90,8 @@ def copy_file(source: Path, descriptor: int, stop: threading.Event) -> None:
             return
         os.ftruncate(descriptor, size)
         with mmap(file.fileno(), size, access=ACCESS_READ) as mapped, memoryview(mapped) as view:
-            for first, last in _extents(file.fileno(), size):
-                for begin in range(first, last, _COPY_BYTES):
-                    if stop.is_set():
-                        return
-                    with view[begin : min(begin + _COPY_BYTES, last)] as part:
-                        write_all(descriptor, part, begin)
-
-
-def _extents(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file that are no holes."""
-    position = 0
-    while position < size:
-        try:
-            position = os.lseek(descriptor, position, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # holes up to the end
-                return
-            raise
-        end = os.lseek(descriptor, position, os.SEEK_HOLE)
-        yield position, end
-        position = end
+            for begin in range(0, size, _COPY_BYTES):
+                if stop.is_set():
+                    return
+                with view[begin : begin + _COPY_BYTES] as part:
+                    write_all(descriptor, part, begin)
