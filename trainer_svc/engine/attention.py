@@ -96,11 +96,13 @@ class AttentionPlan:
             Ragged.of(segments, packed_tokens),
         )
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
-        """Copy the indices to a device."""
-        blocks = tuple(block.to(device, non_blocking=non_blocking) for block in self.blocks)
-        sources = self.sources.to(device, non_blocking=non_blocking)
-        ragged = None if self.ragged is None else self.ragged.to(device, non_blocking=non_blocking)
+    def to(self, device: torch.device) -> Self:
+        """Copy the indices from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
+        if device.type == "cpu":
+            return self
+        blocks = tuple(block.pin_memory().to(device, non_blocking=True) for block in self.blocks)
+        sources = self.sources.pin_memory().to(device, non_blocking=True)
+        ragged = None if self.ragged is None else self.ragged.to(device)
         return replace(self, blocks=blocks, sources=sources, ragged=ragged)
 
 

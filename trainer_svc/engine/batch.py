@@ -178,13 +178,15 @@ class MicroBatch:
         return int(self.input_ids.shape[1])
 
     def to(self, device: torch.device) -> Self:
-        """Copy the tensors to a device; a no-op where they are there already."""
+        """Copy the tensors from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name in self.__slots__
-            if isinstance(value := getattr(self, name), (torch.Tensor, AttentionPlan))
-        }
+        moved: dict[str, Any] = {}
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, AttentionPlan):
+                moved[name] = value.to(device)
+            elif isinstance(value, torch.Tensor):
+                moved[name] = value.pin_memory().to(device, non_blocking=True)
         kept = {name: getattr(self, name) for name in self.__slots__ if name not in moved}
         return type(self)(**kept, **moved)

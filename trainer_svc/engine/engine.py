@@ -174,15 +174,19 @@ class TrainEngine:
             ValueError: if a token id is outside of the vocabulary.
         """
         batches, _ = micro_batches(self, sequences)
-        results = [torch.full((len(sequence),), torch.nan) for sequence in sequences]
+        read: list[torch.Tensor] = []
 
-        def keep(outputs: Outputs, batch: MicroBatch) -> None:
-            counts = [int(sequence.loss_mask.sum()) for sequence in batch.sequences]
-            read = outputs.values if values and outputs.values is not None else outputs.main
-            for index, part in zip(batch.order, read.float().cpu().split(counts), strict=True):
-                results[index][sequences[index].loss_mask] = part
+        def keep(outputs: Outputs, _: MicroBatch) -> None:
+            read.append((outputs.values if values and outputs.values is not None else outputs.main).float())
 
         self.runner.evaluate(batches, keep)
+        results = [torch.full((len(sequence),), torch.nan) for sequence in sequences]
+        if read:
+            found = [index for batch in batches for index in batch.order]
+            counts = [int(sequences[index].loss_mask.sum()) for index in found]
+            # One copy from the device, for which the host waits, and not one per micro-batch.
+            for index, part in zip(found, torch.cat(read).cpu().split(counts), strict=True):
+                results[index][sequences[index].loss_mask] = part
         return results
 
     def step(self, record: StepRecord) -> None:

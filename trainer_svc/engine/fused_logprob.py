@@ -147,13 +147,8 @@ def _rows(
     return Rows(factors * scale if scaled else factors, scale, targets.unsqueeze(1), scaled)
 
 
-def _arrived(
-    grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What autograd brings, as columns; zeros for what did not take part."""
-    given = (grad_logprobs, grad_entropy)
-    logprobs, entropy = (torch.zeros_like(like) if each is None else each.to(like.dtype).unsqueeze(1) for each in given)
-    return logprobs, entropy
+def _column(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return values.to(rows.scale.dtype).unsqueeze(1)
 
 
 def _view(scratch: torch.Tensor, rows: Rows, block: Block) -> torch.Tensor:
@@ -236,8 +231,12 @@ class _FusedLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is
     def backward(ctx: Any, grad_logprobs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> Any:  # noqa: ANN401
         hidden, weight, bias, targets, temperatures, log_sum, spread, *kept = ctx.saved_tensors
         rows = _rows(hidden, targets, temperatures, ctx.factor, bias)
-        columns = (log_sum, spread, *_arrived(grad_logprobs, grad_entropy, rows.scale))
-        chunks = [RowGradient(rows[place], *(each[place] for each in columns)) for place in ctx.work.chunks()]
+        arrived = torch.zeros_like(rows.scale) if grad_logprobs is None else _column(grad_logprobs, rows)
+        columns = (log_sum, spread, arrived, None if grad_entropy is None else _column(grad_entropy, rows))
+        chunks = [
+            RowGradient(rows[place], *(None if each is None else each[place] for each in columns))
+            for place in ctx.work.chunks()
+        ]
         by_weight, by_bias = _look_back(chunks, Head(weight, bias, ctx.start), ctx.work, kept, ctx.needs_input_grad)
         by_hidden = None
         if ctx.needs_input_grad[0]:

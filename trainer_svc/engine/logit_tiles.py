@@ -145,29 +145,30 @@ class RowGradient:
     temperature, it is g 1[target] - p (g + e (log p + H)), over T for logits before the division by T.
 
     Args:
-        rows: The tokens. Those for which nothing arrives are left out of all work.
+        rows: The tokens. On a CPU those for which nothing arrives are left out of all work; elsewhere the host would have to
+            wait for the device to learn how many these are.
         log_sum: Their log-sum-exp.
-        spread: Their entropy; read where `e` is not zero.
+        spread: Their entropy; read where `e` is given.
         g: Column of what arrives for the log-probabilities.
-        e: Column of what arrives for the entropies.
+        e: Column of what arrives for the entropies; None: nothing.
     """
 
     def __init__(
-        self, rows: Rows, log_sum: torch.Tensor, spread: torch.Tensor, g: torch.Tensor, e: torch.Tensor
+        self, rows: Rows, log_sum: torch.Tensor, spread: torch.Tensor, g: torch.Tensor, e: torch.Tensor | None
     ) -> None:
         self._tokens = len(rows)
-        active = ((g != 0) | (e != 0)).flatten().nonzero().flatten()
-        self._active = active if len(active) < len(rows) else None
+        self._active = _active(g, e) if g.device.type == "cpu" else None
         if self._active is not None:
-            rows, log_sum, spread, g, e = (each[active] for each in (rows, log_sum, spread, g, e))
+            rows, log_sum, spread, g = (each[self._active] for each in (rows, log_sum, spread, g))
+            e = None if e is None else e[self._active]
         self.rows = rows
         self._hidden = torch.zeros_like(rows.hidden, dtype=rows.scale.dtype)
         self._log_sum = log_sum.to(rows.scale.dtype)
-        g, e = (g, e) if rows.scaled else (g * rows.scale, e * rows.scale)
-        self._at_target = g
-        self._slope = -e if bool(e.any()) else None
+        self._at_target = g if rows.scaled else g * rows.scale
+        self._slope = None
         self._level = -self._at_target
-        if self._slope is not None:
+        if e is not None:
+            self._slope = -e if rows.scaled else -e * rows.scale
             self._level += self._slope * spread.to(rows.scale.dtype)
 
     def tile(self, block: Block, logits: torch.Tensor | None, out: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
@@ -204,6 +205,13 @@ class RowGradient:
             return own
         zeros = own.new_zeros(self._tokens, own.shape[1])
         return zeros.index_copy_(0, self._active, own)
+
+
+def _active(g: torch.Tensor, e: torch.Tensor | None) -> torch.Tensor | None:
+    """Places of the tokens for which something arrives; None if these are all."""
+    arrived = g != 0 if e is None else (g != 0) | (e != 0)
+    places = arrived.flatten().nonzero().flatten()
+    return places if len(places) < len(g) else None
 
 
 class HeadGradient:

@@ -20,6 +20,10 @@ from trainer_svc.parallel.ranks import ALONE, Ranks
 __all__ = ["StepMetrics", "StepRecord"]
 
 
+LOSS = "step/loss"
+"""The loss among the sums; a loss function's own names have no such prefix."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Report of one step, over all ranks.
@@ -140,8 +144,9 @@ class StepRecord:
     def totals(self) -> dict[str, float]:
         """Sums over micro-batches and ranks, loss and sizes among them as ``step/<name>``; computed once."""
         if self._totals is None:
+            summed = self._summed()
             own = {
-                "loss": float(torch.stack(self._loss).double().sum()) if self._loss else 0.0,
+                "loss": summed.pop(LOSS),
                 "sequences": len(self._sequences),
                 "tokens": sum(map(len, self._sequences)),
                 "loss_tokens": sum(int(each.loss_mask.sum()) for each in self._sequences),
@@ -152,15 +157,22 @@ class StepRecord:
                 "pairs": self._pairs,
                 "scored": self._scored,
             }
-            self._totals = self._ranks.combine({f"step/{name}": value for name, value in own.items()} | self._summed())
+            self._totals = self._ranks.combine({f"step/{name}": value for name, value in own.items()} | summed)
         return self._totals
 
     def _summed(self) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for name in sorted({name for sums in self._sums for name in sums}):
-            values = torch.stack([sums[name].double() for sums in self._sums if name in sums])
-            totals[name] = float(values.max() if name.startswith("max_") else values.sum())
-        return totals
+        """The loss and the loss function's sums over this rank's micro-batches, read from the device at once."""
+        columns: dict[str, list[torch.Tensor]] = defaultdict(list)
+        for loss, sums in zip(self._loss, self._sums, strict=True):
+            for name, value in {**sums, LOSS: loss}.items():
+                columns[name].append(value.double())
+        if not columns:
+            return {LOSS: 0.0}
+        totals = [
+            torch.stack(values).max() if name.startswith("max_") else torch.stack(values).sum()
+            for name, values in columns.items()
+        ]
+        return dict(zip(columns, torch.stack(totals).cpu().tolist(), strict=True))
 
     def finish(self) -> StepMetrics:
         """The report."""

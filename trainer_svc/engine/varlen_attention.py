@@ -83,14 +83,16 @@ class Ragged:
             longest_key=max(lengths),
         )
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Self:
-        """Copy the indices to a device."""
-        keys = None if self.keys is None else self.keys.to(device, non_blocking=non_blocking)
+    def to(self, device: torch.device) -> Self:
+        """Copy the indices from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
+        if device.type == "cpu":
+            return self
+        keys = None if self.keys is None else self.keys.pin_memory().to(device, non_blocking=True)
         return replace(
             self,
             keys=keys,
-            query_bounds=self.query_bounds.to(device, non_blocking=non_blocking),
-            key_bounds=self.key_bounds.to(device, non_blocking=non_blocking),
+            query_bounds=self.query_bounds.pin_memory().to(device, non_blocking=True),
+            key_bounds=self.key_bounds.pin_memory().to(device, non_blocking=True),
         )
 
 
