@@ -176,7 +176,7 @@ class TrainerConfig(ComputeConfig):
 
     @model_validator(mode="after")
     def _trains_on_samples(self) -> Self:
-        if not self.objective.choices.preset.needs_behaviour and not self.objective.choices.preset.needs_teacher:
+        if not self.objective.resolved.needs_behaviour and not self.objective.resolved.needs_teacher:
             raise ValueError(
                 f"objective {self.objective.preset} needs demonstrations: use `sluice sft`, or one of {', '.join(RL_PRESETS)}"
             )
@@ -184,24 +184,24 @@ class TrainerConfig(ComputeConfig):
 
     @model_validator(mode="after")
     def _has_what_the_objective_reads(self) -> Self:
-        choices = self.objective.choices
-        if choices.needs_reference and not self.reference.model:
+        objective = self.objective.resolved
+        if objective.needs_reference and not self.reference.model:
             raise ValueError(
-                f"objective {choices.name} has a KL term of weight {choices.kl_coef:g} but there is no reference policy: set reference.model to base"
+                f"objective {objective.name} has a KL term of weight {objective.kl_coef:g} but there is no reference policy: set reference.model to base"
                 " (or to batch, if every trajectory brings ref_logprobs), or objective.kl_coef to 0"
             )
-        if choices.preset.needs_teacher and not self.teacher.model:
+        if objective.needs_teacher and not self.teacher.model:
             raise ValueError(
-                f"objective {choices.name} follows a teacher and none is named: set teacher.model to its directory, or to batch if every"
+                f"objective {objective.name} follows a teacher and none is named: set teacher.model to its directory, or to batch if every"
                 " trajectory brings teacher_logprobs"
             )
-        if choices.needs_critic and not self.critic.shared and not self.critic.model:
+        if objective.needs_critic and not self.critic.shared and not self.critic.model:
             raise ValueError(
                 "advantage gae needs the values of a critic: set critic.model to base or a directory, critic.shared to true, or take an"
                 " objective whose advantages need none"
             )
         offloaded = self.optimizer_offload and self.critic.optimizer == "muon" and not self.critic.shared
-        if choices.needs_critic and offloaded:
+        if objective.needs_critic and offloaded:
             raise ValueError(
                 "optimizer_offload holds for the critic too and cannot step its Muon: set critic.optimizer to adamw, or optimizer_offload to false"
             )
@@ -209,20 +209,20 @@ class TrainerConfig(ComputeConfig):
 
     @model_validator(mode="after")
     def _has_nothing_that_the_objective_does_not_read(self) -> Self:
-        choices = self.objective.choices
-        if not choices.needs_reference and self.reference != ReferenceConfig():
+        objective = self.objective.resolved
+        if not objective.needs_reference and self.reference != ReferenceConfig():
             raise ValueError(
-                f"the reference policy is read by a KL term, and objective {choices.name} has none: remove the table reference,"
+                f"the reference policy is read by a KL term, and objective {objective.name} has none: remove the table reference,"
                 " or set objective.kl_coef above 0"
             )
-        if not choices.preset.needs_teacher and self.teacher != TeacherConfig():
+        if not objective.needs_teacher and self.teacher != TeacherConfig():
             raise ValueError(
-                f"the teacher is read by the objective distill, and this one is {choices.name}: remove the table teacher,"
+                f"the teacher is read by the objective distill, and this one is {objective.name}: remove the table teacher,"
                 " or set objective.preset to distill"
             )
-        if not choices.needs_critic and self.critic != CriticConfig():
+        if not objective.needs_critic and self.critic != CriticConfig():
             raise ValueError(
-                f"the critic is read by the advantage gae, and objective {choices.name} has {choices.advantage or 'none'}: remove the table critic,"
+                f"the critic is read by the advantage gae, and objective {objective.name} has {objective.advantage or 'none'}: remove the table critic,"
                 " or set objective.preset to ppo"
             )
         return self

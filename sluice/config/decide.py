@@ -237,17 +237,17 @@ def _check_adapters(run: CommonConfig) -> None:
 
 def _check_estimators(run: CommonConfig) -> None:
     """Refuse advantages that are estimated on both sides, or on none."""
-    choices = _choices(run)
+    objective = _objective(run)
     advantage = getattr(_section(run, "orchestrator"), "advantage", None)
-    if choices is None or advantage is None:
+    if objective is None or advantage is None:
         return
     try:
-        check_sides(advantage, choices.advantage if choices.runs_estimator else "")
+        check_sides(advantage, objective.advantage if objective.runs_estimator else "")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if advantage == "none" and choices.advantage:
+    if advantage == "none" and objective.advantage:
         raise ConfigError(
-            f"orchestrator.advantage is none, but objective {choices.name} reads advantages: set it to {choices.advantage}, or"
+            f"orchestrator.advantage is none, but objective {objective.name} reads advantages: set it to {objective.advantage}, or"
             " choose another trainer.objective"
         )
 
@@ -265,6 +265,6 @@ def _check_columns(run: CommonConfig) -> None:
             )
 
 
-def _choices(run: CommonConfig) -> Any:  # noqa: ANN401 - a property of a package that this one does not import
+def _objective(run: CommonConfig) -> Any:  # noqa: ANN401 - a property of a package that this one does not import
     """What the trainer's objective consists of; None where its package has none."""
-    return getattr(getattr(_section(run, "trainer"), "objective", None), "choices", None)
+    return getattr(getattr(_section(run, "trainer"), "objective", None), "resolved", None)

@@ -16,7 +16,7 @@ from trainer_svc.engine.attention import PACKED_ATTENTION
 from trainer_svc.engine.batch import Sequence, VersionSpan
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.trainable import keep_trainable, with_whole_batch_facts
+from trainer_svc.objectives.trainable import keep_trainable, with_batch_facts
 from trainer_svc.update.columns import with_logprobs, with_values
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
@@ -211,8 +211,8 @@ def test_recomputed_stays_the_policy_that_the_update_began_with(model_dir):
 def test_the_share_of_the_log_linear_form_follows_from_the_age_of_each_token():
     objective = Objective.of(settings("grpo", {"proximal": "loglinear", "correction": {"kind": "token_tis"}}).objective)
     spans = tuple(VersionSpan(2 + i, Version(1, number)) for i, number in enumerate((0, 2, 3, 4)))
-    (shared,) = with_whole_batch_facts(
-        [replace(row([5, 6], [7, 8, 9, 10]), versions=spans)], objective, lambda version: 4 - version.number
+    (shared,) = with_batch_facts(
+        [replace(row([5, 6], [7, 8, 9, 10]), versions=spans)], objective.resolved, lambda version: 4 - version.number
     )
     assert shared.proximal_share[2:].tolist() == pytest.approx([3 / 4, 1 / 2, 0, 0])
 
@@ -220,7 +220,7 @@ def test_the_share_of_the_log_linear_form_follows_from_the_age_of_each_token():
 def test_rows_know_their_group_before_ranks_tear_it_apart():
     objective = Objective.of(settings("grpo").objective)
     holed = row([5], [6, 7], group="g", name="b", behaviour=torch.tensor([-1.0, torch.nan]))
-    rows = with_whole_batch_facts([row([5], [6, 7], group="g"), holed, row([5], [6])], objective, lambda _: 0)
+    rows = with_batch_facts([row([5], [6, 7], group="g"), holed, row([5], [6])], objective.resolved, lambda _: 0)
     assert [each.group_loss_tokens for each in rows] == [3, 3, 0]
 
 
@@ -237,9 +237,9 @@ def test_a_group_is_worth_as_much_as_another_whatever_column_lacks_a_token():
     rows = [member] + [
         replace(member, behaviour_logprobs=torch.zeros(3), **{name: values}) for name, values in holes.items()
     ]
-    counted = with_whole_batch_facts([*rows, row([5], [6, 7], group="h", reference=-1.0)], objective, lambda _: 0)
+    counted = with_batch_facts([*rows, row([5], [6, 7], group="h", reference=-1.0)], objective.resolved, lambda _: 0)
     assert [each.group_loss_tokens for each in counted] == [3, 3, 3, 2]
-    trained, _ = keep_trainable(counted, objective)
+    trained, _ = keep_trainable(counted, objective.resolved)
     assert objective.weight(trained) == pytest.approx(2.0), "two groups"
 
 

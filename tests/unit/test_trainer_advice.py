@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.objectives.advice import estimator_warning
+from trainer_svc.objectives.step_warnings import estimator_warning
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from trainer_svc.objectives.advice import estimator_warning
     ],
 )
 def test_other_advantages_than_a_preset_was_published_with_are_warned_of(preset, estimator, warned):
-    warning = estimator_warning(ObjectiveConfig(preset=preset).choices, estimator)
+    warning = estimator_warning(ObjectiveConfig(preset=preset).resolved, estimator)
     assert bool(warning) == warned
     assert warning is None or "set orchestrator.advantage to " in warning
 

@@ -16,7 +16,6 @@ from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.batch import Sequence, VersionSpan
-from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.trainable import trainable
 from trainer_svc.service.consumption import Batch, Consumption, OnStale, consume
 from trainer_svc.service.convert import Sample
@@ -65,7 +64,7 @@ def consumed(
 ) -> Consumption:
     target = Version(now.epoch, now.number + 1)
     batch = Batch("b", target.number, target, max_staleness, on_stale, estimator, samples)
-    objective = Objective.of(ObjectiveConfig(preset="grpo" if reads_behaviour else "distill"))
+    objective = ObjectiveConfig(preset="grpo" if reads_behaviour else "distill").resolved
     return consume(batch, now, lineage, partial(trainable, objective=objective))
 
 

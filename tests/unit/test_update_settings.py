@@ -86,4 +86,4 @@ def test_what_the_trainer_estimates_needs_no_group(advantage: str) -> None:
 
 def test_the_example_names_one_estimator_on_both_sides() -> None:
     run = load_run(["@", str(EXAMPLE / "ppo.toml"), "--model", "anything"])
-    assert run.orchestrator.advantage == run.trainer.objective.choices.advantage == "gae"
+    assert run.orchestrator.advantage == run.trainer.objective.resolved.advantage == "gae"

@@ -1,4 +1,4 @@
-"""How token losses become one number: a factor per token, and the divisor that only whole-batch counts enter.
+"""How token losses become one number: a factor per token, and a divisor that only counts of the whole batch enter.
 
 | aggregation | factor of a token | divisor |
 |---|---|---|
@@ -24,7 +24,7 @@ __all__ = ["divisor", "token_factors", "with_group_tokens"]
 
 
 def with_group_tokens(sequences: Rows[Sequence]) -> list[Sequence]:
-    """Write into each row how many loss tokens its group has, where nobody has counted them; a row without a group is its own."""
+    """Return the rows with the number of loss tokens of their group, unless they have it. A row without a group is its own."""
     counts: Counter[str] = Counter()
     for sequence in sequences:
         counts[sequence.group_id] += int(sequence.loss_mask.sum())
@@ -37,7 +37,7 @@ def with_group_tokens(sequences: Rows[Sequence]) -> list[Sequence]:
 
 
 def token_factors(aggregation: Aggregation, batch: MicroBatch, dtype: torch.dtype) -> PerToken:
-    """Return what the loss of each loss token of a micro-batch is multiplied by, on the micro-batch's device."""
+    """Return the factor of each loss token of a micro-batch, on the micro-batch's device."""
     match aggregation:
         case "token" | "constant":
             return torch.ones_like(batch.owners, dtype=dtype)
@@ -48,17 +48,17 @@ def token_factors(aggregation: Aggregation, batch: MicroBatch, dtype: torch.dtyp
 
 
 def divisor(aggregation: Aggregation, sequences: Rows[Sequence], max_tokens: int | None = None) -> float:
-    """These sequences' share of what the summed loss is divided by.
+    """Return these sequences' share of the divisor of the summed loss.
 
     Args:
         aggregation: How token losses become one number.
-        sequences: Any part of the batch; shares of disjoint parts add up.
-        max_tokens: Divisor of `constant`.
+        sequences: Any part of the batch; the shares of disjoint parts add up.
+        max_tokens: Read by `constant`.
 
     Raises:
-        ValueError: if `constant` lacks it.
+        ValueError: if `constant` lacks `max_tokens`.
     """
-    counts = [_tokens(sequence) for sequence in sequences]
+    counts = [int(sequence.loss_mask.sum()) for sequence in sequences]
     match aggregation:
         case "token":
             return float(sum(counts))
@@ -71,7 +71,3 @@ def divisor(aggregation: Aggregation, sequences: Rows[Sequence], max_tokens: int
             if max_tokens is None:
                 raise ValueError("aggregation constant divides by max_tokens: set it")
             return float(sum(count > 0 for count in counts) * max_tokens)
-
-
-def _tokens(sequence: Sequence) -> int:
-    return int(sequence.loss_mask.sum())

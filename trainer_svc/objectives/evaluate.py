@@ -1,4 +1,4 @@
-"""An objective on numbers given by the user, by the code that trains: the same rows, terms, factors and divisor."""
+"""Evaluate a `Case` with the code that trains: the same rows, terms, factors and divisor."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.packing import pack
 from trainer_svc.objectives.aggregation import with_group_tokens
-from trainer_svc.objectives.case import Case, CaseSequence, Column
-from trainer_svc.objectives.diagnostics import finish
-from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.command import Case, CaseSequence, Column
+from trainer_svc.objectives.objective import Objective, finish
 from trainer_svc.objectives.prepare import with_advantages, with_proximal_share, with_selection
+from trainer_svc.objectives.surrogates import clipped_value_loss
 from trainer_svc.objectives.trainable import keep_trainable
-from trainer_svc.objectives.value_loss import clipped_value_loss
 
 __all__ = ["evaluate"]
 
 
 def evaluate(case: Case) -> dict[str, Any]:
-    """Loss, gradient and metrics of a case, in float64.
+    """Return loss, gradient and metrics of a case, in float64.
 
     Returns:
-        `loss`; `grad`, d loss / d logp, one list per sequence; `metrics`, numbers by name. `advantages` where they were
-        computed, `value_loss` and `value_grad` where there are values and returns, in the same shape.
+        `loss`; `grad`: d loss / d logp, one list per sequence; `metrics`: numbers by name; `advantages` if they were computed;
+        `value_loss` and `value_grad` (shaped like `grad`) if there are values and returns.
 
     Raises:
         ValueError: if the case lacks what its objective reads.
     """
     objective = Objective.of(case.objective())
-    kept, dropped = keep_trainable(_rows(case, objective), objective)
+    kept, dropped = keep_trainable(_rows(case, objective), objective.resolved)
     kept = with_group_tokens(kept)
     weight = objective.weight(kept)
     if weight == 0:
@@ -44,7 +43,7 @@ def evaluate(case: Case) -> dict[str, Any]:
     entropy = [_column(each.entropy) for each in case.sequences]
     (batch,) = pack(kept, token_budget=1 << 40, fold=False)
     has_entropy = all(each.entropy is not None for each in case.sequences)
-    if objective.needs_entropy and not has_entropy:
+    if objective.resolved.needs_entropy and not has_entropy:
         raise ValueError("entropy_coef is above 0: give every sequence its entropy, one number per token")
     outputs = Outputs(_packed(logp, batch), _packed(entropy, batch) if has_entropy else None)
     summed, sums = objective.loss(outputs, batch)
@@ -57,43 +56,43 @@ def evaluate(case: Case) -> dict[str, Any]:
         | {"loss_tokens": float(sum(int(each.loss_mask.sum()) for each in kept)), "divisor": weight}
         | {f"dropped_tokens/{cause}": float(count) for cause, count in dropped.items()},
     }
-    if objective.needs_behaviour and not case.gives_advantages:
+    if objective.resolved.needs_behaviour and not case.gives_advantages:
         result["advantages"] = [each.advantages[1:].tolist() for each in kept]
     return result | _value_loss(case, objective, kept)
 
 
 def _rows(case: Case, objective: Objective) -> list[Sequence]:
-    """The sequences as the trainer receives them, with the advantages that follow from rewards alone."""
+    """Return the sequences as the trainer receives them, with advantages that need only rewards."""
     rows = [_row(each, index, objective) for index, each in enumerate(case.sequences)]
-    choices = objective.choices
-    if objective.needs_behaviour and not case.gives_advantages and not choices.runs_estimator:
-        return _estimated(case, rows, choices.advantage)
+    settings = objective.resolved
+    if objective.resolved.needs_behaviour and not case.gives_advantages and not settings.runs_estimator:
+        return _estimated(case, rows, settings.advantage)
     return rows
 
 
 def _prepared(case: Case, objective: Objective, rows: list[Sequence]) -> list[Sequence]:
-    """The rows with what has to be known about the whole batch: of the tokens that can be trained, as in the trainer."""
-    choices = objective.choices
-    if choices.proximal == "loglinear":
+    """Return the rows with the facts about the whole batch, computed over the trainable tokens, as in the trainer."""
+    settings = objective.resolved
+    if settings.proximal == "loglinear":
         if case.version is None or any(each.versions is None for each in case.sequences):
             raise ValueError("proximal = loglinear needs version, and versions in every sequence")
         pairs = zip(case.sequences, rows, strict=True)
         ages = [case.version - _column(each.versions)[row.loss_mask[1:]] for each, row in pairs]
         rows = with_proximal_share(rows, ages)
-    if objective.needs_behaviour and not case.gives_advantages and choices.runs_estimator:
+    if objective.resolved.needs_behaviour and not case.gives_advantages and settings.runs_estimator:
         bootstraps = [each.bootstrap for each in case.sequences]
         known = [value for value in bootstraps if value is not None]
-        rows = with_advantages(rows, choices, bootstraps=known if len(known) == len(rows) else None)
-    return with_selection(rows, choices)
+        rows = with_advantages(rows, settings, bootstraps=known if len(known) == len(rows) else None)
+    return with_selection(rows, settings)
 
 
 def _row(case: CaseSequence, index: int, objective: Objective) -> Sequence:
-    """A row with a token before the first, since something has to predict it."""
-    if objective.needs_behaviour and case.behaviour_logp is None:
-        raise ValueError(f"sequences[{index}] has no behaviour_logp, which {objective.choices.name} reads: add it")
+    """Return a training row. It has one token more, before the first one, because something must predict that."""
+    if objective.resolved.needs_behaviour and case.behaviour_logp is None:
+        raise ValueError(f"sequences[{index}] has no behaviour_logp, which {objective.resolved.name} reads: add it")
     proximal = case.proximal_logp
-    if objective.needs_proximal and proximal is None:
-        if objective.choices.preset.proximal == "bypass":
+    if objective.resolved.needs_proximal and proximal is None:
+        if objective.resolved.preset.proximal == "bypass":
             raise ValueError(f"sequences[{index}] has no proximal_logp, which the decoupled form reads: add it")
         proximal = case.behaviour_logp  # the bypass form of a preset that is decoupled by default
     advantage: Column = case.advantage if isinstance(case.advantage, list) else [case.advantage or 0.0] * len(case.logp)
@@ -129,7 +128,7 @@ def _estimated(case: Case, rows: list[Sequence], estimator: str) -> list[Sequenc
 
 
 def _value_loss(case: Case, objective: Objective, rows: list[Sequence]) -> dict[str, Any]:
-    """The critic's loss as a mean over the loss tokens, where the case has what it reads."""
+    """Return the critic's loss as a mean over the loss tokens, if the case has what it reads."""
     if not all(each.values is not None for each in case.sequences) or not all(row.returns is not None for row in rows):
         return {}
     masks = [row.loss_mask[1:] for row in rows]
@@ -140,7 +139,7 @@ def _value_loss(case: Case, objective: Objective, rows: list[Sequence]) -> dict[
     def at(columns: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([column[mask] for column, mask in zip(columns, masks, strict=True)])
 
-    clip = objective.choices.beside.get("value_clip")
+    clip = objective.resolved.other_parameters.get("value_clip")
     losses, _ = clipped_value_loss(at(values), at(old), at(returns), value_clip=clip)
     loss = losses.mean()
     gradients = torch.autograd.grad(loss, values, allow_unused=True, materialize_grads=True)
@@ -156,7 +155,7 @@ def _shifted(values: Column) -> torch.Tensor:
 
 
 def _packed(columns: list[torch.Tensor], batch: MicroBatch) -> torch.Tensor:
-    """Values of the loss tokens in the order of the micro-batch."""
+    """Return the values of the loss tokens in the order of the micro-batch."""
     return torch.cat(
         [columns[index][row.loss_mask[1:]] for index, row in zip(batch.order, batch.sequences, strict=True)]
     )

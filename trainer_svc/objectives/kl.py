@@ -10,7 +10,7 @@ import math
 
 from trainer_svc.engine.shapes import PerToken
 from trainer_svc.objectives.presets import KlKind
-from trainer_svc.objectives.terms import log_difference
+from trainer_svc.objectives.surrogates import log_difference
 
 __all__ = ["MAX_KL", "kl_estimate", "kl_loss"]
 

@@ -1,7 +1,13 @@
-"""One objective put together from its choices: the loss of a micro-batch, and its share of the divisor."""
+"""One objective: the loss of a micro-batch, its share of the divisor, and what it reports.
+
+    loss of a token = surrogate(t, o, b, A) x f(rho) x masks + kl_coef x KL(t, ref) - entropy_coef x entropy
+
+f(rho) and the masks multiply the surrogate only. Divisors count every loss token, masked or not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -12,106 +18,54 @@ from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.shapes import PerToken, Scalar
 from trainer_svc.objectives.aggregation import divisor, token_factors
-from trainer_svc.objectives.choices import Choices
-from trainer_svc.objectives.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.corrections import CORRECTIONS, TokenWeights, off_policy_sequence_mask, veto
-from trainer_svc.objectives.diagnostics import correction_spread, policy_gap
-from trainer_svc.objectives.imported import check_parameters, find_surrogate
 from trainer_svc.objectives.kl import kl_loss
-from trainer_svc.objectives.surrogates import Surrogate, TokenLosses
-from trainer_svc.objectives.terms import TokenTerms
+from trainer_svc.objectives.surrogates import Surrogate, TokenTerms, find_surrogate, log_difference
 
-if TYPE_CHECKING:
-    from trainer_svc.engine.network import (
-        Entropy,
-    )  # which imports transformers: seconds that a loss alone does not need
+if TYPE_CHECKING:  # it imports transformers, which takes seconds and which a loss does not need
+    from trainer_svc.engine.network import Entropy
 
-__all__ = ["Objective"]
+__all__ = ["Objective", "finish"]
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The loss of a policy on samples or demonstrations.
 
-    Per token: surrogate(t, o, b, A) x f(rho) x masks + kl_coef x KL(t, ref) - entropy_coef x entropy. Masks and f(rho)
-    concern the surrogate alone; divisors count every loss token, masked or not.
-
     Attributes:
-        choices: What it consists of.
+        resolved: The settings.
         surrogate: The loss per token.
     """
 
-    choices: Choices
+    resolved: ResolvedObjective
     surrogate: Surrogate
 
     @classmethod
     def of(cls, config: ObjectiveConfig) -> Self:
-        """The objective that a config names.
+        """Return the objective of these settings.
 
         Raises:
-            ValueError: if a surrogate of the user's own cannot be imported, or not be called with its `params`.
+            ValueError: if a loss of the user's own cannot be imported, or cannot be called with its `params`.
         """
-        choices = config.choices
-        surrogate = find_surrogate(choices.preset.surrogate)
-        if ":" in choices.name:
-            check_parameters(choices.name, surrogate, choices.parameters)
-        return cls(choices, surrogate)
-
-    @property
-    def needs_behaviour(self) -> bool:
-        """Whether behaviour log-probabilities and advantages are read."""
-        return self.choices.preset.needs_behaviour
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether log o has to be computed by a forward pass before the first step."""
-        return self.choices.proximal == "recompute"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether reference log-probabilities are read, by the loss or by the reward."""
-        return self.choices.needs_reference
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether a teacher's log-probabilities are read."""
-        return self.choices.preset.needs_teacher
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether its advantages need the values of a critic."""
-        return self.choices.needs_critic
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss has an entropy term."""
-        return self.choices.entropy_coef > 0
+        resolved = config.resolved
+        return cls(resolved, find_surrogate(resolved.preset.surrogate, resolved.parameters))
 
     @property
     def entropy(self) -> Entropy:
-        """What of the entropy has to be computed."""
-        return "train" if self.needs_entropy else "measure"
-
-    @property
-    def vanishes_without_advantage(self) -> bool:
-        """Whether tokens of advantage 0 have neither loss nor gradient, so that their forward pass can be left out."""
-        own = ":" in self.choices.name
-        return self.needs_behaviour and not own and self._loss_kl_coef == 0 and not self.needs_entropy
-
-    @property
-    def _loss_kl_coef(self) -> float:
-        return self.choices.kl_coef if self.choices.kl_where == "loss" else 0.0
+        """How the entropy must be computed: with a gradient, or only for the report."""
+        return "train" if self.resolved.needs_entropy else "measure"
 
     def contributes(self, sequence: Sequence) -> bool:
-        """Whether a sequence can have a gradient."""
-        return not self.vanishes_without_advantage or bool(sequence.advantages[sequence.loss_mask].any())
+        """Return whether a sequence can have a gradient."""
+        return not self.resolved.vanishes_without_advantage or bool(sequence.advantages[sequence.loss_mask].any())
 
     def weight(self, sequences: Rows[Sequence]) -> float:
-        """These sequences' share of the divisor; a `LossWeight`."""
-        return divisor(self.choices.aggregation, sequences, self.choices.max_tokens)
+        """Return these sequences' share of the divisor; a `LossWeight`."""
+        return divisor(self.resolved.aggregation, sequences, self.resolved.max_tokens)
 
     def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
-        """The summed loss of a micro-batch, and sums for the step's report; a `LossFn`.
+        """Return the summed loss of a micro-batch, and sums for the step's report; a `LossFn`.
 
         Raises:
             ValueError: if a column is missing that the objective reads.
@@ -119,7 +73,7 @@ class Objective:
         return self.of_terms(self.terms(outputs, batch))
 
     def terms(self, outputs: Outputs, batch: MicroBatch) -> TokenTerms:
-        """What the objective sees of a micro-batch.
+        """Return what the loss reads of a micro-batch.
 
         Raises:
             ValueError: if there are no log-probabilities, or log o is missing.
@@ -133,7 +87,7 @@ class Objective:
             advantages=batch.advantages,
             owners=batch.owners,
             sequences=len(batch.sequences),
-            factors=token_factors(self.choices.aggregation, batch, outputs.logprobs.dtype),
+            factors=token_factors(self.resolved.aggregation, batch, outputs.logprobs.dtype),
             reference=batch.reference_logprobs,
             teacher=batch.teacher_logprobs,
             entropy=outputs.entropy,
@@ -141,8 +95,8 @@ class Objective:
         )
 
     def _proximal(self, current: PerToken, batch: MicroBatch) -> PerToken:
-        """Log o: of the engine, of a forward pass before the first step, or between the engine's and the current one."""
-        match self.choices.proximal:
+        """Return log o: log b, the result of an earlier forward pass, or a value between log b and log t."""
+        match self.resolved.proximal:
             case "bypass":
                 return batch.behaviour_logprobs
             case "recompute":
@@ -159,56 +113,124 @@ class Objective:
                 return batch.behaviour_logprobs + batch.proximal_share * (current - batch.behaviour_logprobs)
 
     def of_terms(self, terms: TokenTerms) -> tuple[Scalar, dict[str, Scalar]]:
-        """As `loss`, of terms alone.
+        """Return the same as `loss`, from the terms alone.
 
         Raises:
             ValueError: if a column is missing that the objective reads.
         """
+        settings = self.resolved
         loss, sums = self._surrogate(terms)
         sums["tokens"] = torch.full((), float(len(loss)), dtype=torch.float64, device=loss.device)
         for weights, counts in self._token_weights(terms):
             loss = loss * weights
             sums |= counts
-        if self._loss_kl_coef > 0:
+        if settings.loss_kl_coef > 0:
             if terms.reference is None:
                 raise ValueError(
                     "kl_coef is above 0 but the batch has no reference log-probabilities: send them, name a reference model, "
                     "or set kl_coef to 0"
                 )
-            kl = kl_loss(self.choices.kl_kind, terms.current, terms.reference)
-            loss = loss + self._loss_kl_coef * kl
+            kl = kl_loss(settings.kl_kind, terms.current, terms.reference)
+            loss = loss + settings.loss_kl_coef * kl
             sums["kl"] = kl.detach().sum()
         if terms.entropy is not None:
             sums["entropy"] = terms.entropy.detach().sum()
-        if self.needs_entropy:
+        if settings.needs_entropy:
             if terms.entropy is None:
                 raise ValueError("entropy_coef is above 0 but the entropy was not computed")
-            loss = loss - self.choices.entropy_coef * terms.entropy
-        if self.needs_behaviour:
-            sums |= policy_gap(terms)
-        if self.choices.decoupled:
-            sums |= correction_spread(terms)
+            loss = loss - settings.entropy_coef * terms.entropy
+        if settings.needs_behaviour:
+            sums |= _policy_gap(terms)
+        if settings.decoupled:
+            sums |= _correction_spread(terms)
         return (loss * terms.factors).sum(), sums
 
-    def _surrogate(self, terms: TokenTerms) -> TokenLosses:
-        loss, sums = self.surrogate(terms, **self.choices.parameters)
+    def _surrogate(self, terms: TokenTerms) -> tuple[PerToken, dict[str, Scalar]]:
+        loss, sums = self.surrogate(terms, **self.resolved.parameters)
         if loss.shape != terms.current.shape:
             raise ValueError(
-                f"objective {self.choices.name} returned shape {tuple(loss.shape)} for {len(terms.current)} tokens: "
+                f"objective {self.resolved.name} returned shape {tuple(loss.shape)} for {len(terms.current)} tokens: "
                 "return one loss per token and leave the aggregation to the config"
             )
         return loss, dict(sums)
 
     def _token_weights(self, terms: TokenTerms) -> list[TokenWeights]:
-        """The constants that the surrogate of each token is multiplied by."""
-        choices = self.choices
+        """Return the constants that multiply the surrogate of each token."""
+        settings = self.resolved
         weights: list[TokenWeights] = []
-        if choices.decoupled:
-            weights.append(CORRECTIONS[choices.correction](terms, **choices.bounds))
-        if choices.veto is not None:
-            weights.append(veto(terms, choices.veto))
-        if choices.off_policy_mask is not None:
-            weights.append(off_policy_sequence_mask(terms, choices.off_policy_mask))
+        if settings.decoupled:
+            weights.append(CORRECTIONS[settings.correction](terms, **settings.bounds))
+        if settings.veto is not None:
+            weights.append(veto(terms, settings.veto))
+        if settings.off_policy_mask is not None:
+            weights.append(off_policy_sequence_mask(terms, settings.off_policy_mask))
         if terms.kept is not None:
             weights.append((terms.kept.to(terms.current.dtype), {"deselected": (~terms.kept).sum()}))
         return weights
+
+
+_FRACTIONS = {
+    "clipped_low": "clip_fraction_low",
+    "clipped_high": "clip_fraction_high",
+    "dual_clipped": "dual_clip_fraction",
+    "truncated": "truncate_fraction",
+    "masked_low": "mask_fraction_low",
+    "masked_high": "mask_fraction_high",
+    "correction_truncated": "correction_truncate_fraction",
+    "correction_masked_low": "correction_mask_fraction_low",
+    "correction_masked_high": "correction_mask_fraction_high",
+    "vetoed": "veto_fraction",
+    "off_policy_masked": "off_policy_mask_fraction",
+    "deselected": "deselect_fraction",
+}
+_MEANS = {"entropy": "entropy", "kl": "kl", "teacher_kl": "teacher_kl"}
+_GAP = ("gap_tokens", "weight", "weight_squared", "k3", "max_abs_log_difference", "rho", "rho_squared")
+
+
+def _policy_gap(terms: TokenTerms) -> dict[str, Scalar]:
+    """Return how far the trainer's policy lies from the one that sampled, as sums over tokens; `max_...` are maxima."""
+    gap = log_difference(terms.current.detach(), terms.behaviour).double()
+    weight = gap.exp()
+    return {
+        "gap_tokens": torch.full((), float(len(gap)), dtype=torch.float64, device=gap.device),
+        "weight": weight.sum(),
+        "weight_squared": weight.square().sum(),
+        "k3": (weight - gap - 1).sum(),
+        "max_abs_log_difference": torch.cat([gap.abs(), gap.new_zeros(1)]).max(),
+    }
+
+
+def _correction_spread(terms: TokenTerms) -> dict[str, Scalar]:
+    """Return how uneven rho = o / b is before any truncation, as sums over tokens."""
+    rho = log_difference(terms.proximal, terms.behaviour).double().exp()
+    return {"rho": rho.sum(), "rho_squared": rho.square().sum()}
+
+
+def finish(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step, from the sums that `Objective.loss` gave.
+
+    Returns:
+        Only what was measured. `mismatch_kl` and `max_abs_log_difference` (nats, trainer against engine),
+        `effective_sample_size` (share of the tokens) and `chi_square` of the weights t / b, and the last two of o / b with
+        the prefix `correction_`; `entropy`, `kl`, `teacher_kl` (mean, in nats); as shares of the loss tokens
+        `clip_fraction_low` and `_high`, `dual_clip_fraction`, `truncate_fraction`, `mask_fraction_low` and `_high`, the same
+        of the correction (`correction_...`), `veto_fraction`, `off_policy_mask_fraction`, `deselect_fraction`; and the mean
+        of each sum that the user's own loss gave, under its name.
+    """
+    done: dict[str, float] = {}
+    tokens = sums.get("gap_tokens", 0.0)
+    if tokens:
+        done["mismatch_kl"] = sums["k3"] / tokens
+        done["max_abs_log_difference"] = sums["max_abs_log_difference"]
+        done["effective_sample_size"] = sums["weight"] ** 2 / (tokens * sums["weight_squared"])
+        done["chi_square"] = sums["weight_squared"] / tokens - 1.0
+        if "rho" in sums:
+            done["correction_effective_sample_size"] = sums["rho"] ** 2 / (tokens * sums["rho_squared"])
+            done["correction_chi_square"] = sums["rho_squared"] / tokens - 1.0
+    measured = sums.get("tokens", 0.0)
+    if measured:
+        own = {name: name for name in sums if name not in (*_GAP, *_FRACTIONS, *_MEANS, "tokens")}
+        for total, name in (_FRACTIONS | _MEANS | own).items():
+            if total in sums:
+                done[name] = sums[total] if total.startswith("max_") else sums[total] / measured
+    return done

@@ -1,7 +1,8 @@
-"""What an objective needs to know about the whole batch before the first step on it: pure functions of its rows.
+"""What an objective must know about the whole batch before the first step on it, written into the batch's rows.
 
-Every rank calls them together, each with its own rows; sums and selections are over all of them. All of it concerns loss
-tokens alone: prompts, observations and padding do not exist here.
+Advantages that the trainer estimates, the tokens that m2po keeps, and the share of the log-linear proximal policy: pure
+functions of rows, after `trainer_svc.objectives.trainable` has dropped the tokens that cannot be trained. Functions that
+take `ranks` are called by every rank with its own rows, and compute over the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ import torch
 
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.shapes import PerSequenceToken, PerToken
-from trainer_svc.objectives.choices import Choices
+from trainer_svc.objectives.config import ResolvedObjective
+from trainer_svc.objectives.estimators import (
+    discounted_sum,
+    gae,
+    keep_small_moments,
+    process_returns,
+    turns_of,
+    whiten,
+    whiten_by_group,
+)
 from trainer_svc.objectives.kl import kl_estimate
-from trainer_svc.objectives.process_rewards import process_returns, turns_of
-from trainer_svc.objectives.selection import keep_small_moments
-from trainer_svc.objectives.value_loss import discounted_sum, gae
-from trainer_svc.objectives.whitening import whiten, whiten_by_group
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 __all__ = [
@@ -31,18 +37,33 @@ __all__ = [
 ]
 
 
-def check_columns(sequences: Rows[Sequence], choices: Choices) -> None:
-    """Refuse what the functions here and the loss would refuse: in time, before ranks wait for each other.
+def loglinear_share(ages: torch.Tensor) -> torch.Tensor:
+    """Return a in log o = log b + a (log t - log b): (age - 1) / age, and 0 for tokens of the current version.
+
+    Args:
+        ages: v - v_b per loss token: the trainer's version minus the version that sampled the token.
+    """
+    aged = ages.double()
+    return ((aged - 1) / aged.clamp(min=1)).clamp(0, 1)
+
+
+def with_proximal_share(sequences: Rows[Sequence], ages: Rows[torch.Tensor]) -> list[Sequence]:
+    """Return the rows with `proximal_share`, from the age of each loss token."""
+    return _with_column(sequences, "proximal_share", [loglinear_share(each) for each in ages])
+
+
+def check_columns(sequences: Rows[Sequence], objective: ResolvedObjective) -> None:
+    """Refuse rows that a later step would refuse, before ranks wait for each other.
 
     Raises:
         ValueError: if a row lacks its reward, or the share that the log-linear form reads.
     """
     for sequence in sequences:
-        if choices.advantage == "process":
+        if objective.advantage == "process":
             _process_rewards(sequence)
-        elif choices.runs_estimator:
+        elif objective.runs_estimator:
             _environment_rewards(sequence)
-        if choices.proximal == "loglinear" and sequence.proximal_share is None:
+        if objective.proximal == "loglinear" and sequence.proximal_share is None:
             raise ValueError(
                 f"proximal = loglinear needs proximal_share, and sequence {sequence.trajectory_id!r} has none: derive it from "
                 "the tokens' versions"
@@ -50,38 +71,42 @@ def check_columns(sequences: Rows[Sequence], choices: Choices) -> None:
 
 
 def with_advantages(
-    sequences: Rows[Sequence], choices: Choices, *, bootstraps: Rows[float] | None = None, ranks: Ranks = ALONE
+    sequences: Rows[Sequence],
+    objective: ResolvedObjective,
+    *,
+    bootstraps: Rows[float] | None = None,
+    ranks: Ranks = ALONE,
 ) -> list[Sequence]:
-    """The rows with the advantages (and for a critic the returns) of an estimator that the trainer runs.
+    """Return the rows with the advantages (and for a critic the returns) of an estimator that the trainer runs.
 
     Args:
-        sequences: This rank's rows, with the columns that the estimator reads: `values` for gae, `reference_logprobs` where
-            the KL is in the reward, `token_rewards` for process; `reward` of all others.
-        choices: The objective; where its estimator needs rewards alone, the rows come back as they are.
-        bootstraps: For each row the critic's value of the state after its last token, read by gae where the row was
-            truncated; None takes the value of the last state that the row has.
+        sequences: This rank's rows with what the estimator reads: `values` for gae, `reference_logprobs` if the KL is part
+            of the reward, `token_rewards` for process, `reward` for the others.
+        objective: What will be minimised. If its estimator needs only rewards, the rows come back as they are.
+        bootstraps: For each row the critic's value of the state after its last token. gae reads it for truncated rows. None
+            takes the value of the last state that the row has.
         ranks: All ranks that have a share of the batch.
 
     Raises:
         ValueError: if a row lacks a column or its reward.
     """
-    match choices.advantage:
+    match objective.advantage:
         case "gae":
-            return _with_gae(sequences, choices, bootstraps)
+            return _with_gae(sequences, objective, bootstraps)
         case "reinforce_pp":
-            gamma = choices.estimator["gamma"] or 0.0
-            returns = [discounted_sum(token_rewards(each, choices), gamma) for each in sequences]
+            gamma = objective.estimator_parameters["gamma"] or 0.0
+            returns = [discounted_sum(token_rewards(each, objective), gamma) for each in sequences]
             return _with_column(sequences, "advantages", whiten(returns, ranks))
         case "process":
-            return _with_column(sequences, "advantages", _process(sequences, choices, ranks))
+            return _with_column(sequences, "advantages", _process(sequences, objective, ranks))
         case _:
             return list(sequences)
 
 
-def token_rewards(sequence: Sequence, choices: Choices) -> PerToken:
-    """Reward at each loss token: the environment's where it gives them, else the episode's at the last one; minus the KL.
+def token_rewards(sequence: Sequence, objective: ResolvedObjective) -> PerToken:
+    """Return the reward at each loss token: the environment's, or the episode's at the last token; minus the KL in the reward.
 
-    The KL in the reward is `kl_coef` k1(o, ref) with the proximal policy o (the behaviour policy, unless o is recomputed),
+    The KL in the reward is `kl_coef` KL(o, ref) with the proximal policy o (the behaviour policy, unless o is recomputed),
     never with the policy that is being trained.
 
     Returns:
@@ -91,15 +116,15 @@ def token_rewards(sequence: Sequence, choices: Choices) -> PerToken:
         ValueError: if there is neither a reward nor rewards per token, or the reference is missing.
     """
     rewards = _environment_rewards(sequence)
-    if choices.kl_coef > 0 and choices.kl_where == "reward":
+    if objective.kl_coef > 0 and objective.kl_where == "reward":
         if sequence.reference_logprobs is None:
             raise ValueError(
                 f"kl_where is reward but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, "
                 "name a reference model, or set kl_coef to 0"
             )
-        proximal = _at_loss_tokens(sequence, _proximal(sequence, choices))
+        proximal = _at_loss_tokens(sequence, _proximal(sequence, objective))
         reference = _at_loss_tokens(sequence, sequence.reference_logprobs)
-        rewards = rewards - choices.kl_coef * kl_estimate(choices.kl_kind, proximal, reference)
+        rewards = rewards - objective.kl_coef * kl_estimate(objective.kl_kind, proximal, reference)
     return rewards
 
 
@@ -115,7 +140,9 @@ def _environment_rewards(sequence: Sequence) -> PerToken:
     return rewards
 
 
-def _with_gae(sequences: Rows[Sequence], choices: Choices, bootstraps: Rows[float] | None) -> list[Sequence]:
+def _with_gae(
+    sequences: Rows[Sequence], objective: ResolvedObjective, bootstraps: Rows[float] | None
+) -> list[Sequence]:
     advantages, returns = [], []
     for index, sequence in enumerate(sequences):
         if sequence.values is None:
@@ -126,23 +153,23 @@ def _with_gae(sequences: Rows[Sequence], choices: Choices, bootstraps: Rows[floa
         last = float(values[-1]) if len(values) else 0.0
         after = last if bootstraps is None else bootstraps[index]
         advantage, target = gae(
-            token_rewards(sequence, choices),
+            token_rewards(sequence, objective),
             values,
             bootstrap=after if sequence.truncated else 0.0,
-            gamma=choices.estimator["gamma"] or 0.0,
-            gae_lambda=choices.estimator["gae_lambda"] or 0.0,
+            gamma=objective.estimator_parameters["gamma"] or 0.0,
+            gae_lambda=objective.estimator_parameters["gae_lambda"] or 0.0,
         )
         advantages.append(advantage)
         returns.append(target)
     return _with_column(_with_column(sequences, "advantages", advantages), "returns", returns)
 
 
-def _process(sequences: Rows[Sequence], choices: Choices, ranks: Ranks) -> list[PerToken]:
-    discount = choices.estimator["turn_discount"]
+def _process(sequences: Rows[Sequence], objective: ResolvedObjective, ranks: Ranks) -> list[PerToken]:
+    discount = objective.estimator_parameters["turn_discount"]
     credited = [
         process_returns(_process_rewards(each), turns_of(each.loss_mask), turn_discount=discount) for each in sequences
     ]
-    match choices.process_scale:
+    match objective.process_scale:
         case "batch":
             return whiten(credited, ranks)
         case "group":
@@ -161,44 +188,28 @@ def _process_rewards(sequence: Sequence) -> PerToken:
     return _at_loss_tokens(sequence, sequence.token_rewards)
 
 
-def with_selection(sequences: Rows[Sequence], choices: Choices, ranks: Ranks = ALONE) -> list[Sequence]:
-    """The rows with the tokens marked that m2po keeps; other objectives keep all.
+def with_selection(sequences: Rows[Sequence], objective: ResolvedObjective, ranks: Ranks = ALONE) -> list[Sequence]:
+    """Return the rows with the tokens marked that m2po keeps; other objectives keep all.
 
     Raises:
         ValueError: if a row has no proximal log-probabilities.
     """
-    tau = choices.beside.get("tau")
+    tau = objective.other_parameters.get("tau")
     if tau is None:
         return list(sequences)
     behaviour = [_at_loss_tokens(each, each.behaviour_logprobs) for each in sequences]
-    proximal = [_at_loss_tokens(each, _proximal(each, choices)) for each in sequences]
-    kept = keep_small_moments(behaviour, proximal, tau=tau, ranks=ranks)
-    return [_with_kept(sequence, mask) for sequence, mask in zip(sequences, kept, strict=True)]
+    proximal = [_at_loss_tokens(each, _proximal(each, objective)) for each in sequences]
+    masks = keep_small_moments(behaviour, proximal, tau=tau, ranks=ranks)
+    rows = []
+    for sequence, mask in zip(sequences, masks, strict=True):
+        kept = torch.ones_like(sequence.loss_mask)
+        kept[sequence.loss_mask] = mask
+        rows.append(replace(sequence, kept=kept))
+    return rows
 
 
-def _with_kept(sequence: Sequence, mask: torch.Tensor) -> Sequence:
-    kept = torch.ones_like(sequence.loss_mask)
-    kept[sequence.loss_mask] = mask
-    return replace(sequence, kept=kept)
-
-
-def loglinear_share(ages: torch.Tensor) -> torch.Tensor:
-    """The share a of log o = log b + a (log t - log b): (age - 1) / age, and 0 for tokens of the current version.
-
-    Args:
-        ages: v - v_b per loss token: the trainer's version minus the one that sampled it.
-    """
-    aged = ages.double()
-    return ((aged - 1) / aged.clamp(min=1)).clamp(0, 1)
-
-
-def with_proximal_share(sequences: Rows[Sequence], ages: Rows[torch.Tensor]) -> list[Sequence]:
-    """The rows with the column of the log-linear form, from the age of each loss token."""
-    return _with_column(sequences, "proximal_share", [loglinear_share(each) for each in ages])
-
-
-def _proximal(sequence: Sequence, choices: Choices) -> PerSequenceToken:
-    if choices.proximal != "recompute":
+def _proximal(sequence: Sequence, objective: ResolvedObjective) -> PerSequenceToken:
+    if not objective.needs_proximal:
         return sequence.behaviour_logprobs
     if sequence.proximal_logprobs is None:
         raise ValueError(
@@ -212,7 +223,7 @@ def _at_loss_tokens(sequence: Sequence, column: PerSequenceToken) -> PerToken:
 
 
 def _with_column(sequences: Rows[Sequence], name: str, values: Rows[PerToken]) -> list[Sequence]:
-    """The rows with a column set at their loss tokens, 0 elsewhere, in the precision of their log-probabilities."""
+    """Return the rows with a column set at their loss tokens, 0 elsewhere, in the precision of their log-probabilities."""
     rows = []
     for sequence, each in zip(sequences, values, strict=True):
         column = torch.zeros_like(sequence.behaviour_logprobs)

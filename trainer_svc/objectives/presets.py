@@ -1,4 +1,8 @@
-"""The table of objectives. A new one is a row here, plus at most one surrogate; this module imports no torch."""
+"""The table of objectives: each preset with its defaults, and the settings of its parameters. Imports no torch.
+
+To add a preset, add a row to `PRESETS`. If its loss is new, write it in `surrogates.py`; if a parameter is new, add its
+field to `PresetSettings`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
+
+from pydantic import Field
+
+from sluice.config import Section
 
 __all__ = [
     "BATCH_ESTIMATORS",
@@ -18,6 +26,7 @@ __all__ = [
     "KlWhere",
     "Parameters",
     "Preset",
+    "PresetSettings",
     "Proximal",
 ]
 
@@ -51,27 +60,28 @@ BATCH_ESTIMATORS: Mapping[str, Parameters] = MappingProxyType(
         "process": {"turn_discount": None},
     }
 )
-"""Advantage estimators that the trainer runs before its epochs, with their parameters; all others need rewards alone."""
+"""Advantage estimators that the trainer runs before its epochs, with their parameters; None: off. The orchestrator runs the others, which need only rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """One objective as independent choices.
+    """The defaults of one objective.
 
     Attributes:
-        surrogate: Name of the loss per token in `trainer_svc.objectives.surrogates`.
-        advantage: The advantage estimator that it was published with; "" where there is no advantage.
-        source: Where it comes from.
-        anchor: What its ratio divides by: `proximal` (r = t / o), `behaviour` (q = t / b, which is its own correction), or none.
+        surrogate: Name of the loss per token, a function in `trainer_svc.objectives.surrogates`.
+        advantage: The advantage estimator that it was published with; "" if it reads no advantages.
+        source: The paper.
+        anchor: What the ratio divides by: `proximal` (r = t / o), `behaviour` (q = t / b, which is its own correction), or
+            `none` if there is no ratio.
         aggregation: How token losses become one number.
-        parameters: The surrogate's parameters with their defaults; None is off.
-        beside: Parameters that are read before or beside the surrogate: by the selection of tokens, or by the critic.
-        proximal: Where the proximal policy comes from unless the config says otherwise.
-        correction: The correction that goes with a decoupled form unless the config names one; None: it has to.
+        parameters: Keyword arguments of the surrogate, with their defaults; None: off.
+        other_parameters: Parameters that something else reads: the selection of tokens (m2po) or the critic (ppo).
+        proximal: Default source of the proximal policy.
+        correction: Default correction of the decoupled form; None: the user must name one.
         kl_coef: Weight of the KL term.
-        kl_kind: Its estimator.
-        kl_where: Whether it is a term of the loss or of the reward.
-        needs_teacher: Whether it reads a teacher's log-probabilities.
+        kl_kind: Estimator of the KL term.
+        kl_where: Whether the KL term is part of the loss or of the reward.
+        needs_teacher: Whether the loss reads a teacher's log-probabilities.
     """
 
     surrogate: str
@@ -80,7 +90,7 @@ class Preset:
     anchor: Anchor = "proximal"
     aggregation: Aggregation = "token"
     parameters: Parameters = field(default_factory=dict)
-    beside: Parameters = field(default_factory=dict)
+    other_parameters: Parameters = field(default_factory=dict)
     proximal: Proximal = "bypass"
     correction: CorrectionKind | None = None
     kl_coef: float = 0.0
@@ -90,13 +100,13 @@ class Preset:
 
     @property
     def needs_behaviour(self) -> bool:
-        """Whether it learns from samples of another policy, whose log-probabilities it reads."""
+        """Whether the loss reads the log-probabilities of the policy that sampled, and advantages."""
         return self.anchor != "none"
 
     @property
     def all_parameters(self) -> Parameters:
-        """Everything that may be set for it, with the defaults."""
-        return {**self.parameters, **self.beside}
+        """Return every parameter that a user may set for this preset, with its default."""
+        return {**self.parameters, **self.other_parameters}
 
 
 _CLIP: Parameters = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
@@ -131,7 +141,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             advantage="grpo",
             aggregation="sequence",
             parameters={"eps_low": 3e-4, "eps_high": 4e-4},
-            # The bounds are as wide as the rounding between a bf16 engine and the trainer: anchored at b they clip noise.
+            # These bounds are as narrow as the rounding differences between a bf16 engine and the trainer: a ratio to b
+            # would be clipped by noise.
             proximal="recompute",
             correction="token_tis",
             source="arXiv 2507.18071",
@@ -160,7 +171,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             surrogate="clipped_ratio",
             advantage="gae",
             parameters=_CLIP,
-            beside={"value_clip": 0.5},
+            other_parameters={"value_clip": 0.5},
             source="arXiv 1707.06347, dual clip 1912.09729",
         ),
         "reinforce_pp": Preset(
@@ -203,8 +214,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             surrogate="clipped_ratio",
             advantage="grpo",
             parameters=_CLIP,
-            beside={"tau": 0.04},
-            # Which tokens go is decided by (log b - log o)^2, which is 0 everywhere in the bypass form.
+            other_parameters={"tau": 0.04},
+            # Tokens are dropped by (log b - log o)^2, which is 0 everywhere in the bypass form.
             proximal="recompute",
             correction="none",
             source="arXiv 2510.01161",
@@ -224,3 +235,46 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
     }
 )
+
+
+class PresetSettings(Section):
+    """The preset, and the parameters of all presets by name. A parameter left out takes its preset's default."""
+
+    preset: str = Field(
+        "aipo",
+        description=f"Row of the table of objectives: {', '.join(PRESETS)}; or `module:function`, a loss of your own.",
+    )
+    params: dict[str, float | bool | str] = Field(
+        default_factory=dict,
+        description="Keyword arguments of a loss of your own; the presets' parameters have settings of their own.",
+    )
+    delta: float | None = Field(None, gt=0, description="aipo: largest importance weight (a ratio); preset default 4.")
+    cap: float | None = Field(
+        None, gt=0, description="rloo, opo: largest importance weight (a ratio); preset default 2."
+    )
+    eps_low: float | None = Field(None, ge=0, description="Clipping presets: ratios are clipped below 1 - eps_low.")
+    eps_high: float | None = Field(None, ge=0, description="Clipping presets: ratios are clipped above 1 + eps_high.")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="PPO's clip: the objective of a token with a negative advantage A is at least this times A (3 is usual); unset: off.",
+    )
+    low: float | None = Field(
+        None, ge=0, description="dppo: largest fall of a token's probability; icepop: smallest ratio that is kept."
+    )
+    high: float | None = Field(
+        None, ge=0, description="dppo: largest rise of a token's probability; icepop: largest ratio that is kept."
+    )
+    threshold: float | None = Field(
+        None, gt=0, description="ipo_mask: largest change of a token's probability; default 0.1."
+    )
+    tau: float | None = Field(
+        None, gt=0, description="m2po: largest mean of (log b - log o)^2 over the batch, in nats squared; default 0.04."
+    )
+    tau_pos: float | None = Field(None, gt=0, description="sapo: sharpness of the soft clip where A > 0; default 1.")
+    tau_neg: float | None = Field(None, gt=0, description="sapo: sharpness of the soft clip where A < 0; default 1.05.")
+    value_clip: float | None = Field(
+        None,
+        gt=0,
+        description="ppo: how far the critic's value may move from the old one in one update, in reward units; default 0.5.",
+    )

@@ -1,8 +1,8 @@
 """Which tokens can be trained: the one place that decides it.
 
-A token can be trained if everything that its objective reads of it is finite. What a row brings is judged when the batch is
-taken (`trainable`); what a model adds to it, after that model has run (`keep_trainable`). Staleness is judged apart, by
-`trainer_svc.service.staleness`.
+A token can be trained if every number that its objective reads is finite. The trainer judges the columns that a row brings
+when it takes the batch (`trainable`), and the columns that a model adds after that model has run (`keep_trainable`).
+`trainer_svc.service.staleness` judges staleness.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from sluice.versions import Version
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.shapes import MaskOfSequence, PerSequenceToken
 from trainer_svc.objectives.aggregation import with_group_tokens
-from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.config import ResolvedObjective
+from trainer_svc.objectives.estimators import carried_back
 from trainer_svc.objectives.prepare import with_proximal_share
-from trainer_svc.objectives.process_rewards import carried_back
 
-__all__ = ["CAUSES", "keep_trainable", "trainable", "with_whole_batch_facts"]
+__all__ = ["CAUSES", "keep_trainable", "trainable", "with_batch_facts"]
 
 CAUSES = ("behaviour_not_finite", "advantage_not_finite", "reference_not_finite", "teacher_not_finite")
-"""Why a token leaves the loss; it counts under its first cause."""
+"""Why a token leaves the loss. A token counts under its first cause."""
 
 
-def trainable(sequence: Sequence, objective: Objective) -> MaskOfSequence:
+def trainable(sequence: Sequence, objective: ResolvedObjective) -> MaskOfSequence:
     """Return the loss tokens that can be trained, judged by the columns that the row has."""
     mask = sequence.loss_mask
-    for values in _inputs(sequence, objective).values():
+    for values in _loss_inputs(sequence, objective).values():
         mask = mask & values.isfinite()
     return mask
 
 
-def keep_trainable(sequences: Rows[Sequence], objective: Objective) -> tuple[list[Sequence], dict[str, int]]:
-    """Take the tokens that cannot be trained out of the loss and out of its denominators.
+def keep_trainable(sequences: Rows[Sequence], objective: ResolvedObjective) -> tuple[list[Sequence], dict[str, int]]:
+    """Take the tokens that cannot be trained out of the loss and out of its divisor.
 
-    Their rewards stay: where earlier tokens are credited, a reward moves to the last kept token before it.
+    If earlier tokens are credited with later rewards, a dropped token's reward moves to the last kept token before it.
 
     Returns:
-        The sequences with narrowed masks, and the number of dropped tokens by cause.
+        The rows with narrowed masks, and the number of dropped tokens by cause.
 
     Raises:
-        ValueError: if the objective reads reference or teacher log-probabilities and a sequence has none.
+        ValueError: if a row lacks the log-probabilities of the reference or of the teacher that the objective reads.
     """
     kept: list[Sequence] = []
     dropped: Counter[str] = Counter()
     for sequence in sequences:
-        mask = sequence.loss_mask
         _check_columns(sequence, objective)
-        for cause, values in _inputs(sequence, objective).items():
+        mask = sequence.loss_mask
+        for cause, values in _loss_inputs(sequence, objective).items():
             narrowed = mask & values.isfinite()
             dropped[cause] += int(mask.sum()) - int(narrowed.sum())
             mask = narrowed
@@ -60,48 +60,47 @@ def keep_trainable(sequences: Rows[Sequence], objective: Objective) -> tuple[lis
     return kept, {cause: count for cause, count in dropped.items() if count}
 
 
-def with_whole_batch_facts(
-    sequences: Rows[Sequence], objective: Objective, staleness: Callable[[Version], int]
+def with_batch_facts(
+    sequences: Rows[Sequence], objective: ResolvedObjective, staleness: Callable[[Version], int]
 ) -> list[Sequence]:
-    """Write into each row what must be known of the whole batch before ranks share it out.
+    """Return the rows with what must be known about the whole batch before ranks share it out.
 
-    That is the number of trainable tokens of the row's group and, for the log-linear proximal policy, the share that each
-    token's age gives.
+    These are the number of trainable tokens of the row's group and, for `proximal = loglinear`, `proximal_share`.
 
     Args:
         sequences: The whole batch.
         objective: What will be minimised.
-        staleness: Versions between one that sampled and the one that is trained.
+        staleness: Number of versions between the given one, which sampled, and the one that is trained.
     """
     counted = with_group_tokens([replace(each, loss_mask=trainable(each, objective)) for each in sequences])
     rows = [
         replace(each, group_loss_tokens=narrowed.group_loss_tokens)
         for each, narrowed in zip(sequences, counted, strict=True)
     ]
-    if objective.choices.proximal != "loglinear":
+    if objective.proximal != "loglinear":
         return rows
     return with_proximal_share(rows, [_ages(each, staleness) for each in rows])
 
 
 def _ages(sequence: Sequence, staleness: Callable[[Version], int]) -> torch.Tensor:
-    """Return the staleness of each loss token, in versions; 0 where no span says who sampled it."""
+    """Return the staleness of each loss token, in versions; 0 before the first version span."""
     ages = torch.zeros(len(sequence), dtype=torch.int64)
     for span in sequence.versions:
         ages[span.start :] = staleness(span.version)
     return ages[sequence.loss_mask]
 
 
-def _narrowed(sequence: Sequence, mask: MaskOfSequence, objective: Objective) -> Sequence:
+def _narrowed(sequence: Sequence, mask: MaskOfSequence, objective: ResolvedObjective) -> Sequence:
     if bool((mask == sequence.loss_mask).all()):
         return sequence
     rewards = sequence.token_rewards
-    if rewards is not None and objective.choices.credits_earlier_tokens:
+    if rewards is not None and objective.credits_earlier_tokens:
         rewards = carried_back(rewards, sequence.loss_mask, mask)
     return replace(sequence, loss_mask=mask, token_rewards=rewards)
 
 
-def _inputs(sequence: Sequence, objective: Objective) -> dict[str, PerSequenceToken]:
-    """Return what the objective reads of a row and the row has, by the cause under which a token lacks it."""
+def _loss_inputs(sequence: Sequence, objective: ResolvedObjective) -> dict[str, PerSequenceToken]:
+    """Return the columns that the objective reads and the row has, by the cause under which their gaps count."""
     inputs: dict[str, PerSequenceToken] = {}
     if objective.needs_behaviour:
         inputs = {"behaviour_not_finite": sequence.behaviour_logprobs, "advantage_not_finite": sequence.advantages}
@@ -112,12 +111,12 @@ def _inputs(sequence: Sequence, objective: Objective) -> dict[str, PerSequenceTo
     return inputs
 
 
-def _check_columns(sequence: Sequence, objective: Objective) -> None:
+def _check_columns(sequence: Sequence, objective: ResolvedObjective) -> None:
     if objective.needs_reference and sequence.reference_logprobs is None:
         raise ValueError(
             f"kl_coef is above 0 but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, name a reference model, or set kl_coef to 0"
         )
     if objective.needs_teacher and sequence.teacher_logprobs is None:
         raise ValueError(
-            f"{objective.choices.name} follows a teacher but sequence {sequence.trajectory_id!r} has no teacher log-probabilities: send them, or name a teacher model"
+            f"{objective.name} follows a teacher but sequence {sequence.trajectory_id!r} has no teacher log-probabilities: send them, or name a teacher model"
         )

@@ -159,21 +159,21 @@ def _ticket(header: trainer_pb2.BatchHeader) -> Ticket:
 
 def _own_estimator(config: TrainerConfig) -> str:
     """The estimator that the update runs; empty if batches bring advantages or name one of rewards alone."""
-    choices = config.objective.choices
-    return choices.advantage if choices.runs_estimator else ""
+    objective = config.objective.resolved
+    return objective.advantage if objective.runs_estimator else ""
 
 
 def _expectations(
     header: trainer_pb2.BatchHeader, ticket: Ticket, config: TrainerConfig, vocabulary: int
 ) -> Expectations:
-    choices = config.objective.choices
+    objective = config.objective.resolved
     return Expectations(
         vocabulary=vocabulary,
         newest=Version(ticket.target.epoch, ticket.target.number - 1),
-        has_estimator=bool(header.advantage_estimator) or not choices.advantage,
+        has_estimator=bool(header.advantage_estimator) or not objective.advantage,
         estimates=_own_estimator(config),
-        needs_reference=choices.needs_reference and config.reference.model == IN_BATCH,
-        needs_teacher=choices.preset.needs_teacher and config.teacher.model == IN_BATCH,
+        needs_reference=objective.needs_reference and config.reference.model == IN_BATCH,
+        needs_teacher=objective.needs_teacher and config.teacher.model == IN_BATCH,
     )
 
 

@@ -34,8 +34,8 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
-from trainer_svc.objectives.advice import bypass_warning, estimator_warning, mismatch_warning
-from trainer_svc.objectives.trainable import trainable, with_whole_batch_facts
+from trainer_svc.objectives.step_warnings import bypass_warning, estimator_warning, mismatch_warning
+from trainer_svc.objectives.trainable import trainable, with_batch_facts
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.consumption import Batch, Consumption, consume
@@ -199,12 +199,12 @@ class Learner:
     def apply(self, batch: Batch) -> Applied:
         """Train on a batch; the version advances whatever comes of it."""
         start = perf_counter()
-        objective = self.update.objective
+        objective = self.update.objective.resolved
         consumption = consume(batch, self.version, self.lineage, partial(trainable, objective=objective))
         updated, trained = None, np.zeros((0, 2), np.int64)
         if consumption.sequences:
             staleness = partial(self.lineage.staleness, now=self.version)
-            sequences = with_whole_batch_facts(consumption.sequences, objective, staleness)
+            sequences = with_batch_facts(consumption.sequences, objective, staleness)
             with self.crew.together("train", sequences) as dealt:
                 updated, rows = self.train(dealt.rows)
             trained = rows.numpy()[np.argsort(list(chain(*dealt.places)))]
@@ -235,10 +235,10 @@ class Learner:
         """Warn once of each setting that a step shows to be a poor choice."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self._publish_dtype())
         oldest = int(consumption.metrics["staleness_max"])
-        choices = self.update.objective.choices
+        objective = self.update.objective.resolved
         advices = (
-            bypass_warning(choices, metrics.measured, bf16=rounds, staleness=oldest),
-            estimator_warning(choices, batch.estimator),
+            bypass_warning(objective, metrics.measured, bf16=rounds, staleness=oldest),
+            estimator_warning(objective, batch.estimator),
             mismatch_warning(
                 metrics.measured,
                 staleness=oldest,
@@ -344,7 +344,7 @@ class Learner:
             self._make_abandonable(engine)
         objective = self.update.objective
         # Rows without an advantage are left out of the steps; but not of what is computed before them.
-        left_out = not (objective.choices.runs_estimator or objective.needs_proximal)
+        left_out = not (objective.resolved.runs_estimator or objective.resolved.needs_proximal)
         self.crew.deal = partial(
             balance,
             cost=Cost.of(self.engine.network.model.config.get_text_config()),

@@ -67,7 +67,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         if trainer.queue is None:
             return trainer_pb2.GetTrainerStateResponse(phase=trainer.phase)
         admission = trainer.queue.admission
-        choices = trainer.config.objective.choices
+        objective = trainer.config.objective.resolved
         return trainer_pb2.GetTrainerStateResponse(
             phase=trainer.phase,
             policy_version=(admission.version or trainer.learner.version).to_proto(),
@@ -78,7 +78,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             optimizer_steps=trainer.learner.optimizer_steps,
             newest_checkpoint=trainer.learner.newest_checkpoint,
             last_error=trainer.last_error,
-            advantage_estimator=choices.advantage if choices.runs_estimator else "",
+            advantage_estimator=objective.advantage if objective.runs_estimator else "",
             oldest_reported_number=0 if trainer.steps is None else trainer.steps.first_number,
         )
 

@@ -14,7 +14,7 @@ from trainer_svc.engine.outputs import LossFn, Outputs, count_loss_tokens
 from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.value_loss import clipped_value_loss
+from trainer_svc.objectives.surrogates import clipped_value_loss
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 __all__ = ["CRITIC", "Critic", "value_facts"]

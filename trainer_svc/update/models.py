@@ -46,7 +46,7 @@ class TrainedModels:
         Raises:
             ValueError: if a model cannot be trained packed, or not have a value head.
         """
-        needs_critic = config.objective.choices.needs_critic
+        needs_critic = config.objective.resolved.needs_critic
         shared = needs_critic and config.critic.shared
         critic = None
         if needs_critic and not shared:
@@ -86,8 +86,8 @@ class FrozenModels:
         """
         objective = Objective.of(config.objective)
         named = {
-            "reference": config.reference.model if objective.needs_reference else "",
-            "teacher": config.teacher.model if objective.needs_teacher else "",
+            "reference": config.reference.model if objective.resolved.needs_reference else "",
+            "teacher": config.teacher.model if objective.resolved.needs_teacher else "",
         }
         engines = {
             name: _frozen(config, model if source == BASE else source, name, mesh)
@@ -108,8 +108,8 @@ def policy_update(config: TrainerConfig, trained: TrainedModels, frozen: FrozenM
     """
     objective = Objective.of(config.objective)
     critic = None
-    if objective.needs_critic:
-        clip = objective.choices.beside.get("value_clip")
+    if objective.resolved.needs_critic:
+        clip = objective.resolved.other_parameters.get("value_clip")
         settings = config.critic
         critic = Critic(trained.critic or trained.policy, clip, settings.shared_coef, settings.freeze_policy_steps)
     return PolicyUpdate(

@@ -85,7 +85,7 @@ class PolicyUpdate:
     teacher: TrainEngine | None = None
 
     def __post_init__(self) -> None:
-        if self.objective.needs_critic and self.critic is None:
+        if self.objective.resolved.needs_critic and self.critic is None:
             raise ValueError("gae needs the values of a critic: give one, or choose another advantage estimator")
         if self.critic is not None and self.critic.shared and self.critic.engine is not self.engine:
             raise ValueError("a critic with a language head shares the policy's network: give it the policy's engine")
@@ -129,30 +129,30 @@ class PolicyUpdate:
     def _with_frozen(self, sequences: Rows[Sequence]) -> list[Sequence]:
         """The rows with what models say that never change."""
         rows = list(sequences)
-        if self.objective.needs_reference and self.reference is not None:
+        if self.objective.resolved.needs_reference and self.reference is not None:
             rows = with_logprobs(rows, "reference_logprobs", self.reference)
-        if self.objective.needs_teacher and self.teacher is not None:
+        if self.objective.resolved.needs_teacher and self.teacher is not None:
             rows = with_logprobs(rows, "teacher_logprobs", self.teacher)
         return rows
 
     def _trainable(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], dict[str, int]]:
         """The rows without the tokens that cannot be trained, where each has all columns that are read later."""
-        check_columns(sequences, self.objective.choices)
-        return keep_trainable(sequences, self.objective)
+        check_columns(sequences, self.objective.resolved)
+        return keep_trainable(sequences, self.objective.resolved)
 
     def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
         """The rows with what the weights in training say now, and the advantages and selections that follow from it."""
-        choices, ranks = self.objective.choices, self.engine.ranks
+        objective, ranks = self.objective.resolved, self.engine.ranks
         after = None
-        if self.objective.needs_proximal:
+        if objective.needs_proximal:
             with _timed(seconds, "proximal"):
                 rows = with_logprobs(rows, "proximal_logprobs", self.engine)
         if self.critic is not None:
             with _timed(seconds, "values"):
                 rows, after = with_values(rows, self.critic.engine)
         with _timed(seconds, "prepare"):
-            rows = with_advantages(rows, choices, bootstraps=after, ranks=ranks)
-            return with_selection(rows, choices, ranks)
+            rows = with_advantages(rows, objective, bootstraps=after, ranks=ranks)
+            return with_selection(rows, objective, ranks)
 
     def _train(self, rows: list[Sequence]) -> Updated:
         """Make the epochs of the policy, then those of a critic with its own network.

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import replace
 
 from trainer_svc.engine.step_metrics import StepMetrics
-from trainer_svc.objectives.diagnostics import finish
+from trainer_svc.objectives.objective import finish
 from trainer_svc.update.critic import CRITIC
 
 __all__ = ["critic_report", "update_report", "warmup_report"]

@@ -14,18 +14,18 @@ from thread_ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.estimators import discounted_sum, gae, turns_of
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import loglinear_share, token_rewards, with_advantages, with_selection
-from trainer_svc.objectives.process_rewards import turns_of
+from trainer_svc.objectives.surrogates import clipped_value_loss
 from trainer_svc.objectives.trainable import keep_trainable
-from trainer_svc.objectives.value_loss import clipped_value_loss, discounted_sum, gae
 
 # Two turns of 2 and 3 sampled tokens with an observation of two tokens between them, and padding-like tokens behind.
 MASK = [0, 1, 1, 0, 0, 1, 1, 1, 0, 0]
 
 
-def choices(**settings_):
-    return ObjectiveConfig(**settings_).choices
+def resolved(**settings_):
+    return ObjectiveConfig(**settings_).resolved
 
 
 def at(row, name: str) -> list[float]:
@@ -41,7 +41,7 @@ def advantages_of(rows) -> list[float]:
 def test_golden_gae_carries_over_observations_and_ends_by_the_finish_reason(gamma, gae_lambda, truncated):
     values = [0.5, -0.2, 0.3, 0.8, 0.1]
     row = training_row(MASK, reward=2.0, values=values, truncated=truncated)
-    (result,) = with_advantages([row], choices(preset="ppo", gamma=gamma, gae_lambda=gae_lambda), bootstraps=[0.7])
+    (result,) = with_advantages([row], resolved(preset="ppo", gamma=gamma, gae_lambda=gae_lambda), bootstraps=[0.7])
     following = [*values[1:], 0.7 if truncated else 0.0]
     rewards = [0.0, 0.0, 0.0, 0.0, 2.0]
     deltas = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
@@ -53,7 +53,7 @@ def test_golden_gae_carries_over_observations_and_ends_by_the_finish_reason(gamm
 def test_gae_without_a_bootstrap_takes_the_last_state_that_it_has_and_only_where_truncated():
     values = [0.5, 0.25]
     cut, ended = (training_row([0, 1, 1], reward=1.0, values=values, truncated=t) for t in (True, False))
-    results = with_advantages([cut, ended], choices(preset="ppo"))
+    results = with_advantages([cut, ended], resolved(preset="ppo"))
     assert at(results[0], "advantages") == pytest.approx([1.0 + 0.25 - 0.5, 1.0 + 0.25 - 0.25])
     assert at(results[1], "advantages") == pytest.approx([0.5, 0.75])
 
@@ -63,7 +63,7 @@ def test_what_stands_beside_the_loss_tokens_does_not_change_an_advantage():
     plain = training_row([0, 1, 1, 1, 1, 1], reward=2.0, values=values)
     padded = training_row([*MASK, *[0] * 50], reward=2.0, values=values)
     for preset in ("ppo", "reinforce_pp"):
-        settings_ = choices(preset=preset, **({"kl_coef": 0.0} if preset == "reinforce_pp" else {}))
+        settings_ = resolved(preset=preset, **({"kl_coef": 0.0} if preset == "reinforce_pp" else {}))
         one, other = (with_advantages([row], settings_)[0] for row in (plain, padded))
         assert at(one, "advantages") == at(other, "advantages")
 
@@ -73,7 +73,7 @@ def test_golden_reinforce_pp_has_the_kl_in_its_rewards_and_is_whitened_over_the_
     first = training_row(MASK, reward=1.0, behaviour_logprobs=[-1.0, -2.0, -1.5, -0.5, -3.0],
                          reference_logprobs=[-1.2, -1.0, -1.5, -0.9, -40.0])  # fmt: skip
     second = training_row([0, 1, 1], reward=-1.0, behaviour_logprobs=[-1.0, -1.0], reference_logprobs=[-1.1, -0.9])
-    config = choices(preset="reinforce_pp", kl_coef=0.01)
+    config = resolved(preset="reinforce_pp", kl_coef=0.01)
     rewards = [
         [-0.01 * 0.2, -0.01 * -1.0, 0.0, -0.01 * 0.4, 1.0 - 0.01 * 10.0],  # k1 = 37 nats counts as 10
         [-0.01 * 0.1, -1.0 - 0.01 * -0.1],
@@ -92,7 +92,7 @@ def test_the_kl_in_the_reward_takes_the_recomputed_proximal_policy():
     row = training_row(
         [0, 1], reward=0.0, behaviour_logprobs=[-5.0], proximal_logprobs=[-1.0], reference_logprobs=[-2.0]
     )
-    config = choices(preset="reinforce_pp", kl_coef=0.1, proximal="recompute", correction={"kind": "token_tis"})
+    config = resolved(preset="reinforce_pp", kl_coef=0.1, proximal="recompute", correction={"kind": "token_tis"})
     assert token_rewards(row, config).tolist() == pytest.approx([-0.1])
 
 
@@ -178,7 +178,7 @@ def test_gae_is_the_loop_over_the_loss_tokens_of_each_episode(drawn, gamma, gae_
             following = value
             advantages.insert(0, carried)
         expected.append((advantages, [a + v for a, v in zip(advantages, values, strict=True)]))
-    config = choices(preset="ppo", gamma=gamma, gae_lambda=gae_lambda)
+    config = resolved(preset="ppo", gamma=gamma, gae_lambda=gae_lambda)
     results = with_advantages(rows, config, bootstraps=[after for _, _, after in drawn])
     for result, (advantages, returns) in zip(results, expected, strict=True):
         assert at(result, "advantages") == pytest.approx(advantages, rel=1e-9, abs=1e-9)
@@ -187,7 +187,7 @@ def test_gae_is_the_loop_over_the_loss_tokens_of_each_episode(drawn, gamma, gae_
 
 def test_rewards_per_token_replace_the_reward_of_the_episode():
     row = training_row([0, 1, 1], reward=9.0, token_rewards=[0.25, 0.5])
-    assert token_rewards(row, choices(preset="ppo")).tolist() == [0.25, 0.5]
+    assert token_rewards(row, resolved(preset="ppo")).tolist() == [0.25, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_the_reward_of_a_token_that_leaves_the_loss_goes_to_the_last_one_before_
     row = training_row(MASK, token_rewards=rewards, behaviour_logprobs=[nan, -1.0, -1.0, nan, nan])
     plain = training_row(MASK, token_rewards=rewards)
     objective = Objective.of(ObjectiveConfig(**settings_))
-    (narrowed, whole), dropped = keep_trainable([row, plain], objective)
+    (narrowed, whole), dropped = keep_trainable([row, plain], objective.resolved)
     assert dropped == {"behaviour_not_finite": 3}
     assert at(narrowed, "token_rewards") == expected
     assert at(whole, "token_rewards") == rewards
@@ -214,11 +214,11 @@ def test_the_reward_of_a_token_that_leaves_the_loss_goes_to_the_last_one_before_
 
 def test_golden_process_rewards_credit_a_turn_with_what_follows_it():
     row = training_row(MASK, token_rewards=[0.0, 1.0, 0.0, 0.0, 4.0])
-    config = choices(preset="grpo", advantage="process", turn_discount=0.5)
+    config = resolved(preset="grpo", advantage="process", turn_discount=0.5)
     assert turns_of(row.loss_mask).tolist() == [0, 0, 1, 1, 1]
     assert turns_of(training_row([0, 1, 0, 1, 1]).loss_mask).tolist() == [0, 1, 1]
     assert at(with_advantages([row], config)[0], "advantages") == [3.0, 3.0, 4.0, 4.0, 4.0]
-    undiscounted = choices(preset="grpo", advantage="process")
+    undiscounted = resolved(preset="grpo", advantage="process")
     assert at(with_advantages([row], undiscounted)[0], "advantages") == [0.0, 1.0, 0.0, 0.0, 4.0]
 
 
@@ -234,9 +234,9 @@ def test_golden_process_rewards_are_whitened_over_the_batch_or_over_each_group()
         training_row([0, 1], group="a", token_rewards=[6.0]),
         training_row([0, 1, 1], group="b", token_rewards=[-1.0, 1.0]),
     ]
-    batch = with_advantages(rows, choices(preset="grpo", advantage="process", process_scale="batch"))
+    batch = with_advantages(rows, resolved(preset="grpo", advantage="process", process_scale="batch"))
     assert advantages_of(batch) == pytest.approx(whitened([1.0, 2.0, 6.0, -1.0, 1.0]))
-    group = with_advantages(rows, choices(preset="grpo", advantage="process", process_scale="group"))
+    group = with_advantages(rows, resolved(preset="grpo", advantage="process", process_scale="group"))
     expected = whitened([1.0, 2.0, 6.0]) + whitened([-1.0, 1.0])
     assert advantages_of(group) == pytest.approx(expected)
 
@@ -260,7 +260,7 @@ def test_ranks_with_a_share_each_agree_with_one_that_has_everything(settings_):
                 [0] + [1] * tokens, name=str(index), group="ab"[index % 2], reward=rewards[0], token_rewards=rewards
             )
         )
-    config = choices(**settings_)
+    config = resolved(**settings_)
     whole = advantages_of(with_advantages(rows, config))
     for shares in ([rows[:2], rows[2:]], [rows[:5], rows[5:], []]):
         parts = on_ranks(shares, lambda share, ranks: with_advantages(share, config, ranks=ranks))
@@ -279,7 +279,7 @@ def test_the_selection_of_m2po_is_exact_and_the_same_on_every_rank(gaps, tau):
         )
         for row in gaps
     ]
-    config = choices(preset="m2po", tau=tau)
+    config = resolved(preset="m2po", tau=tau)
     whole = [row.kept[row.loss_mask].tolist() for row in with_selection(rows, config)]
     moments = [
         ((-4.0 - (-4.0 + gap)) ** 2, kept)
@@ -332,15 +332,15 @@ def test_golden_value_loss(value, old, target, loss, slope):
 )
 def test_a_row_that_lacks_what_its_estimator_reads_is_refused_by_name(settings_, columns, message):
     with pytest.raises(ValueError, match=message):
-        with_advantages([training_row([0, 1, 1], **columns)], choices(**settings_))
+        with_advantages([training_row([0, 1, 1], **columns)], resolved(**settings_))
 
 
 def test_m2po_without_a_proximal_policy_is_refused_by_name():
     with pytest.raises(ValueError, match="'s' has no proximal log-probabilities"):
-        with_selection([training_row([0, 1])], choices(preset="m2po"))
+        with_selection([training_row([0, 1])], resolved(preset="m2po"))
 
 
 def test_estimators_that_need_rewards_alone_leave_the_rows_as_they_are():
     rows = [replace(training_row([0, 1]), advantages=torch.tensor([0.0, 3.0], dtype=torch.float64))]
-    assert with_advantages(rows, choices(preset="grpo")) == rows
-    assert with_selection(rows, choices(preset="grpo")) == rows
+    assert with_advantages(rows, resolved(preset="grpo")) == rows
+    assert with_selection(rows, resolved(preset="grpo")) == rows

@@ -44,9 +44,9 @@ def test_it_prints_one_json_object_with_loss_gradient_and_metrics(source, tmp_pa
     ("change", "message"),
     [
         ({"preset": "gpro"}, "no objective 'gpro'"),
-        ({"params": {"gamma_ray": 1}}, "gamma_ray: there is no such field; there are advantage, aggregation, cap"),
-        ({"params": {"correction": {"C": 1}}}, "correction.C: there is no such field; there are kind, cap"),
-        ({"sequences": [{"logp": [-1.0], "weight": 2}]}, "sequences.0.weight: there is no such field; there are logp"),
+        ({"params": {"gamma_ray": 1}}, "gamma_ray: there is no such field; the fields are advantage, aggregation, cap"),
+        ({"params": {"correction": {"C": 1}}}, "correction.C: there is no such field; the fields are kind, cap"),
+        ({"sequences": [{"logp": [-1.0], "weight": 2}]}, "sequences.0.weight: there is no such field; the fields are logp"),
         ({"params": {"entropy_coef": 0.1}}, "give every sequence its entropy"),
         ({"sequences": []}, "sequences: List should have at least 1"),
         ({"sequences": [{"logp": [-1.0], "behaviour_logp": [-1.0, -2.0]}]}, "sequences.0: behaviour_logp has 2 entries and logp 1"),
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_case_is_refused(tmp_path, capsys):
     assert main(["objective", "--case", str(tmp_path / "deep.json")]) == 2
     errors = capsys.readouterr().err
     assert "cannot read the case" in errors
-    assert errors.count("the case is no JSON") == 2
+    assert errors.count("the case is not JSON") == 2
 
 
 def test_parameters_of_tables_may_be_nested_or_dotted():
@@ -143,9 +143,9 @@ def test_golden_objective_by_import_path_with_its_own_parameters():
 def test_an_own_objective_is_configured_like_any_other():
     params = {"strength": 2.0, "side": "low", "hard": True}
     objective = Objective.of(ObjectiveConfig(preset="my_objective:with_options", params=params, aggregation="prompt"))
-    assert objective.choices.parameters == params
-    assert objective.needs_behaviour
-    assert not objective.vanishes_without_advantage
+    assert objective.resolved.parameters == params
+    assert objective.resolved.needs_behaviour
+    assert not objective.resolved.vanishes_without_advantage
 
 
 @pytest.mark.parametrize(

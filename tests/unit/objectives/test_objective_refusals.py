@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
-from trainer_svc.objectives.advice import bypass_warning
 from trainer_svc.objectives.presets import CORRECTION_BOUNDS, PRESETS
+from trainer_svc.objectives.step_warnings import bypass_warning
 
 TIS = {"kind": "token_tis"}
 
@@ -68,8 +68,8 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, message)
 
 
 def test_k1_is_allowed_in_the_reward() -> None:
-    choices = ObjectiveConfig(preset="ppo", kl_coef=0.1, kl_kind="k1", kl_where="reward").choices
-    assert (choices.kl_kind, choices.kl_where) == ("k1", "reward")
+    resolved = ObjectiveConfig(preset="ppo", kl_coef=0.1, kl_kind="k1", kl_where="reward").resolved
+    assert (resolved.kl_kind, resolved.kl_where) == ("k1", "reward")
 
 
 @pytest.mark.parametrize("kind", CORRECTION_BOUNDS)
@@ -79,26 +79,26 @@ def test_every_correction_goes_with_every_ratio_to_the_proximal_policy(preset, k
     if preset == "m2po":
         proximal = "recompute"  # its selection of tokens needs it
     tokens = {"max_tokens": 8} if preset == "dr_grpo" else {}
-    choices = ObjectiveConfig(preset=preset, proximal=proximal, correction={"kind": kind}, **tokens).choices
-    assert (choices.proximal, choices.correction, choices.bounds) == (proximal, kind, CORRECTION_BOUNDS[kind])
+    resolved = ObjectiveConfig(preset=preset, proximal=proximal, correction={"kind": kind}, **tokens).resolved
+    assert (resolved.proximal, resolved.correction, resolved.bounds) == (proximal, kind, CORRECTION_BOUNDS[kind])
 
 
 def test_presets_with_bounds_as_narrow_as_rounding_recompute_the_proximal_policy():
-    gspo = ObjectiveConfig(preset="gspo").choices
+    gspo = ObjectiveConfig(preset="gspo").resolved
     assert (gspo.proximal, gspo.correction, gspo.bounds) == ("recompute", "token_tis", {"cap": 2.0})
     for kind in ("geometric_mask", "k3_mask"):
-        assert ObjectiveConfig(preset="dapo", correction={"kind": kind}).choices.proximal == "recompute"
-    assert ObjectiveConfig(preset="gspo", proximal="bypass").choices.correction == "none"
+        assert ObjectiveConfig(preset="dapo", correction={"kind": kind}).resolved.proximal == "recompute"
+    assert ObjectiveConfig(preset="gspo", proximal="bypass").resolved.correction == "none"
 
 
 def test_bypass_with_narrow_bounds_warns_with_the_measured_share():
-    gspo = ObjectiveConfig(preset="gspo", proximal="bypass").choices
+    gspo = ObjectiveConfig(preset="gspo", proximal="bypass").resolved
     measured = {"clip_fraction_low": 0.25, "clip_fraction_high": 0.11}
     assert "clips 36.0% of the tokens" in bypass_warning(gspo, measured, bf16=True, staleness=0)
     assert "staleness 3" in bypass_warning(gspo, measured, bf16=False, staleness=3)
     assert bypass_warning(gspo, measured, bf16=False, staleness=0) is None
-    assert bypass_warning(ObjectiveConfig(preset="gspo").choices, measured, bf16=True, staleness=3) is None
-    assert bypass_warning(ObjectiveConfig(preset="grpo").choices, measured, bf16=True, staleness=3) is None
+    assert bypass_warning(ObjectiveConfig(preset="gspo").resolved, measured, bf16=True, staleness=3) is None
+    assert bypass_warning(ObjectiveConfig(preset="grpo").resolved, measured, bf16=True, staleness=3) is None
 
 
 def test_the_trainer_takes_samples_and_not_demonstrations():
@@ -107,5 +107,5 @@ def test_the_trainer_takes_samples_and_not_demonstrations():
 
 
 def test_settings_of_objectives_are_read_without_torch():
-    code = "import sys, trainer_svc.config, trainer_svc.objectives.case; sys.exit('torch' in sys.modules)"
+    code = "import sys, trainer_svc.config, trainer_svc.objectives.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -35,8 +35,8 @@ def test_what_a_row_of_one_rank_lacks_is_refused_by_all(objective: dict[str, Any
     has = replace(lacks, **dict.fromkeys(columns, lacks.behaviour_logprobs))
 
     def trainable(rows: list[Sequence]) -> int:
-        check_columns(rows, chosen.choices)
-        return len(keep_trainable(rows, chosen)[0])
+        check_columns(rows, chosen.resolved)
+        return len(keep_trainable(rows, chosen.resolved)[0])
 
     def said(rows: list[Sequence], ranks: Ranks) -> str:
         with pytest.raises(ValueError, match=f"rank 1 raised ValueError|{lack}") as refused:

@@ -1,17 +1,17 @@
-"""What a user should hear about an objective that runs but cannot work well. Pure."""
+"""Warnings about settings that a step shows to be a poor choice: pure functions of its metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer_svc.objectives.choices import Choices
+from trainer_svc.objectives.config import ResolvedObjective
 
 __all__ = ["MISMATCH_BOUNDS", "NARROW_BOUND", "bypass_warning", "estimator_warning", "mismatch_warning"]
 
 NARROW_BOUND = 5e-3
-"""Half-width of a clip, as a ratio, below which rounding of bf16 (8 bits of mantissa) alone reaches it."""
+"""A clip whose bounds are nearer to 1 than this clips bf16 rounding (8 bits of mantissa) alone."""
 
-ALIKE = {"centered": "dr_grpo"}
+SAME_ESTIMATOR = {"centered": "dr_grpo"}
 """Two names of one estimator."""
 
 MISMATCH_BOUNDS = {"float32": 1e-3, "bfloat16": 1e-2}
@@ -22,7 +22,7 @@ def mismatch_warning(measured: Mapping[str, float], *, staleness: int, sampled: 
     """Return a warning if trainer and engine disagree about tokens that the present weights sampled.
 
     Args:
-        measured: What a step reported, with its `mismatch_kl`.
+        measured: Metrics of a step, with its `mismatch_kl`.
         staleness: The largest age of a trained token, in versions. Above 0 the policies differ on purpose.
         sampled: Precision of the engine's weights; empty if it is not known.
         computed: Precision of the trainer's forward pass.
@@ -43,40 +43,42 @@ def mismatch_warning(measured: Mapping[str, float], *, staleness: int, sampled: 
     )
 
 
-def bypass_warning(choices: Choices, measured: Mapping[str, float], *, bf16: bool, staleness: int) -> str | None:
-    """A warning where bounds as narrow as rounding are measured against the engine's own log-probabilities.
+def bypass_warning(
+    objective: ResolvedObjective, measured: Mapping[str, float], *, bf16: bool, staleness: int
+) -> str | None:
+    """Return a warning if bounds as narrow as rounding are applied to the engine's own log-probabilities.
 
     Args:
-        choices: The objective.
-        measured: What a step reported, with its clip fractions.
+        objective: What is minimised.
+        measured: Metrics of a step, with its clip fractions.
         bf16: Whether engine or trainer compute in bfloat16.
         staleness: The largest age of a trained token, in versions.
     """
-    bounds = [choices.parameters.get(name) for name in ("eps_low", "eps_high")]
+    bounds = [objective.parameters.get(name) for name in ("eps_low", "eps_high")]
     narrow = any(bound is not None and bound < NARROW_BOUND for bound in bounds)
-    if choices.decoupled or not narrow or not (bf16 or staleness > 0):
+    if objective.decoupled or not narrow or not (bf16 or staleness > 0):
         return None
     clipped = measured.get("clip_fraction_low", 0.0) + measured.get("clip_fraction_high", 0.0)
     cause = "bfloat16" if bf16 else f"staleness {staleness}"
     return (
-        f"objective {choices.name} in the bypass form clips {clipped:.1%} of the tokens: its bounds are as narrow as the "
+        f"objective {objective.name} in the bypass form clips {clipped:.1%} of the tokens: its bounds are as narrow as the "
         f"differences that {cause} makes between engine and trainer; set proximal to recompute"
     )
 
 
-def estimator_warning(choices: Choices, estimator: str) -> str | None:
-    """A warning where advantages are others than those that a preset was published with.
+def estimator_warning(objective: ResolvedObjective, estimator: str) -> str | None:
+    """Return a warning if a batch's advantages come from another estimator than the preset was published with.
 
     Args:
-        choices: The objective.
-        estimator: What a batch's advantages were estimated by; empty if it does not say.
+        objective: What is minimised.
+        estimator: The estimator that the batch names; empty if it names none.
     """
-    published = choices.preset.advantage
-    if not estimator or not published or ":" in choices.name or choices.runs_estimator:
+    published = objective.preset.advantage
+    if not estimator or not published or objective.is_own or objective.runs_estimator:
         return None
-    if ALIKE.get(estimator, estimator) == ALIKE.get(published, published):
+    if SAME_ESTIMATOR.get(estimator, estimator) == SAME_ESTIMATOR.get(published, published):
         return None
     return (
-        f"objective {choices.name} was published with the advantages of {published}, and the batches bring those of {estimator}: set "
-        f"orchestrator.advantage to {published}, unless you mean that"
+        f"objective {objective.name} was published with {published} advantages, but the batches bring {estimator} advantages: "
+        f"set orchestrator.advantage to {published}, unless this is what you want"
     )
