@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from sluice.cli.init_model import ModelShape, init_model
+from sluice.config import SecurityConfig
+from sluice.rpc.binding import free_ports
+from sluice.rpc.health import wait_until_serving
+from sluice.tasks import discard_outcome
 
 __all__ = ["free_port", "make_model", "service"]
 
@@ -29,10 +29,8 @@ def make_model(directory: Path, shape: ModelShape = MODEL_2M, *, seed: int = 0) 
 
 
 def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port on loopback that was free a moment ago."""
+    return free_ports(1)[0]
 
 
 @contextlib.asynccontextmanager
@@ -86,18 +84,20 @@ async def service(
 
 
 async def _healthy(child: asyncio.subprocess.Process, target: str, log: Path, start_s: float) -> None:
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        deadline = asyncio.get_running_loop().time() + start_s
-        while asyncio.get_running_loop().time() < deadline:
-            if child.returncode is not None:
-                raise RuntimeError(f"the service ended with code {child.returncode}:\n{_tail(log)}")
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)  # type: ignore[attr-defined]  # as in sluice.cli.launch
-                if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                    return
-            await asyncio.sleep(0.1)
-    raise RuntimeError(f"{target} did not serve within {start_s:.0f} s:\n{_tail(log)}")
+    ended, serving = (
+        asyncio.create_task(child.wait()),
+        asyncio.create_task(wait_until_serving(target, SecurityConfig())),
+    )
+    try:
+        await asyncio.wait({ended, serving}, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            raise RuntimeError(f"the service ended with code {ended.result()}:\n{_tail(log)}")
+        if not serving.done():
+            raise RuntimeError(f"{target} did not serve within {start_s:.0f} s:\n{_tail(log)}")
+    finally:
+        ended.cancel()
+        serving.cancel()
+        discard_outcome(ended, serving)
 
 
 def _tail(log: Path, lines: int = 20) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -12,13 +11,13 @@ from pathlib import Path
 
 from orchestrator_svc.eval_config import EvalConfig
 from orchestrator_svc.replicas import ReplicaPool
-from sluice.cli.child_process import Watchdog
 from sluice.config import ConfigError
+from sluice.rpc.binding import LOOPBACK, free_ports
+from sluice.supervise.child_process import Watchdog
 from sluice.versions import BASE
 
 __all__ = ["started_replica", "wait_ready"]
 
-LOOPBACK = "127.0.0.1"
 RUN = "eval"
 
 _STOP_S = 15.0
@@ -60,7 +59,7 @@ class StartedReplica:
 @contextlib.asynccontextmanager
 async def started_replica(config: EvalConfig) -> AsyncIterator[StartedReplica]:
     """Start ``sluice rollout`` on the model, without weight sync; it is ended on the way out, also if we are killed."""
-    port = _free_port()
+    port = free_ports(1)[0]
     argv = [sys.executable, "-m", "sluice.cli.main", "rollout", "--model", config.model, "--run", RUN]
     settings = {
         "engine": config.engine,
@@ -111,9 +110,3 @@ async def wait_ready(pool: ReplicaPool, replica: StartedReplica | None, deadline
         for each in waits:
             if each is not None:
                 each.cancel()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

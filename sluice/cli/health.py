@@ -6,12 +6,12 @@ import asyncio
 import sys
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from sluice.cli.command import Command
-from sluice.cli.options import Options, seconds
-from sluice.config import SecurityConfig, load_run
-from sluice.rpc import SluiceError, connect
+from sluice.cli.command import Command, Options, seconds
+from sluice.config import load_run
+from sluice.rpc import SluiceError
+from sluice.rpc.health import health_status
 
 __all__ = ["COMMAND"]
 
@@ -28,19 +28,12 @@ def _run(argv: list[str]) -> int:
     arguments, settings = parser.parse_known_args(argv)
     security = load_run(settings).security
     try:
-        status = asyncio.run(_check(arguments.target, security, arguments.service, arguments.timeout))
+        status = asyncio.run(health_status(arguments.target, security, arguments.service, arguments.timeout))
     except grpc.aio.AioRpcError as error:
         print(f"{arguments.target}: {SluiceError.from_rpc(error)}", file=sys.stderr)
         return 1
     print(f"{arguments.target}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
     return 0 if status == health_pb2.HealthCheckResponse.SERVING else 1
-
-
-async def _check(target: str, security: SecurityConfig, service: str, timeout_s: float) -> int:
-    async with connect(target, security, role="agent") as channel:
-        request = health_pb2.HealthCheckRequest(service=service)
-        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)  # type: ignore[attr-defined]  # the stubs leave it out
-        return int(answer.status)
 
 
 COMMAND = Command("health", "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1", _run)

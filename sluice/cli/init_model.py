@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.cli.command import Command
-from sluice.cli.options import Options, whole_number
+from sluice.cli.command import Command, Options, whole_number
 from sluice.host_files import whole_directory
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""The `sluice` program: finds a command by its name and runs it, importing nothing else.
+"""The `sluice` program: find a command by its name, import only its module, and run it.
 
-A command is, in this order, built in (a module of `sluice.cli`), added by an installed package (entry-point group
-``sluice.commands``), or a service (group ``sluice.services``), which is run from the same file as all the others.
+A command is built in (a module of `sluice.cli`), added by an installed package (entry-point group ``sluice.commands``), or a
+service (group ``sluice.services``); it is looked for in this order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUILT_IN = {
     "health": ("sluice.cli.health", "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1"),
     "config": ("sluice.cli.config_docs", "write the reference of all settings"),
 }
-"""Module and one line per built-in command; the module exposes COMMAND and is imported on use."""
+"""Module and help line of each built-in command. The module exposes COMMAND."""
 
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",
@@ -39,7 +39,7 @@ ADDED_HELP = {
     "eval": "score a model directory or a running server on an environment",
     "bench": "measure a part of the system side by side with its alternative",
 }
-"""One line per command that the services add, so that `sluice --help` imports none of them."""
+"""Help line of each command that the services add, so that `sluice --help` imports none of them."""
 
 SERVICE_HELP = {
     "orchestrator": "serve the run: tasks, rewards, advantages, batches",
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Who read our output has left, as in `sluice rl --help | head`; the interpreter must not write to it either.
+        # The reader of our output has gone, as in `sluice rl --help | head`. The interpreter must not write to it either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
 
@@ -102,7 +102,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _find(name: str) -> Command | None:
-    """Import the command's module, and nothing for any other name."""
+    """Import and return a command; None if there is none of this name."""
     if name in BUILT_IN:
         command = importlib.import_module(BUILT_IN[name][0]).COMMAND
     else:
@@ -111,7 +111,9 @@ def _find(name: str) -> Command | None:
             return None
         command = point.load()
     if not isinstance(command, Command):
-        raise ConfigError(f"command {name!r} is not a sluice.cli.command.Command: its package is of another release")
+        raise ConfigError(
+            f"command {name!r} is not a sluice.cli.command.Command: install its package in the version of this one"
+        )
     return command
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli import quickstart_report, rl
-from sluice.cli.command import Command
-from sluice.cli.launch import shared_cores
-from sluice.cli.options import Options, whole_number
-from sluice.cli.run_directory import is_held
-from sluice.cli.stage import StageError, Stages, run_quietly
+from sluice.cli import rl
+from sluice.cli.command import Command, Options, whole_number
 from sluice.config import ConfigError
+from sluice.supervise.plan import shared_cores
+from sluice.supervise.run_directory import is_held
+from sluice.view import quickstart_report
+from sluice.view.stages import StageError, Stages, run_quietly
 
 __all__ = ["COMMAND", "Quickstart", "make_room", "run"]
 

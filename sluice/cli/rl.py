@@ -1,4 +1,4 @@
-"""`sluice rl @ rl.toml`: all services of a run as child processes of one supervisor, with one view of them."""
+"""`sluice rl @ rl.toml`: run reinforcement learning with all services as child processes, and show the run."""
 
 from __future__ import annotations
 
@@ -14,34 +14,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.command import Command
-from sluice.cli.launch import child_specs, free_addresses, replica_names
-from sluice.cli.live_view import RunView
-from sluice.cli.options import Options, seconds, whole_number
-from sluice.cli.placement import Place, place
-from sluice.cli.restart_policy import RestartLimits
-from sluice.cli.run_directory import claim, newest_checkpoint, where_resumed, write_settings
-from sluice.cli.supervisor import Ending, Outcome, Supervisor, run_until_signal
-from sluice.cli.watch import follow_run
-from sluice.config import (
-    ConfigError,
-    RunConfig,
-    ServerConfig,
-    allocation_of,
-    check_tables_fit,
-    dump_toml,
-    load_run,
-    service_names,
-)
+from sluice.cli.command import Command, Options, seconds, whole_number
+from sluice.config import ConfigError, RunConfig, ServerConfig, check_tables_fit, dump_toml, load_run, service_names
 from sluice.devices import visible_devices
 from sluice.models import check_hub, check_model
 from sluice.rpc.binding import server_credentials
 from sluice.rpc.tokens import TokenCheck
+from sluice.supervise.plan import Place, child_specs, free_addresses, place, replica_names, replicas_of
+from sluice.supervise.restart_policy import RestartLimits
+from sluice.supervise.run_directory import claim, describe_resume, newest_checkpoint, write_settings
+from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
+from sluice.view.live_view import RunView
 
-__all__ = ["COMMAND", "replicas_of", "run"]
+__all__ = ["COMMAND", "EXIT_INTERRUPTED", "run"]
 
 NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
-"""Services that a run consists of."""
+"""The services of a run."""
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -50,13 +38,13 @@ _EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAI
 
 
 def run(argv: list[str]) -> int:
-    """Run to the end, or to Ctrl-C.
+    """Run until the last step, or until Ctrl-C.
 
     Returns:
-        0 after the last step, 1 if a service failed for good, 130 after Ctrl-C or SIGTERM.
+        0 after the last step, 1 if a service failed and was not restarted, 130 after Ctrl-C or SIGTERM.
 
     Raises:
-        ConfigError: if a setting is wrong, a service is not installed, or the run exists and is not to be resumed.
+        ConfigError: if a setting is wrong, a service is not installed, or the run exists and `--resume` is missing.
     """
     parser = _parser()
     if {"--help", "-h"} & set(argv):
@@ -80,8 +68,8 @@ def run(argv: list[str]) -> int:
             start_deadline_s=options.start_deadline,
         )
         if options.resume:
-            view.say(where_resumed(directory))
-        view.say(f"run {config.run}: {len(specs)} services starting, logs in {directory / 'logs'}")
+            view.say(describe_resume(directory))
+        view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
         _warn_of_crowding(view, places)
         began = time.monotonic()
         outcome = asyncio.run(_supervise(supervisor, view, config))
@@ -93,42 +81,22 @@ def _warn_of_crowding(view: RunView, places: Mapping[str, Place]) -> None:
     processes, cores = sum(each.processes for each in places.values()), os.cpu_count() or 1
     if processes > cores and not any(each.devices for each in places.values()):
         view.say(
-            f"{processes} computing processes share {cores} cores: give the run fewer, or expect it to be slow",
+            f"{processes} computing processes share {cores} cores: use fewer (--replicas, trainer.parallel), or expect a slow run",
             "yellow",
         )
 
 
-def replicas_of(asked: int | None, config: RunConfig) -> int:
-    """How many rollout replicas there are to be.
-
-    Raises:
-        ConfigError: if there is none, or the settings say different numbers.
-    """
-    allocation = allocation_of(config)
-    named = len(config.peers.rollout)
-    if allocation is not None and allocation.rollout is not None:
-        replicas = allocation.rollout.dimensions.data
-        listed = named if "rollout" in config.peers.model_fields_set else replicas
-        for setting, number in (("--replicas", asked or replicas), ("the length of peers.rollout", listed)):
-            if number != replicas:
-                raise ConfigError(
-                    f"the allocation {allocation} has {replicas} replicas, but {setting} is {number}: remove one of them"
-                )
-        return replicas
-    if not (asked or named):
-        raise ConfigError("peers.rollout is empty: a run needs at least one rollout replica (--replicas 1)")
-    return asked or named
-
-
 def _check(asked: int | None, config: RunConfig) -> None:
-    """Find what would fail later, before anything is started.
+    """Refuse settings that would make a service fail, before any is started.
 
     Raises:
         ConfigError: with the remedy.
     """
     missing = [name for name in NEEDED if name not in service_names()]
     if missing:
-        raise ConfigError(f"`sluice rl` needs the services {', '.join(missing)}, which are not installed here")
+        raise ConfigError(
+            f"`sluice rl` needs the services {', '.join(missing)}, which are not installed: install their packages"
+        )
     check_model(config.model)
     replicas = replicas_of(asked, config)
     for name in NEEDED:
@@ -144,7 +112,7 @@ def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
 
 
 def _ask_hub(config: RunConfig) -> None:
-    """See that models which are no directories can be had, before every service tries for itself."""
+    """Refuse models that are neither directories nor on the hub, before every service tries to load them."""
     beside = config.section("trainer").models_beside()
     for setting, model in {"model": config.model, **beside}.items():
         check_hub(model, setting)
@@ -152,7 +120,7 @@ def _ask_hub(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def _private_settings(config: RunConfig) -> Iterator[Path | None]:
-    """A file with the secrets for the children alone; None where there is no secret to hand on."""
+    """Write a settings file with the secrets, which only this user can read; None if there are no secrets."""
     whole = dump_toml(config, redacted=False)
     if whole == dump_toml(config):
         yield None
@@ -165,13 +133,9 @@ def _private_settings(config: RunConfig) -> Iterator[Path | None]:
 
 
 async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -> Outcome:
-    """Run the children, and the view beside them."""
-    beside = [
-        asyncio.create_task(view.keep_drawing()),
-        asyncio.create_task(
-            follow_run(config.peers.orchestrator, config.security, config.run, view.progress, view.on_step)
-        ),
-    ]
+    """Run the children, and show them."""
+    following = view.follow(config.peers.orchestrator, config.security)
+    beside = [asyncio.create_task(view.keep_drawing()), asyncio.create_task(following)]
     try:
         return await run_until_signal(supervisor, lambda text: view.say(text, style="yellow"))
     finally:
@@ -179,11 +143,11 @@ async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -
             task.cancel()
         for ended in await asyncio.gather(*beside, return_exceptions=True):
             if isinstance(ended, Exception):
-                view.say(f"the view of the run failed: {ended!r}", style="red")
+                view.say(f"the live view failed, the run was not affected: {ended!r}", style="red")
 
 
 def _tell(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) -> None:
-    """The last words."""
+    """Print how the run ended."""
     done = f"{view.progress.applied} steps in {seconds:.1f} s"
     match outcome.ending:
         case Ending.SUCCEEDED:
@@ -194,15 +158,15 @@ def _tell(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) ->
             view.say(f"run {config.run} failed after {done}: {outcome.child} {outcome.reason}", style="bold red")
             for line in outcome.tail:
                 view.say(f"{outcome.child:>12} | {line}", style="red")
-            view.say(f"whole log: {config.run_dir / 'logs' / outcome.child}.log", style="red")
+            view.say(f"full log: {config.run_dir / 'logs' / outcome.child}.log", style="red")
 
 
 def _what_resume_does(config: RunConfig) -> str:
-    """From where a stopped run would go on."""
+    """Return what `--resume` would do about a stopped run."""
     checkpoint = newest_checkpoint(config.run_dir)
     if checkpoint:
-        return f"--resume goes on from {checkpoint}"
-    return "there is no checkpoint yet (orchestrator.checkpoint.every_steps): --resume trains from the start"
+        return f"--resume continues from {checkpoint}"
+    return "it has no checkpoint yet (orchestrator.checkpoint.every_steps): --resume starts at step 0"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -220,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--resume",
         action="store_true",
-        help="go on with a run that exists; one that does not begins at the start, which is said",
+        help="resume the run if it exists; otherwise start a new one",
     )
     add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     add("--plain", action="store_true", help="one line per step instead of the live view")
@@ -229,9 +193,15 @@ def _parser() -> argparse.ArgumentParser:
         type=whole_number(0),
         default=limits.restarts,
         metavar="N",
-        help="restarts of a service in ten minutes",
+        help="most restarts of a service within ten minutes (default: 3)",
     )
-    add("--start-deadline", type=seconds, default=600.0, metavar="S", help="seconds a service has to begin to serve")
+    add(
+        "--start-deadline",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds until a service must serve (default: 600)",
+    )
     return parser
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import structlog
 
-from sluice.cli.parent import end_with_parent
 from sluice.config import (
     ConfigError,
     FailedForGoodError,
@@ -26,33 +25,35 @@ from sluice.config import (
 )
 from sluice.config.secrets import redact_text, secret_values
 from sluice.rpc import SluiceError
+from sluice.supervise.ranks import end_with_launcher
 from sluice.telemetry import configure_logging, start_metrics_server
 
 __all__ = ["serve"]
 
 EXIT_FOR_GOOD = 3
-"""Exit code of a service that gave its work up: started again it would fail again."""
+"""Exit code of a service that gave up: a restart would fail the same way."""
 
 EXIT_UNFINISHED = 143
-"""Exit code of a service that a signal ended before its work was done, as shells give it for SIGTERM."""
+"""Exit code of a service that a signal ended before its work was done; shells report it for SIGTERM."""
 
 log = structlog.get_logger(__name__)
 
 
 def serve(name: str, argv: list[str]) -> int:
-    """Run a service until SIGTERM or SIGINT; under torchrun, one of its ranks, of which the first serves the metrics.
+    """Run a service, or under torchrun one rank of it, until SIGTERM or SIGINT. Only the first rank serves metrics.
 
     Returns:
-        0 after a clean stop, 1 after a failure, which is logged, 3 if the work was given up, 143 if a signal came before the service's work was done.
+        0 after a clean stop, 1 after a failure, which is logged, 3 if the service gave up, 143 if a signal came before its work
+        was done.
 
     Raises:
         ConfigError: if the settings are wrong.
     """
     run = load_run(argv, service=name, check=lambda run: run.section(name).check_start(run))
-    # Only the trainer has ranks; the name is common enough for a pod to have it for a reason of its own.
+    # Only the trainer has ranks. Other services ignore RANK, which a pod may set for another reason.
     rank = int(os.environ.get("RANK", "0")) if name == "trainer" else 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+        end_with_launcher()
     secrets = frozenset(secret_values(run))
     configure_logging(f"{name}.{rank}" if rank else name, run.log_level, secrets=secrets)
     section = run.section(name)
@@ -78,16 +79,16 @@ def serve(name: str, argv: list[str]) -> int:
         log.exception("service failed")
         return 1
     finally:
-        # The process ends next. Without this the interpreter looks through all that torch and vLLM ever made, for seconds.
+        # The process ends next. Without this the garbage collector examines all objects of torch and vLLM, for seconds.
         gc.freeze()
     return 0
 
 
 async def _until_stopped(service: Service, run: RunConfig, section: Section) -> None:
-    """Serve; a signal before the service takes its own care of signals (it is still loading) cancels it.
+    """Serve. Until the service handles signals itself, which it does once it has loaded, a signal cancels it.
 
     Raises:
-        RuntimeError: if the service was cancelled though no signal asked for it.
+        RuntimeError: if the service was cancelled without a signal.
     """
     serving = asyncio.ensure_future(service.serve(run, section))
     asked = asyncio.Event()
@@ -108,7 +109,7 @@ async def _until_stopped(service: Service, run: RunConfig, section: Section) -> 
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """The loop of uvloop, which comes with vLLM, where it is installed."""
+    """Return the event loop of uvloop, which vLLM installs; None without it."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop

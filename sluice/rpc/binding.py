@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from pathlib import Path
 
 import grpc
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 
-__all__ = ["UNIX", "address", "check_exposure", "read_pem", "server_credentials"]
+__all__ = ["LOOPBACK", "UNIX", "address", "check_exposure", "free_ports", "read_pem", "server_credentials"]
+
+LOOPBACK = "127.0.0.1"
 
 UNIX = "unix:"
 
@@ -20,6 +23,18 @@ def address(server: ServerConfig) -> str:
         return server.host
     host = f"[{server.host}]" if ":" in server.host and not server.host.startswith("[") else server.host
     return f"{host}:{server.port}"
+
+
+def free_ports(count: int) -> list[int]:
+    """Return TCP ports on loopback that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
 
 
 def is_local(host: str) -> bool:

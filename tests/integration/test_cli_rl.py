@@ -113,7 +113,7 @@ def test_each_service_may_be_killed_once_and_the_run_goes_on_to_its_end(started)
     run.until("step 2/")
     for service in ("rollout", "weightsync", "trainer", "orchestrator"):
         run.child(service).kill()
-        assert run.until(service).startswith(f"{service} ended with signal SIGKILL; start 1 of 3 again")
+        assert run.until(service).startswith(f"{service} ended with signal SIGKILL; restart 1 of 3")
         run.until(f"{service} serves")
         run.until("step ")
     assert run.end() == 0, "\n".join(run.seen)
@@ -143,7 +143,7 @@ def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> 
     run.process.send_signal(signal.SIGINT)
     list(run.lines())
     assert run.process.wait(timeout=10) == 130
-    assert "--resume goes on from step_" in run.seen[-1]
+    assert "--resume continues from step_" in run.seen[-1]
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert "never retrieved" not in "\n".join(run.seen) + run.logs()
     resumed = started("--orchestrator.max-steps", "6", "--resume", "--trainer.parallel.dp-shard", "2")

@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from sluice.cli.child_logs import LogLine
-from sluice.cli.flood import Flood
-from sluice.cli.live_view import RunView, render
-from sluice.cli.progress import RunProgress, sparkline, step_line
-from sluice.cli.supervisor import ChildState
+from sluice.supervise.child_logs import LogLine
+from sluice.supervise.supervisor import ChildState
 from sluice.v1 import orchestrator_pb2 as pb
+from sluice.view.live_view import RunView, render
+from sluice.view.progress import RunProgress, sparkline, step_line
+from sluice.view.rate_limit import RateLimit
 
 
 def step(number: int, at: float, **metrics: float) -> pb.RunEvent:
@@ -122,24 +122,25 @@ def test_without_a_terminal_services_restarts_and_steps_are_lines(progress: RunP
     view = RunView("r", Console(file=out, width=200), live=False, verbose=False)
     view.on_state("trainer", ChildState.STARTING, "")
     view.on_state("trainer", ChildState.SERVING, "")
-    view.on_state("trainer", ChildState.RESTARTING, "ended with signal SIGKILL; start 1 of 3 again in 0.5 s")
+    view.on_state("trainer", ChildState.RESTARTING, "ended with signal SIGKILL; restart 1 of 3 in 0.5 s")
     view.progress = progress
-    view.on_step()
+    view.on_event(step(11, 122, **{"reward/mean": 1.1}))
+    view.on_event(step(11, 122, **{"reward/mean": 1.1}))
     assert out.getvalue().splitlines() == [
         "trainer serves",
-        "trainer ended with signal SIGKILL; start 1 of 3 again in 0.5 s",
+        "trainer ended with signal SIGKILL; restart 1 of 3 in 0.5 s",
         step_line(progress),
     ]
 
 
-def test_a_flood_of_lines_of_one_kind_is_a_few_lines_and_a_count() -> None:
-    flood = Flood()
-    shown = [line for number in range(40) for line in flood.offer("core.py", f"line {number}", now=0.1 * number)]
+def test_repeated_lines_of_one_kind_become_a_few_lines_and_a_count() -> None:
+    limit = RateLimit()
+    shown = [line for number in range(40) for line in limit.offer("core.py", f"line {number}", now=0.1 * number)]
     assert shown == ["line 0", "line 1", "line 2"]
-    assert flood.offer("other", "news", now=5.0) == ["(36 more like it) line 39", "news"]
-    assert flood.offer("core.py", "line 40", now=6.0) == []
-    assert flood.offer("core.py", "line 41", now=60.0) == ["line 40", "line 41"]
-    assert flood.flush() == []
+    assert limit.offer("other", "news", now=5.0) == ["(36 more like it) line 39", "news"]
+    assert limit.offer("core.py", "line 40", now=6.0) == []
+    assert limit.offer("core.py", "line 41", now=60.0) == ["line 40", "line 41"]
+    assert limit.flush() == []
 
 
 def test_a_traceback_is_cut_to_what_and_why_unless_all_is_wanted() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sluice.cli.placement import Place, place
-from sluice.cli.rl import replicas_of
 from sluice.config import ConfigError, load_run
 from sluice.devices import visible_devices
+from sluice.supervise.plan import Place, place, replicas_of
 
 EIGHT = tuple("01234567")
 
@@ -50,8 +49,8 @@ def test_on_a_cpu_nothing_is_shared_out() -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--allocation-mode", "d2+d1"), "allocation d2\\+fsdp:d1 takes 3 devices, but there are 2"),
-        (("--trainer.parallel.tp", "4"), "trainer.parallel takes 6 devices, but there are 2"),
+        (("--allocation-mode", "d2+d1"), "allocation d2\\+fsdp:d1 needs 3 devices, but there are 2"),
+        (("--trainer.parallel.tp", "4"), "trainer.parallel needs 6 devices, but there are 2"),
     ],
 )
 def test_more_devices_than_there_are_is_refused(flags: tuple[str, ...], told: str) -> None:

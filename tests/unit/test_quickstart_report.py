@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.cli import quickstart, quickstart_report
-from sluice.cli.run_directory import claim
+from sluice.cli import quickstart
 from sluice.config import ConfigError, load_run
+from sluice.supervise.run_directory import claim
+from sluice.view import quickstart_report
 
 EVALUATION = {"reward_mean": 0.5, "exact_share": 0.3, "greedy_reward_mean": 0.45, "greedy_exact_share": 0.35}
 

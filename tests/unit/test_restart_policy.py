@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.cli.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy, StartAgain
+from sluice.supervise.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy, StartAgain
 
 KILLED = Exit(code=-9, was_ready=True)
 
@@ -40,7 +40,7 @@ def test_wrong_settings_are_not_tried_again() -> None:
 
 def test_work_that_was_given_up_is_not_tried_again() -> None:
     decision = RestartPolicy(RestartLimits()).on_exit(Exit(code=3, was_ready=True), 0.0)
-    assert decision == GiveUp("it gave the work up")
+    assert decision == GiveUp("it gave up")
 
 
 @pytest.mark.parametrize("code", [1, 4, 127])

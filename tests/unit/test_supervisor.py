@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sluice.cli.child_logs import LogLine, read_line
-from sluice.cli.child_process import ChildSpec
-from sluice.cli.restart_policy import RestartLimits
-from sluice.cli.supervisor import ChildState, Ending, Outcome, Supervisor
+from sluice.supervise.child_logs import LogLine, read_line
+from sluice.supervise.child_process import ChildSpec
+from sluice.supervise.restart_policy import RestartLimits
+from sluice.supervise.supervisor import ChildState, Ending, Outcome, Supervisor
 
 READY = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(__import__('os').getpid()));"
 """A child says that it serves by a file with its process id."""
@@ -86,7 +86,7 @@ async def test_a_killed_child_is_started_again_and_the_run_goes_on(tmp_path: Pat
     stop.set()
     assert (await running).ending is Ending.STOPPED
     details = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
-    assert details == ["ended with signal SIGKILL; start 1 of 3 again in 0.01 s"]
+    assert details == ["ended with signal SIGKILL; restart 1 of 3 in 0.01 s"]
 
 
 async def test_after_the_last_restart_the_outcome_names_the_child_why_and_its_last_lines(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ async def test_wrong_settings_end_the_run_at_once(tmp_path: Path) -> None:
 async def test_a_child_that_never_serves_fails_by_its_deadline(tmp_path: Path) -> None:
     outcome = await run([spec(tmp_path, "mute", "import time; time.sleep(600)")], Witness(), start_deadline_s=0.3)
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "mute")
-    assert "did not begin to serve" in outcome.reason
+    assert "did not serve within" in outcome.reason
 
 
 async def test_stop_ends_even_a_child_that_ignores_sigterm_and_its_grandchildren(tmp_path: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path: Path) -> No
     program = f"""
 import asyncio, sys
 from pathlib import Path
-from sluice.cli.child_process import ChildSpec
-from sluice.cli.supervisor import Supervisor
+from sluice.supervise.child_process import ChildSpec
+from sluice.supervise.supervisor import Supervisor
 class Nobody:
     def on_line(self, child, line): pass
     def on_state(self, child, state, detail): pass

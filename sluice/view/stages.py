@@ -1,4 +1,4 @@
-"""A stage of a longer job: one line with its time when it is done, its log's last lines when it fails."""
+"""The stages of a longer job: one line with the seconds of each, and the last lines of its log if it fails."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from sluice.cli.child_logs import LogLine
-from sluice.cli.child_process import ChildSpec
-from sluice.cli.restart_policy import RestartLimits
-from sluice.cli.supervisor import ChildState, Ending, Supervisor, run_until_signal
+from sluice.supervise.child_logs import LogLine
+from sluice.supervise.child_process import ChildSpec
+from sluice.supervise.restart_policy import RestartLimits
+from sluice.supervise.supervisor import ChildState, Ending, Supervisor, run_until_signal
 
 __all__ = ["StageError", "Stages", "run_quietly"]
 
 
 class StageError(Exception):
-    """A stage failed; the message is for people."""
+    """A stage failed; the message says why, for people."""
 
 
 class Stages:
-    """Announces stages one after the other.
+    """Prints the stages of a job.
 
     Args:
-        console: Where to write.
-        count: How many there will be.
+        console: Where to print.
+        count: Number of stages.
     """
 
     def __init__(self, console: Console, count: int) -> None:
@@ -38,15 +38,15 @@ class Stages:
 
     @contextlib.contextmanager
     def stage(self, name: str, title: str, *, quiet: bool = True) -> Iterator[list[str]]:
-        """Time a stage.
+        """Run a stage and measure its seconds.
 
         Args:
             name: Key of its seconds in `seconds`.
             title: What it does, for people.
-            quiet: Whether the stage itself writes nothing, so that its line may wait until it is done.
+            quiet: Whether the stage prints nothing itself, so that its line can be printed at its end.
 
         Yields:
-            A list; what is appended to it ends the line.
+            A list. The texts that are appended to it are printed at the end of the line.
         """
         self._number += 1
         label = f"[{self._number}/{self._count}] {title}"
@@ -66,15 +66,15 @@ class Stages:
 
 
 def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> str:
-    """Run a program with its output in a file; a signal ends it in order, with all that it started.
+    """Run a Python program with its output in a file. A signal ends it and everything that it started.
 
     Args:
-        argv: The words after the Python interpreter.
-        log: File that its output is appended to.
-        environment: Variables over our own.
+        argv: Arguments of the Python interpreter.
+        log: The file that its output is appended to.
+        environment: Variables that are added to those of this process.
 
     Returns:
-        The last line that it wrote.
+        The last line of its output.
 
     Raises:
         StageError: if it fails; the message holds the last lines of its output.
@@ -93,21 +93,21 @@ def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> s
 
 
 async def _at_once() -> None:
-    """A program that serves nothing need not be waited for."""
+    """Return: a program that serves nothing is ready at once."""
 
 
 class _LastLine:
-    """Keeps the last line of a program."""
+    """Keeps the last line of a program's output."""
 
     text = ""
 
     def on_line(self, child: str, line: LogLine) -> None:
-        """Keep it."""
+        """Keep the line."""
         del child
         self.text = line.text
 
     def on_state(self, child: str, state: ChildState, detail: str) -> None:
-        """The stage tells what is to be told."""
+        """Ignore it: the stage prints the outcome."""
 
     def discard(self, text: str) -> None:
-        """The stage ends on a signal without further words."""
+        """Ignore what is said about a signal."""

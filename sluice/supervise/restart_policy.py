@@ -1,4 +1,4 @@
-"""Whether a child that died is started again: a pure state machine, told the time by its caller."""
+"""Whether a child that died is started again: a pure state machine; the caller passes the time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 __all__ = ["Exit", "GiveUp", "RestartLimits", "RestartPolicy", "StartAgain"]
 
 EXIT_CONFIG = 2
-"""Exit code of a child whose settings are wrong: a second try would read the same ones."""
+"""Exit code of a child whose settings are wrong: a restart would read the same settings."""
 
 EXIT_FOR_GOOD = 3
-"""Exit code of a child that gave its work up: a second try would end the same way."""
+"""Exit code of a child that gave up: a restart would fail the same way."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class RestartLimits:
 
     Attributes:
         restarts: Most restarts within the window; 0 allows none.
-        window_s: Seconds after which a restart is forgiven: a child that dies once a day is not a failing one.
-        first_delay_s: Pause before the first restart, in seconds; each further one within the window doubles it.
+        window_s: Seconds after which a restart no longer counts: a child that dies once a day may go on.
+        first_delay_s: Pause before the first restart, in seconds; doubles with each further restart within the window.
         max_delay_s: Longest pause, in seconds.
     """
 
@@ -37,7 +37,7 @@ class Exit:
 
     Attributes:
         code: As `subprocess` gives it: the exit code, or minus the signal's number.
-        was_ready: Whether it, or an earlier process of the same child, ever served.
+        was_ready: Whether it, or an earlier process of this child, ever served.
     """
 
     code: int
@@ -59,10 +59,10 @@ class StartAgain:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Leave it dead; the run ends.
+    """Do not start it again; the run ends.
 
     Attributes:
-        reason: End of a sentence that begins with how the child died; empty where restarts were never wanted.
+        reason: Completes a sentence that begins with how the child died; empty if restarts are switched off.
     """
 
     reason: str
@@ -80,7 +80,7 @@ class RestartPolicy:
     _restarts: deque[float] = field(default_factory=deque)
 
     def on_exit(self, exit_: Exit, now: float) -> StartAgain | GiveUp:
-        """Decide about a child that ended unasked.
+        """Decide what to do about a child that ended by itself.
 
         Args:
             exit_: How it ended.
@@ -89,16 +89,16 @@ class RestartPolicy:
         if exit_.code == EXIT_CONFIG:
             return GiveUp("its settings are wrong")
         if exit_.code == EXIT_FOR_GOOD:
-            return GiveUp("it gave the work up")
+            return GiveUp("it gave up")
         if self.limits.restarts == 0:
             return GiveUp("")
         if exit_.code > 0 and not exit_.was_ready:
-            # It ended by its own decision before it served: the same start would end the same way.
+            # It exited by itself before it served: another start would end the same way.
             return GiveUp("it never began to serve")
         while self._restarts and now - self._restarts[0] > self.limits.window_s:
             self._restarts.popleft()
         if len(self._restarts) >= self.limits.restarts:
-            return GiveUp(f"it was started again {len(self._restarts)} times within {self.limits.window_s:g} s")
+            return GiveUp(f"it was restarted {len(self._restarts)} times within {self.limits.window_s:g} s")
         self._restarts.append(now)
         attempt = len(self._restarts)
         delay = min(self.limits.first_delay_s * 2.0 ** (attempt - 1), self.limits.max_delay_s)

@@ -1,4 +1,4 @@
-"""Keeps the processes of a run alive, within bounds, and ends all of them together."""
+"""Keeps the children of a run alive, within the limits on restarts, and ends all of them together."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sluice.cli.child_logs import ChildLog, LogLine
-from sluice.cli.child_process import Child, ChildSpec, Watchdog, describe_exit
-from sluice.cli.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy
+from sluice.supervise.child_logs import ChildLog, LogLine
+from sluice.supervise.child_process import Child, ChildSpec, Watchdog, describe_exit
+from sluice.supervise.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy
 from sluice.tasks import discard_outcome
 
 __all__ = ["ChildState", "Ending", "Listener", "Outcome", "Supervisor", "run_until_signal"]
 
 
 _KILL_GRACE_S = 2.5
-"""Seconds for a killed process to go and its output to be read; one that a driver holds must not hold us."""
+"""Seconds for a killed process to end and for its output to be read. A process that hangs in a driver is left behind."""
 
 
 class ChildState(enum.Enum):
-    """Where a child stands."""
+    """The state of a child."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -45,10 +45,10 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        ending: In one word.
-        child: The child that decided it; empty if it was stopped from outside.
+        ending: Succeeded, stopped or failed.
+        child: The child whose end decided it; empty if a signal stopped the run.
         reason: How and why that child ended, for people.
-        tail: Last lines of its log, where it failed.
+        tail: Last lines of its log, if it failed.
     """
 
     ending: Ending
@@ -58,24 +58,24 @@ class Outcome:
 
 
 class Listener(Protocol):
-    """Who is told what happens; called in the event loop, must not block."""
+    """Receives what happens to the children. Called in the event loop; must not block."""
 
     def on_line(self, child: str, line: LogLine) -> None:
         """A child wrote a line."""
 
     def on_state(self, child: str, state: ChildState, detail: str) -> None:
-        """A child changed its state; `detail` says why, where there is a reason."""
+        """A child changed its state; `detail` says why, or is empty."""
 
 
 class Supervisor:
-    """Starts children side by side, restarts the one that dies, and ends all of them when the run ends.
+    """Starts children side by side, restarts one that dies, and ends all of them when the run ends.
 
     Args:
-        specs: What to run.
-        listener: Who is told.
-        limits: Bounds on restarts, for each child on its own.
-        start_deadline_s: Seconds that a child has to begin to serve.
-        stop_grace_s: Seconds between SIGTERM and SIGKILL; all children at once, so this bounds the whole stop.
+        specs: The children.
+        listener: Receives lines and states.
+        limits: Bounds on restarts, for each child by itself.
+        start_deadline_s: Seconds that a child has until it serves.
+        stop_grace_s: Seconds between SIGTERM and SIGKILL. Children end side by side, so this bounds the whole stop.
         clock: Monotonic seconds.
     """
 
@@ -96,7 +96,7 @@ class Supervisor:
         self._children: dict[str, Child] = {}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
-        """Keep all children until one decides the outcome or `stop` is set; leaves none behind.
+        """Keep all children until the end of one decides the outcome, or until `stop` is set; then end all of them.
 
         Raises:
             OSError: if a program cannot be started.
@@ -116,12 +116,12 @@ class Supervisor:
         return next(iter([*failed, *decisive]), Outcome(Ending.STOPPED))
 
     def kill(self) -> None:
-        """End all children at once, without their drain; `run` then returns."""
+        """Kill all children; `run` then returns."""
         for child in self._children.values():
             child.kill()
 
     async def _keep(self, spec: ChildSpec, watchdog: Watchdog) -> Outcome:
-        """Keep one child until its end decides the run's; ends it when cancelled."""
+        """Keep one child until its end decides the outcome of the run; end it when cancelled."""
         policy = RestartPolicy(self._limits)
         log = ChildLog(spec.log_path)
         was_ready = False
@@ -135,7 +135,7 @@ class Supervisor:
                 ready = await self._serving(spec, ended)
                 was_ready = was_ready or ready
                 if not ready and not ended.done():
-                    reason = f"did not begin to serve within {self._start_deadline_s:g} s"
+                    reason = f"did not serve within {self._start_deadline_s:g} s (--start-deadline)"
                     return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
                 code = await asyncio.shield(ended)
             finally:
@@ -147,12 +147,12 @@ class Supervisor:
             if isinstance(decision, GiveUp):
                 reason = f"{died}, and {decision.reason}" if decision.reason else died
                 return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
-            detail = f"{died}; start {decision.attempt} of {self._limits.restarts} again in {decision.delay_s:g} s"
+            detail = f"{died}; restart {decision.attempt} of {self._limits.restarts} in {decision.delay_s:g} s"
             self._listener.on_state(spec.name, ChildState.RESTARTING, detail)
             await asyncio.sleep(decision.delay_s)
 
     async def _serving(self, spec: ChildSpec, ended: asyncio.Task[int]) -> bool:
-        """Whether the child came to serve before it ended and before its deadline."""
+        """Wait until the child serves; return False if it ended first, or at the deadline."""
         serves = asyncio.ensure_future(spec.serves())
         try:
             await asyncio.wait({serves, ended}, timeout=self._start_deadline_s, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +166,7 @@ class Supervisor:
         return True
 
     async def _end(self, name: str, child: Child, ended: asyncio.Task[int]) -> None:
-        """Drain a child that still runs, then kill it."""
+        """Let a child that still runs drain, then kill it."""
         if not ended.done():
             self._listener.on_state(name, ChildState.STOPPING, "")
             child.terminate()
@@ -179,20 +179,20 @@ class Supervisor:
 
 
 async def run_until_signal(supervisor: Supervisor, say: Callable[[str], None]) -> Outcome:
-    """Run to the end or to SIGINT, SIGTERM or SIGHUP: a first signal ends the children in order, a second one at once.
+    """Run to the end, or to SIGINT, SIGTERM or SIGHUP: the first signal drains the children, a second one kills them.
 
     Args:
         supervisor: What to run.
-        say: Told what a signal does.
+        say: Called with what the supervisor does about a signal.
     """
     stop = asyncio.Event()
 
     def on_signal() -> None:
         if stop.is_set():
-            say("killing what still runs")
+            say("killing the services that still run")
             supervisor.kill()
         else:
-            say("stopping; once more to kill")
+            say("stopping the services; press Ctrl-C again to kill them")
         stop.set()
 
     loop = asyncio.get_running_loop()

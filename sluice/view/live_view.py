@@ -1,8 +1,9 @@
-"""What a person sees of a run: a live panel on a terminal, plain lines elsewhere."""
+"""A run while it goes on: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,17 +17,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.child_logs import LEVELS, LogLine
-from sluice.cli.flood import Flood
-from sluice.cli.progress import RunProgress, sparkline, step_line
-from sluice.cli.supervisor import ChildState
+from sluice.client import OrchestratorClient
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError
+from sluice.supervise.child_logs import LEVELS, LogLine
+from sluice.supervise.supervisor import ChildState
+from sluice.v1 import orchestrator_pb2
+from sluice.view.progress import RunProgress, sparkline, step_line
+from sluice.view.rate_limit import RateLimit
 
 __all__ = ["RunView", "render"]
 
 _REFRESH_S = 0.25
 _SPARK_WIDTH = 48
 _REASON_WIDTH = 56
-"""Characters of the reason why a replica gets no work; the log has the rest."""
+"""Characters that are shown of the reason why a replica gets no work; the log has all of it."""
+
+_RECONNECT_S = 0.5
+"""Pause before another attempt to reach the orchestrator, in seconds; the supervisor bounds how long it may be away."""
 
 _CHILD_STYLES = {
     ChildState.STARTING: "yellow",
@@ -38,7 +46,7 @@ _CHILD_STYLES = {
 
 
 class RunView:
-    """Shows a run as it goes; a `Listener` of the supervisor.
+    """Shows a run; a `Listener` of the supervisor.
 
     Args:
         run: Name of the run.
@@ -51,21 +59,21 @@ class RunView:
         self.progress = RunProgress()
         self._run, self._console, self._verbose = run, console, verbose
         self._children: dict[str, ChildState] = {}
-        self._floods: defaultdict[str, Flood] = defaultdict(Flood)
+        self._limits: defaultdict[str, RateLimit] = defaultdict(RateLimit)
         self._live = Live(console=console, auto_refresh=False, transient=False) if live else None
 
     def on_line(self, child: str, line: LogLine) -> None:
-        """Show a child's line if it matters."""
+        """Show a child's line if it is a warning or an error, or if `verbose` is set."""
         threshold = LEVELS["warning"] if line.structured else LEVELS["error"]
         if not self._verbose and line.level < threshold:
             return
         style = "red" if line.level >= LEVELS["error"] else "yellow" if line.level >= LEVELS["warning"] else "dim"
         parts = line.text.splitlines()
         if not self._verbose and len(parts) > 1:
-            # A traceback's first and last line say what and why; the rest is in the log, and shown if the child dies.
+            # The first and the last line of a traceback name the error. The log has the rest, which is shown if the child dies.
             parts = [f"{parts[0]}: {parts[-1]}"]
         if not self._verbose:
-            parts = list(self._floods[child].offer(line.kind, parts[0], time.monotonic()))
+            parts = list(self._limits[child].offer(line.kind, parts[0], time.monotonic()))
         self._print(child, parts, style)
 
     def _print(self, child: str, lines: Sequence[str], style: str) -> None:
@@ -73,26 +81,41 @@ class RunView:
             self._console.print(f"[{style}]{child:>12} |[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def on_state(self, child: str, state: ChildState, detail: str) -> None:
-        """Show that a child came, went or comes back."""
+        """Show that a child started, serves, ended or is restarted."""
         self._children[child] = state
         if state is ChildState.ENDED:
-            self._print(child, self._floods[child].flush(), "red")
+            self._print(child, self._limits[child].flush(), "red")
         if state is ChildState.RESTARTING:
             self.say(f"{child} {detail}", style="yellow")
         elif self._live is None and state is ChildState.SERVING:
             self.say(f"{child} serves")
 
-    def on_step(self) -> None:
-        """A batch was applied."""
-        if self._live is None:
+    def on_event(self, event: orchestrator_pb2.RunEvent) -> None:
+        """Take over an event of the run; without a panel, print a line for each new step."""
+        if self.progress.apply(event) and self._live is None:
             self.say(step_line(self.progress))
 
+    async def follow(self, target: str, security: SecurityConfig) -> None:
+        """Take the run's events from the orchestrator until the run has ended, across restarts of the orchestrator.
+
+        Args:
+            target: Address of the orchestrator.
+            security: Tokens and TLS.
+        """
+        while not self.progress.ended:
+            async with OrchestratorClient(target, security) as orchestrator:
+                with contextlib.suppress(SluiceError):
+                    self.progress.describe(await orchestrator.run(self._run))
+                    async for answer in orchestrator.watch(self._run):
+                        self.on_event(answer.event)
+            await asyncio.sleep(_RECONNECT_S)
+
     def say(self, text: str, style: str = "") -> None:
-        """Write one line."""
+        """Print one line."""
         self._console.print(Text(text, style=style), soft_wrap=True)
 
     async def keep_drawing(self) -> None:
-        """Redraw the panel until cancelled; returns at once where there is none."""
+        """Redraw the panel until cancelled; return at once if there is no panel."""
         if self._live is None:
             return
         with self._live as live:
@@ -105,7 +128,7 @@ class RunView:
 
 
 def render(run: str, progress: RunProgress, children: dict[str, ChildState]) -> RenderableType:
-    """The panel."""
+    """Return the panel."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()

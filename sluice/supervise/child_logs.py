@@ -1,4 +1,4 @@
-"""What the children write: kept in one file per child, and as labelled lines for whoever watches."""
+"""The output of children: appended to one file per child, and parsed into lines for the view."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from pathlib import Path
 __all__ = ["ChildLog", "LogLine", "read_line"]
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
-"""Names of severities in order."""
+"""Severities by name."""
 
 TAIL_LINES = 30
-"""Lines of a dead child's log that are shown: a traceback with some of what led to it."""
+"""Lines of a dead child's log that are shown: a traceback and a few lines before it."""
 
 _CHUNK_BYTES = 1 << 16
 _LINE_CHARACTERS = 1 << 16
-"""A longer line is cut into several: a child must not fill the supervisor's memory."""
+"""A longer line is split, so that a child cannot fill the supervisor's memory."""
 
 _PLAIN_LEVEL = re.compile(r"^(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
-"""How libraries that bypass our logging write a level: ``WARNING ...`` or ``(EngineCore pid=7) ERROR ...``."""
+"""The level in a line of a library with logging of its own: ``WARNING ...`` or ``(EngineCore pid=7) ERROR ...``."""
 
 _LIBRARY_WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
-"""How Python writes a warning of a library; our logging passes it on as an event."""
+"""A Python warning of a library; our logging passes it on as an event."""
 
 _SOURCE = re.compile(r"\[\w+\.py:\d+\]")
-"""Where in a library a line comes from: ``[core.py:1512]``."""
+"""The place in a library that wrote a line: ``[core.py:1512]``."""
 
 _HIDDEN_FIELDS = frozenset({"event", "level", "timestamp", "service", "exception"})
 
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a child.
+    """One line of a child's output.
 
     Attributes:
-        level: Severity as in `LEVELS`; lines without one count as info.
-        text: The line for people, without time and level.
-        structured: True for what our own services have to say; False for libraries.
-        kind: What lines that say the same have in common: the event's name, or where in a library they come from.
+        level: Severity as in `LEVELS`; info if the line names none.
+        text: The line without time and level.
+        structured: Whether one of our services wrote it; False for libraries.
+        kind: Equal for lines that report the same thing: the event's name, or the place in the library.
     """
 
     level: int
@@ -53,7 +53,7 @@ class LogLine:
 
 
 def read_line(raw: str) -> LogLine:
-    """Understand a line: JSON of our own logging, or whatever a library writes."""
+    """Parse a line: JSON of our own logging, or the text of a library."""
     if raw.startswith("{"):
         try:
             record = json.loads(raw)
@@ -70,7 +70,7 @@ def read_line(raw: str) -> LogLine:
 
 
 def _sentence(record: dict[str, object]) -> str:
-    """The event, its fields, and under it the traceback if there is one."""
+    """Return the event and its fields, followed by the traceback if there is one."""
     fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in _HIDDEN_FIELDS)
     sentence = f"{record['event']} {fields}".rstrip()
     trace = record.get("exception")
@@ -78,10 +78,10 @@ def _sentence(record: dict[str, object]) -> str:
 
 
 class ChildLog:
-    """The log of one child, through all its restarts.
+    """The log of one child across its restarts.
 
     Args:
-        path: File that every line is appended to.
+        path: The file that every line is appended to.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,12 +89,12 @@ class ChildLog:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def tail(self) -> list[str]:
-        """The last lines, tracebacks unfolded; at most `TAIL_LINES`."""
+        """Return the last lines, with each line of a traceback on its own; at most `TAIL_LINES`."""
         unfolded = [line for raw in self._tail for line in read_line(raw).text.splitlines()]
         return unfolded[-TAIL_LINES:]
 
     async def follow(self, stream: asyncio.StreamReader, on_line: Callable[[LogLine], None]) -> None:
-        """Write down what a process says until it closes its end.
+        """Write a process's output to the file until the process closes it.
 
         Args:
             stream: The process's output.
@@ -109,7 +109,7 @@ class ChildLog:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines of any length; bytes that are not UTF-8 are shown as such rather than lost."""
+    """Yield lines of any length; bytes that are not UTF-8 are escaped, not dropped."""
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     rest = ""
     while chunk := await stream.read(_CHUNK_BYTES):

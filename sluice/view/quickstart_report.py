@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sluice.cli.report import PLOT_FILE, plot_run, read_steps
 from sluice.host_files import write_whole
+from sluice.view.summary import PLOT_FILE, plot_run, read_steps
 
 __all__ = ["REPORT_FILE", "describe_evaluation", "show", "write"]
 

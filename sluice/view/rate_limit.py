@@ -1,17 +1,17 @@
-"""Many lines of one kind become a few and a count: pure, told the time by its caller."""
+"""Rate-limit repeated log lines: the first three are shown, then a count and the last one. Pure; the caller passes the time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Flood"]
+__all__ = ["RateLimit"]
 
 SHOWN = 3
-"""Lines of one kind that are shown before the rest is counted."""
+"""Lines of one kind that are shown before further ones are counted."""
 
 WINDOW_S = 10.0
-"""Seconds without a line of the kind after which the next one is news again."""
+"""Seconds without a line of a kind after which its count starts again."""
 
 
 @dataclass
@@ -22,23 +22,20 @@ class _Kind:
     last_at: float = 0.0
 
 
-class Flood:
-    """Thins out what one child says; the last line of a kind is kept, as a traceback says at its end what was wrong."""
+class RateLimit:
+    """The lines of one child. The last hidden line of a kind is kept, because the end of a traceback names the error."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, _Kind] = {}
         self._current = ""
 
     def offer(self, kind: str, text: str, now: float) -> Sequence[str]:
-        """Take a line in.
+        """Return the lines to show now: the summaries of kinds that ended, and this line unless its kind was shown too often.
 
         Args:
-            kind: What makes two lines alike.
+            kind: Equal for lines that report the same thing.
             text: The line.
             now: Seconds on a monotonic clock.
-
-        Returns:
-            The lines to show now: what an ended flood came to, and this one unless it is too much.
         """
         shown = [] if kind == self._current else self.flush(self._current)
         shown += [line for name in list(self._kinds) if self._is_over(name, now) for line in self._forget(name)]
@@ -52,7 +49,7 @@ class Flood:
         return [*shown, text]
 
     def flush(self, kind: str | None = None) -> list[str]:
-        """What was hidden of a kind, or of all, in one line each."""
+        """Return the summary of the hidden lines of a kind, or of every kind."""
         kinds = list(self._kinds) if kind is None else [kind]
         lines = []
         for name in kinds:

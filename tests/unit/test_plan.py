@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from sluice.cli import rl
-from sluice.cli.launch import child_environment, free_addresses, serves
-from sluice.cli.run_directory import claim, newest_checkpoint, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.rpc import RpcServer
+from sluice.rpc.health import wait_until_serving
+from sluice.supervise.plan import child_environment, free_addresses
+from sluice.supervise.run_directory import claim, newest_checkpoint, write_settings
 
 
 def a_run(tmp_path: Path, *flags: str) -> RunConfig:
@@ -107,7 +108,7 @@ async def test_a_child_serves_when_its_health_says_so_not_when_its_port_is_open(
     server = RpcServer("test", ServerConfig(), SecurityConfig())
     await server.start()
     server.set_serving(False)
-    waiting = asyncio.create_task(serves(server.target, SecurityConfig()))
+    waiting = asyncio.create_task(wait_until_serving(server.target, SecurityConfig()))
     done, _ = await asyncio.wait({waiting}, timeout=0.5)
     assert not done
     server.set_serving(True)

@@ -1,4 +1,4 @@
-"""The claim on ``outputs/<run>``: one supervisor at a time, and no run is overwritten."""
+"""The directory ``outputs/<run>``: locked by one supervisor at a time, and never overwritten by another run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from pathlib import Path
 from sluice import host_files
 from sluice.config import ConfigError, RunConfig, dump_toml
 
-__all__ = ["claim", "is_held", "newest_checkpoint", "where_resumed", "write_settings"]
+__all__ = ["claim", "describe_resume", "is_held", "newest_checkpoint", "write_settings"]
 
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 JOURNAL_FILE = "journal.sqlite"
-"""Written by the orchestrator; what has none never began, such as a run whose settings were wrong."""
+"""Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
 
 
 @contextlib.contextmanager
 def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
-    """Hold the run's directory while the block lasts.
+    """Lock the run's directory while the block lasts.
 
     Args:
         run: The run.
-        resume: Go on with a run that exists; one that does not exist is begun.
+        resume: Resume the run if it exists; otherwise start it.
 
     Raises:
-        ConfigError: if the run exists and is not to be resumed, or another process holds it.
+        ConfigError: if the run exists and `resume` is False, or another process runs it.
     """
     directory = run.run_dir
     try:
@@ -78,27 +78,23 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 def newest_checkpoint(directory: Path) -> str:
-    """Name of a run's newest complete checkpoint, such as ``step_50``; empty if there is none."""
+    """Return the name of a run's newest complete checkpoint, such as ``step_50``; empty if there is none."""
     complete = [path.parent.name for path in directory.glob("checkpoints/step_*/manifest.json")]
     return max(complete, key=lambda name: int(name.removeprefix("step_")), default="")
 
 
-def where_resumed(directory: Path) -> str:
-    """From where a run that is to be resumed goes on, for people."""
+def describe_resume(directory: Path) -> str:
+    """Return where `--resume` starts, for people."""
     if not (directory / JOURNAL_FILE).exists():
-        return f"there is no run in {directory} to resume: it begins at the start"
+        return f"there is no run in {directory} to resume: starting a new one"
     checkpoint = newest_checkpoint(directory)
     if not checkpoint:
-        return f"the run in {directory} has no checkpoint to resume: it trains from the start"
+        return f"the run in {directory} has no checkpoint: training starts at step 0"
     return f"resumes from {checkpoint} of {directory}"
 
 
 def write_settings(run: RunConfig) -> Path:
-    """Write the resolved settings, secrets redacted, for people and for ``sluice`` commands that look at the run.
-
-    Returns:
-        The file.
-    """
+    """Write the resolved settings to the run's directory, without secrets, and return the file."""
     path = run.run_dir / CONFIG_FILE
     host_files.write_whole(path, dump_toml(run))
     return path

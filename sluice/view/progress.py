@@ -1,4 +1,4 @@
-"""A run as its events tell it: no clock and no terminal, so that any view can be drawn from it and tested."""
+"""The state of a run, built from its events. Pure: no clock and no terminal, so that every view of it can be tested."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ METRIC_NAMES: Mapping[str, str] = {
     "entropy": "trainer/entropy",
     "mismatch_kl": "trainer/mismatch_kl",
 }
-"""What the views show of a step, and its name among the step's metrics."""
+"""The metrics that views show, by their short names."""
 
 _HISTORY = 400
 """Rewards that are kept for the sparkline."""
 
 _PACE_STEPS = 20
-"""Steps over which the pace for the remaining time is measured."""
+"""Steps over which the seconds per step are averaged."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -46,19 +46,19 @@ _WAITS = {
 
 @dataclass
 class RunProgress:
-    """What is known of a run.
+    """What is known about a run.
 
     Attributes:
         max_steps: Batches to apply in all; 0 until it is known.
         max_staleness: Bound on the staleness of trained tokens.
-        step: Last step that was told of.
-        applied: Batches applied, those of earlier processes of the run included.
-        state: State in a word.
-        message: Reason of the state.
+        step: Last step that was reported.
+        applied: Batches applied, including those before a resume.
+        state: The state in one word.
+        message: The reason of the state.
         metrics: Metrics of the last step.
         rewards: Mean reward of each step, the last few hundred.
         load: The last report of the load.
-        replicas: Replicas by address: that is known before the name is.
+        replicas: Replicas by address, which is known before the name.
         evaluations: Finished evaluations.
     """
 
@@ -76,17 +76,17 @@ class RunProgress:
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
     def describe(self, run: orchestrator_pb2.Run) -> None:
-        """Take in the run as GetRun gives it."""
+        """Take over what GetRun answers."""
         self.max_steps, self.max_staleness = run.max_steps, run.max_staleness
         self.applied = max(self.applied, run.step)
         self.state = _STATES.get(run.state, self.state)
         self.replicas = {each.address: each for each in run.replicas}
 
     def apply(self, event: orchestrator_pb2.RunEvent) -> bool:
-        """Take in an event.
+        """Take over an event.
 
         Returns:
-            True if it is a step that was not seen before: a server that starts again tells its story again.
+            Whether it is a new step. A server that restarts repeats its events.
         """
         match event.WhichOneof("kind"):
             case "state_changed":
@@ -119,32 +119,32 @@ class RunProgress:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the run has ended."""
         return self.state in _FINAL
 
     def metric(self, name: str) -> float | None:
-        """A metric of the last step by our name for it."""
+        """Return a metric of the last step by its short name; None if it is missing."""
         return self.metrics.get(METRIC_NAMES.get(name, name))
 
     def seconds_per_step(self) -> float | None:
-        """Pace over the last steps."""
+        """Return the mean seconds of the last steps; None before the second one."""
         if len(self._times) < 2:
             return None
         (first_step, first), (last_step, last) = self._times[0], self._times[-1]
         return (last - first) / (last_step - first_step)
 
     def remaining_s(self) -> float | None:
-        """Seconds to the last step at this pace."""
+        """Return the estimated seconds to the last step; None if unknown."""
         pace = self.seconds_per_step()
         return None if pace is None or not self.max_steps else pace * max(0, self.max_steps - self.step)
 
     def waiting(self) -> str:
-        """Who waits for whom."""
+        """Return which side waits for the other, for people."""
         return _WAITS.get(self.load.bottleneck, "balanced")
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Values as a row of blocks, the last `width` buckets of equal size; the scale is theirs."""
+    """Return values as a row of at most `width` blocks, each the mean of equally many values, scaled to their range."""
     if not values or width < 1:
         return ""
     size = -(-len(values) // width)
@@ -156,7 +156,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def step_line(progress: RunProgress) -> str:
-    """One line for the last step, for output that is not a terminal."""
+    """Return one line about the last step, for output that is not a terminal."""
     parts = [f"step {progress.step}/{progress.max_steps or '?'}"]
     for name, digits in (("reward", 3), ("staleness", 2), ("mismatch_kl", 5), ("entropy", 3)):
         value = progress.metric(name)

@@ -1,0 +1,289 @@
+"""What a run starts on this machine: its children, each with command, environment, port, processes and devices.
+
+Everything is computed from the settings and the allocation, except that `free_addresses` asks the system for ports.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
+from sluice.devices import VISIBLE
+from sluice.rpc.binding import LOOPBACK, free_ports
+from sluice.rpc.health import wait_until_serving
+from sluice.supervise.child_process import ChildSpec
+
+__all__ = [
+    "Addresses",
+    "Place",
+    "child_environment",
+    "child_specs",
+    "free_addresses",
+    "place",
+    "replica_names",
+    "replicas_of",
+    "shared_cores",
+]
+
+HAS_HTTP = frozenset({"rollout"})
+"""Services with an HTTP port beside the gRPC one."""
+
+COMPUTES = frozenset({"trainer", "rollout"})
+"""Services that keep cores busy; the others wait for sockets."""
+
+MOST_PROCESSES = 1024
+"""More computing processes on one machine are a mistake in the settings."""
+
+_SHARED_CORES = {
+    # Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold.
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    # What libraries announce to their developers does not belong in the run's logs.
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+}
+
+
+def replicas_of(asked: int | None, config: RunConfig) -> int:
+    """Return the number of rollout replicas of a run.
+
+    Args:
+        asked: What the command line says; None leaves it to the settings.
+        config: The settings.
+
+    Raises:
+        ConfigError: if it is 0, or the settings contradict each other.
+    """
+    allocation = allocation_of(config)
+    named = len(config.peers.rollout)
+    if allocation is not None and allocation.rollout is not None:
+        replicas = allocation.rollout.dimensions.data
+        listed = named if "rollout" in config.peers.model_fields_set else replicas
+        for setting, number in (("--replicas", asked or replicas), ("the length of peers.rollout", listed)):
+            if number != replicas:
+                raise ConfigError(
+                    f"the allocation {allocation} has {replicas} replicas, but {setting} is {number}: remove one of them"
+                )
+        return replicas
+    if not (asked or named):
+        raise ConfigError("peers.rollout is empty: a run needs at least one rollout replica (--replicas 1)")
+    return asked or named
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The processes and devices of one child.
+
+    Attributes:
+        processes: Processes that compute. Each gets its share of the cores, and one device if the child has devices.
+        devices: Names of its devices; None leaves it all devices that the supervisor sees.
+    """
+
+    processes: int
+    devices: tuple[str, ...] | None = None
+
+
+def place(run: RunConfig, replicas: Sequence[str], devices: Sequence[str]) -> Mapping[str, Place]:
+    """Assign processes and devices to the children that compute.
+
+    With an allocation, or if there are enough devices, every child gets its own: replicas first, then the trainer; both get
+    the same ones if the allocation says so. Otherwise all children share all devices.
+
+    Args:
+        run: The run's settings.
+        replicas: Names of the rollout children.
+        devices: Names of the CUDA devices; empty on a CPU, where no devices are assigned.
+
+    Returns:
+        The place of each replica and of ``trainer``.
+
+    Raises:
+        ConfigError: if the allocation, or the trainer alone, needs more devices than there are, or a service asks for CUDA and
+            there is no device.
+    """
+    allocation = allocation_of(run)
+    processes = dict.fromkeys(replicas, _engine_processes(run)) | {"trainer": _trainer_processes(run)}
+    if sum(processes.values()) > MOST_PROCESSES:
+        raise ConfigError(
+            f"the trainer and {len(replicas)} replicas need {sum(processes.values())} processes ({processes['trainer']} for the trainer),"
+            f" more than the {MOST_PROCESSES} that one machine may run: use fewer, or start the services on several machines"
+        )
+    if not devices:
+        _refuse_cuda(run)
+        return {child: Place(count) for child, count in processes.items()}
+    wants = {child: 0 if _on_cpu(run, child) else count for child, count in processes.items()}
+    rollout = sum(wants[child] for child in replicas)
+    shared = allocation is not None and allocation.shared
+    needed = max(rollout, wants["trainer"]) if shared else rollout + wants["trainer"]
+    if needed > len(devices):
+        if allocation is None and wants["trainer"] <= len(devices):
+            return {child: Place(count) for child, count in processes.items()}
+        source = "trainer.parallel" if allocation is None else f"the allocation {allocation}"
+        raise ConfigError(
+            f"{source} needs {needed} devices, but there are {len(devices)} ({VISIBLE}={','.join(devices)}): use fewer,"
+            " or start the services on several machines"
+        )
+    places: dict[str, Place] = {}
+    taken = 0
+    for child in replicas:
+        places[child] = Place(processes[child], tuple(devices[taken : taken + wants[child]]) or None)
+        taken += wants[child]
+    begin = 0 if shared else taken
+    places["trainer"] = Place(processes["trainer"], tuple(devices[begin : begin + wants["trainer"]]) or None)
+    return places
+
+
+def _refuse_cuda(run: RunConfig) -> None:
+    for name in ("trainer", "rollout"):
+        if getattr(run.section(name), "device", None) == "cuda":
+            raise ConfigError(f"{name}.device is cuda, but this machine has no CUDA device: set it to auto or cpu")
+
+
+def _trainer_processes(run: RunConfig) -> int:
+    """Return the product of the axes; `dp_shard = -1` counts as 1, since nothing else sets the number of processes."""
+    parallel = run.trainer.parallel
+    return math.prod((parallel.dp_replicate, max(1, parallel.dp_shard), parallel.tp, parallel.cp, parallel.pp))
+
+
+def _engine_processes(run: RunConfig) -> int:
+    if run.rollout.engine != "vllm":
+        return 1
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    return math.prod(int(run.rollout.engine_args.get(name, 1)) for name in names)
+
+
+def _on_cpu(run: RunConfig, child: str) -> bool:
+    return bool((run.trainer if child == "trainer" else run.rollout).device == "cpu")
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The ports of a run on this machine.
+
+    Attributes:
+        grpc: Port by child.
+        http: HTTP port by child, for children that have one.
+    """
+
+    grpc: Mapping[str, int]
+    http: Mapping[str, int]
+
+    def peers(self) -> PeersConfig:
+        """Return the addresses as settings, so that the services find each other."""
+        target = {name: f"{LOOPBACK}:{port}" for name, port in self.grpc.items()}
+        replicas = [address for name, address in target.items() if service_of(name) == "rollout"]
+        return PeersConfig(
+            weightsync=target["weightsync"],
+            trainer=target["trainer"],
+            rollout=replicas,
+            orchestrator=target["orchestrator"],
+        )
+
+
+def service_of(child: str) -> str:
+    """Return the service that a child runs: ``rollout-1`` runs ``rollout``."""
+    return child.partition("-")[0]
+
+
+def replica_names(replicas: int) -> list[str]:
+    """Return the names of the children that are rollout replicas."""
+    return ["rollout"] if replicas == 1 else [f"rollout-{number}" for number in range(replicas)]
+
+
+def child_names(replicas: int) -> list[str]:
+    """Return the names of all children, the one that takes longest to start first."""
+    return [*replica_names(replicas), "trainer", "orchestrator", "weightsync"]
+
+
+def free_addresses(replicas: int) -> Addresses:
+    """Find free loopback ports for all children of a run."""
+    names = child_names(replicas)
+    with_http = [name for name in names if service_of(name) in HAS_HTTP]
+    ports = free_ports(len(names) + len(with_http))
+    return Addresses(
+        dict(zip(names, ports[: len(names)], strict=True)), dict(zip(with_http, ports[len(names) :], strict=True))
+    )
+
+
+def child_environment(child: str, threads: int | None, processes: int, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of a child; those that the user has set stay as they are.
+
+    Args:
+        child: Its name.
+        threads: Threads per computing process; None divides the cores.
+        processes: Number of processes that compute.
+        given: The environment that the child inherits.
+    """
+    share = max(1, len(os.sched_getaffinity(0)) // processes) if hasattr(os, "sched_getaffinity") else 1
+    count = 1 if service_of(child) not in COMPUTES else threads or share
+    environment = shared_cores(given)
+    if threads is not None or "OMP_NUM_THREADS" not in given:
+        environment["OMP_NUM_THREADS"] = str(count)
+    return environment
+
+
+def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of any program that shares its cores; those that the user has set stay as they are.
+
+    Args:
+        given: The environment that the program inherits.
+    """
+    return {name: value for name, value in _SHARED_CORES.items() if name not in given}
+
+
+def child_specs(
+    run: RunConfig,
+    addresses: Addresses,
+    settings: Path,
+    log_dir: Path,
+    *,
+    threads: int | None,
+    places: Mapping[str, Place],
+) -> list[ChildSpec]:
+    """Return the children of a run, to be started in this order.
+
+    Args:
+        run: Settings of the run.
+        addresses: Its ports.
+        settings: The file that the children read.
+        log_dir: Where their logs go, one file per child.
+        threads: Threads per computing process; None divides the cores.
+        places: Processes and devices of the children that compute.
+    """
+    computing = sum(each.processes for each in places.values())
+    specs = []
+    for name, port in addresses.grpc.items():
+        place = places.get(name, Place(1))
+        argv = [*_program(name, place), service_of(name), "@", str(settings)]
+        argv += ["--server.host", LOOPBACK, "--server.port", str(port)]
+        if name in addresses.http:
+            argv += ["--server.http-port", str(addresses.http[name])]
+        if service_of(name) == "rollout":
+            argv += ["--replica", name]
+        specs.append(
+            ChildSpec(
+                name=name,
+                argv=tuple(argv),
+                log_path=log_dir / f"{name}.log",
+                serves=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
+                environment=child_environment(name, threads, computing, os.environ) | _devices(place),
+                ends_run=name == "orchestrator",
+            )
+        )
+    return specs
+
+
+def _program(child: str, place: Place) -> list[str]:
+    """Return the program that runs the child's command; a trainer of several processes runs under torchrun's launcher."""
+    if service_of(child) == "trainer" and place.processes > 1:
+        return [sys.executable, "-m", "sluice.supervise.ranks", str(place.processes)]
+    return [sys.executable, "-m", "sluice.cli.main"]
+
+
+def _devices(place: Place) -> dict[str, str]:
+    return {} if place.devices is None else {VISIBLE: ",".join(place.devices)}
