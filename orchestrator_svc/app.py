@@ -10,6 +10,7 @@ import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
+from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.episodes import EpisodeRunner
 from orchestrator_svc.generation import PolicyEngine
@@ -103,7 +104,8 @@ async def _parts(
     common: CommonConfig, config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment
 ) -> AsyncIterator[tuple[RunParts, PinnedEvaluation | None]]:
     """Build everything that the run needs; closed in reverse order."""
-    workflow = choose_workflow(config, environment)
+    calls = EnvironmentCalls(config.environment_threads, config.deadlines.environment_s)
+    workflow = choose_workflow(config, environment, calls)
     scheduler = _scheduler(common, config)
     journal = _journal(common, config)
     status = RunStatus(common.run, scheduler, config.max_steps, journal.start)
@@ -149,6 +151,7 @@ async def _parts(
                 tasks=_task_stream(tasks, common.seed),
                 trainer=TrainerLink(trainer, common.run, config.deadlines),
                 recorder=recorder,
+                environment_calls=calls,
                 changed=changed,
             ),
             evaluation,

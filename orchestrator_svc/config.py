@@ -161,6 +161,11 @@ class OrchestratorConfig(Section):
         "auto",
         description="How an episode runs: `auto` (by the environment), `single_turn`, `multi_turn`, or `module:Class`.",
     )
+    environment_threads: int = Field(
+        32,
+        ge=1,
+        description="Calls of a multi-turn environment that run at a time; one beyond deadlines.environment_s is given up, counted and its thread replaced.",
+    )
     max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
     batch_size: int = Field(16, ge=1, description="Groups per training batch.")
     group_size: int = Field(8, ge=1, le=256, description="Episodes per group: attempts at one task.")

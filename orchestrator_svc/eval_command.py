@@ -89,6 +89,7 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         ConfigError: if the environment or the server cannot be used, or the deadline passes.
     """
     # What follows brings gRPC and process pools: not for `--help`.
+    from orchestrator_svc.envs.calls import EnvironmentCalls  # noqa: PLC0415
     from orchestrator_svc.eval_replica import RUN, started_replica, wait_ready  # noqa: PLC0415
     from orchestrator_svc.evaluation import EvalPlan, evaluate  # noqa: PLC0415
     from orchestrator_svc.generation import PolicyEngine  # noqa: PLC0415
@@ -97,7 +98,9 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     from orchestrator_svc.workflows.choose import choose_workflow  # noqa: PLC0415
 
     environment = load_environment(config.environment, config.environment_args)
-    workflow = choose_workflow(OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns), environment)
+    settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
+    calls = EnvironmentCalls(settings.environment_threads, settings.deadlines.environment_s)
+    workflow = choose_workflow(settings, environment, calls)
     tasks = environment.tasks(config.split, config.seed)[: config.prompts]
     if not tasks:
         raise ConfigError(f"split {config.split!r} of environment {config.environment} has no tasks")

@@ -192,6 +192,7 @@ class Run:
             "requests_spanning_versions": generated["spanning"],
             "generation_retries": parts.engine.counts.retried,
             "samples_continued": parts.engine.counts.continued,
+            "environment_calls_hung": parts.environment_calls.hung,
             "evaluations_failed": self._milestones.failed_evaluations,
             "evaluation_held_all_replicas": self._milestones.held_all_replicas,
         }

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.episodes import EpisodeRunner
 from orchestrator_svc.generation import PolicyEngine
 from orchestrator_svc.journal import Journal
@@ -48,6 +49,7 @@ class RunParts:
     tasks: TaskStream
     trainer: TrainerLink
     recorder: Recorder
+    environment_calls: EnvironmentCalls
     changed: Signal
     recent: RecentTrajectories = field(default_factory=RecentTrajectories)
     paused: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
+from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.workflows.base import RolloutWorkflow
 from orchestrator_svc.workflows.multi_turn import MultiTurn
@@ -14,7 +15,7 @@ __all__ = ["choose_workflow"]
 
 
 def choose_workflow(
-    config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment
+    config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment, calls: EnvironmentCalls
 ) -> RolloutWorkflow:
     """The workflow that the settings name; ``auto`` goes by what the environment can do.
 
@@ -26,7 +27,7 @@ def choose_workflow(
     if name == "single_turn" and isinstance(environment, SingleTurnEnvironment):
         return SingleTurn(environment)
     if name == "multi_turn" and isinstance(environment, MultiTurnEnvironment):
-        return MultiTurn(environment, config.max_turns, config.deadlines.environment_s)
+        return MultiTurn(environment, config.max_turns, calls)
     if name in {"single_turn", "multi_turn"}:
         raise ConfigError(
             f'workflow {name} does not fit environment {environment.name}: set orchestrator.workflow = "auto"'

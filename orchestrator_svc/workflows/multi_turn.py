@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from orchestrator_svc.envs.base import Episode, Message, MultiTurnEnvironment
+from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.workflows.base import EpisodeData, EpisodeEngine, chat_messages, sampling_params
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
@@ -21,13 +22,13 @@ class MultiTurn:
     """Runs the episodes of a group side by side, turn by turn.
 
     Args:
-        environment: Opens episodes and answers turns, in threads.
+        environment: Opens episodes and answers turns.
         max_turns: Most assistant turns; an episode that needs more is truncated.
-        deadline_s: Seconds for one reset or step.
+        calls: Runs the environment's code, each call with a deadline.
     """
 
-    def __init__(self, environment: MultiTurnEnvironment, max_turns: int, deadline_s: float) -> None:
-        self._environment, self._max_turns, self._deadline_s = environment, max_turns, deadline_s
+    def __init__(self, environment: MultiTurnEnvironment, max_turns: int, calls: EnvironmentCalls) -> None:
+        self._environment, self._max_turns, self._calls = environment, max_turns, calls
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run all episodes; those that fail are left out."""
@@ -47,8 +48,7 @@ class MultiTurn:
         return records
 
     async def _attempt(self, engine: EpisodeEngine, data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRecord:
-        async with asyncio.timeout(self._deadline_s):
-            episode = await asyncio.to_thread(self._environment.reset, data.task, data.seed + index)
+        episode = await self._calls.run(self._environment.reset, data.task, data.seed + index)
         transcript = _Transcript(data, index)
         await transcript.hear(engine, list(episode.messages))
         for turn in range(self._max_turns):
@@ -61,8 +61,7 @@ class MultiTurn:
         self, engine: EpisodeEngine, transcript: _Transcript, episode: Episode, text: str, turn: int
     ) -> bool:
         """Let the environment answer; returns whether the episode has ended."""
-        async with asyncio.timeout(self._deadline_s):
-            answer = await asyncio.to_thread(episode.step, text)
+        answer = await self._calls.run(episode.step, text)
         if answer.reward is not None:
             transcript.rewards.append(tokens_pb2.TurnReward(turn=turn, reward=answer.reward))
         cut_off = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH

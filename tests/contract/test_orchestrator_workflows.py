@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 
 import pytest
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.envs.base import Task, Turn
+from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.eval_command import COMMAND
 from orchestrator_svc.generation import PolicyEngine
 from orchestrator_svc.replicas import ReplicaPool
@@ -67,6 +69,10 @@ async def engine_over(*replicas: RolloutDouble, **settings):
             await asyncio.wait({polling})
 
 
+def multi_turn(environment, *, max_turns: int = 8, deadline_s: float = 5.0) -> MultiTurn:
+    return MultiTurn(environment, max_turns, EnvironmentCalls(threads=32, deadline_s=deadline_s))
+
+
 def episode(episodes: int = 2, **settings) -> EpisodeData:
     sampling = Sampling(temperature=1.0, max_tokens=8, **settings)
     return EpisodeData(Task("t", {}), "g1", episodes, sampling, BASE, "test/g1", seed=5)
@@ -75,7 +81,7 @@ def episode(episodes: int = 2, **settings) -> EpisodeData:
 async def test_turns_are_appended_to_the_ids_that_were_sampled() -> None:
     replica = RolloutDouble(version=Version(1, 3))
     async with engine_over(replica) as (engine, _):
-        records = await MultiTurn(Dialogue(), max_turns=8, deadline_s=5.0).arun_episode(engine, episode())
+        records = await multi_turn(Dialogue()).arun_episode(engine, episode())
     assert len(records) == 2
     for record in records:
         trajectory = record.trajectory
@@ -102,14 +108,40 @@ async def test_a_version_that_changes_between_turns_is_kept_apart() -> None:
 
     replica.text = text
     async with engine_over(replica) as (engine, _):
-        (record,) = await MultiTurn(Dialogue(), max_turns=8, deadline_s=5.0).arun_episode(engine, episode(1))
+        (record,) = await multi_turn(Dialogue()).arun_episode(engine, episode(1))
     spans = [(span.start, span.policy_version.number) for span in record.trajectory.version_spans]
     assert spans == [(0, 3), (2, 4), (4, 5)]
 
 
+class Stuck(Dialogue):
+    """Hangs in the first episodes."""
+
+    def __init__(self, episodes: int) -> None:
+        super().__init__()
+        self.left, self.released = episodes, threading.Event()
+
+    def reset(self, task, seed):
+        self.left -= 1
+        if self.left >= 0:
+            self.released.wait()
+        return super().reset(task, seed)
+
+
+async def test_episodes_that_hang_are_given_up_and_stop_no_others() -> None:
+    environment = Stuck(64)
+    workflow = multi_turn(environment, deadline_s=0.3)
+    try:
+        async with engine_over(RolloutDouble()) as (engine, _):
+            with pytest.raises(SluiceError, match="every episode"):
+                await workflow.arun_episode(engine, episode(64))
+            assert len(await workflow.arun_episode(engine, episode(2))) == 2
+    finally:
+        environment.released.set()
+
+
 async def test_an_episode_that_needs_more_turns_than_allowed_is_truncated() -> None:
     async with engine_over(RolloutDouble()) as (engine, _):
-        (record,) = await MultiTurn(Dialogue(turns=5), max_turns=2, deadline_s=5.0).arun_episode(engine, episode(1))
+        (record,) = await multi_turn(Dialogue(turns=5), max_turns=2).arun_episode(engine, episode(1))
     assert record.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
     assert len(record.trajectory.turn_runs) == 2
 
@@ -135,7 +167,7 @@ async def test_seeds_differ_by_episode_and_turn_and_are_the_same_again() -> None
     for _ in range(2):
         replica = RolloutDouble()
         async with engine_over(replica) as (engine, _pool):
-            workflow = MultiTurn(Dialogue(), max_turns=8, deadline_s=5.0)
+            workflow = multi_turn(Dialogue())
             await workflow.arun_episode(engine, episode(2, seeded=True))
         seeds.append(sorted(call.request.sampling.seed for call in replica.calls))
     assert seeds[0] == seeds[1]

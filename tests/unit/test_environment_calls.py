@@ -1,0 +1,82 @@
+"""Code of an environment runs in threads of its own: what hangs is given up, replaced and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from orchestrator_svc.envs.calls import EnvironmentCalls
+from sluice.rpc import SluiceError
+
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def stuck():
+    """An event that nobody sets until the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+async def hang(calls: EnvironmentCalls, stuck: threading.Event, count: int) -> None:
+    outcomes = await asyncio.gather(*(calls.run(stuck.wait) for _ in range(count)), return_exceptions=True)
+    assert all(isinstance(each, TimeoutError) for each in outcomes)
+
+
+async def test_hung_calls_stop_neither_later_calls_nor_the_resolver(stuck) -> None:
+    calls = EnvironmentCalls(threads=2, deadline_s=0.05)
+    await hang(calls, stuck, 64)
+    assert calls.hung == 64
+    async with asyncio.timeout(DEADLINE_S):
+        assert await calls.run(lambda: "answer") == "answer"
+        assert await asyncio.get_running_loop().getaddrinfo("localhost", 1, type=socket.SOCK_STREAM)
+
+
+async def test_no_more_calls_run_at_a_time_than_there_are_threads() -> None:
+    calls = EnvironmentCalls(threads=3, deadline_s=DEADLINE_S)
+    lock, both = threading.Lock(), threading.Barrier(3)
+    running, most = 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        both.wait(DEADLINE_S)
+        with lock:
+            running -= 1
+
+    await asyncio.gather(*(calls.run(work) for _ in range(9)))
+    assert most == 3
+
+
+async def test_an_environment_that_keeps_hanging_is_given_up_with_the_setting_to_look_at(stuck) -> None:
+    calls = EnvironmentCalls(threads=8, deadline_s=0.02, most_hung=8)
+    await hang(calls, stuck, 8)
+    with pytest.raises(SluiceError, match="environment_s"):
+        await calls.run(lambda: None)
+    stuck.set()
+    async with asyncio.timeout(DEADLINE_S):
+        while calls.hanging:  # noqa: ASYNC110 - the threads end on their own
+            await asyncio.sleep(0.01)
+    assert await calls.run(lambda: 1) == 1
+
+
+async def test_what_the_environment_raises_reaches_the_caller() -> None:
+    calls = EnvironmentCalls(threads=1, deadline_s=DEADLINE_S)
+
+    def wrong() -> None:
+        raise KeyError("task")
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(KeyError, match="task"):
+        await calls.run(wrong)
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        await calls.run(leave)
+    assert calls.hung == 0
