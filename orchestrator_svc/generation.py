@@ -132,12 +132,11 @@ class PolicyEngine:
         while True:
             replica = self._only or await self._pool.choose(wanted, avoid)
             try:
-                with self._pool.occupy(replica, samples):
-                    return await call(replica)
-            except grpc.aio.AioRpcError as failure:
-                error = SluiceError.from_rpc(failure)
-            if not _retryable(error):
-                raise error
+                return await self._pool.call(replica, samples, call)
+            except SluiceError as failure:
+                if not _retryable(failure):
+                    raise
+                error = failure
             self.counts.retried += 1
             # One line for a replica that fails, not one for each of its requests.
             tell = log.debug if replica.why_not() else log.warning

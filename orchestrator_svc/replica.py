@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -40,6 +42,7 @@ class Replica:
         self.model = rollout_pb2.GetModelResponse()
         self.version: Version = BASE
         self.in_flight = 0
+        self.calls: set[asyncio.Future[Any]] = set()
         self.seen = False
         self._channel = connect(target, security)
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
@@ -55,6 +58,16 @@ class Replica:
         """Its own name, or its address until it told it."""
         return self.status.replica or self.target
 
+    @property
+    def evicted(self) -> bool:
+        """Whether it failed too many polls in a row to get work."""
+        return self._failed_polls >= self._evict_after
+
+    def cancel_calls(self) -> None:
+        """Cancel the calls under way; whoever made them makes them elsewhere."""
+        for call in self.calls:
+            call.cancel()
+
     async def poll(self, deadline_s: float) -> None:
         """Ask for its status; failures are remembered rather than raised."""
         try:
@@ -64,7 +77,7 @@ class Replica:
         except grpc.aio.AioRpcError as error:
             self._failed_polls += 1
             self._last_error = str(SluiceError.from_rpc(error))
-            if self._failed_polls >= self._evict_after:
+            if self.evicted:
                 self.model.Clear()  # whatever comes back may serve another model
             return
         self.status = status
@@ -86,7 +99,7 @@ class Replica:
 
     def why_not(self, wanted: Version | None = None) -> str:
         """Why it gets no work, empty if it does."""
-        if not self.seen or self._failed_polls >= self._evict_after:
+        if not self.seen or self.evicted:
             return f"does not answer: {self._last_error}"
         if self.status.state not in _READY:
             return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
+import grpc
 import structlog
 from google.protobuf.duration_pb2 import Duration
 
@@ -14,9 +16,12 @@ from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.replica import Replica
 from orchestrator_svc.resolve_targets import check_address, resolve_targets
 from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError
 from sluice.versions import Version
 
 __all__ = ["ReplicaPool"]
+
+_Answer = TypeVar("_Answer")
 
 log = structlog.get_logger(__name__)
 
@@ -86,6 +91,7 @@ class ReplicaPool:
         poller, replica = self._pollers.pop(target), self._replicas.pop(target)
         poller.cancel()
         await asyncio.gather(poller, return_exceptions=True)
+        replica.cancel_calls()
         await replica.close()
         log.info("replica forgotten", replica=replica.name, target=target)
 
@@ -95,6 +101,7 @@ class ReplicaPool:
             await replica.poll(self._config.poll_deadline_s)
             if (replica.version, replica.why_not()) != before:
                 self._announce(replica)
+                self._move_calls()
             await self._pause(replica)
 
     async def _pause(self, replica: Replica) -> None:
@@ -107,6 +114,13 @@ class ReplicaPool:
             await asyncio.sleep(self._config.waiting_poll_s)
         else:
             await asyncio.sleep(self._config.poll_s)
+
+    def _move_calls(self) -> None:
+        """Cancel what still waits for an evicted replica once another one may take it: it may never answer."""
+        if any(not each.why_not() for each in self._replicas.values()):
+            for replica in self._replicas.values():
+                if replica.evicted:
+                    replica.cancel_calls()
 
     def _announce(self, replica: Replica) -> None:
         reason = replica.why_not()
@@ -156,13 +170,27 @@ class ReplicaPool:
                     await self._changed.wait()
         return replica
 
-    @contextlib.contextmanager
-    def occupy(self, replica: Replica, samples: int) -> Iterator[None]:
-        """Count samples as under way at a replica."""
+    async def call(self, replica: Replica, samples: int, make: Callable[[Replica], Awaitable[_Answer]]) -> _Answer:
+        """Make a call at a replica, which counts as so many samples under way there.
+
+        Raises:
+            SluiceError: what the replica answered, or UNAVAILABLE if it was evicted meanwhile.
+        """
+        call = asyncio.ensure_future(make(replica))
+        replica.calls.add(call)
         replica.in_flight += samples
         try:
-            yield
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise SluiceError.from_rpc(error) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            reason = f"replica {replica.name} was evicted ({replica.why_not()})"
+            raise SluiceError.unavailable("REPLICA_EVICTED", reason) from None
         finally:
+            replica.calls.discard(call)
             replica.in_flight -= samples
 
     def tokenizer_digest(self) -> str:

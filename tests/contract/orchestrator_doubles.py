@@ -69,6 +69,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     calls: list[Sampled] = field(default_factory=list)
     policies: list[rollout_pb2.SetWeightPolicyRequest] = field(default_factory=list)
     failures: list[SluiceError] = field(default_factory=list)
+    status_failure: SluiceError | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
     finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
@@ -115,6 +116,8 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
         return rollout_pb2.GetModelResponse(model="double", tokenizer_digest=DIGEST)
 
     async def GetStatus(self, request, context):
+        if self.status_failure is not None:
+            raise self.status_failure
         return rollout_pb2.GetStatusResponse(
             replica=self.name,
             state=self.state,

@@ -63,7 +63,7 @@ async def engine_over(*replicas: RolloutDouble, **settings):
             async with asyncio.timeout(30):
                 while len([each for each in pool.replicas if each.seen]) < len(replicas):  # noqa: ASYNC110 - first polls
                     await asyncio.sleep(0.01)
-                yield PolicyEngine(pool, "test", 10.0), pool
+                yield PolicyEngine(pool, "test", 600.0), pool
         finally:
             polling.cancel()
             await asyncio.wait({polling})
@@ -238,6 +238,50 @@ async def test_a_replica_that_stops_answering_gets_no_work_and_rejoins() -> None
         assert "draining" in pool.replicas[0].why_not()
         replica.state = rollout_pb2.REPLICA_STATE_SERVING
         assert (await pool.choose(BASE)).name == "replica-0"
+
+
+SILENT = SluiceError.failed_precondition("SILENT", "does not answer")
+
+
+def ask(engine: PolicyEngine, name: str) -> asyncio.Task[rollout_pb2.GenerateResponse]:
+    return asyncio.create_task(engine.agenerate(rollout_pb2.GenerateRequest(text="x", request_id=name)))
+
+
+async def test_the_calls_of_an_evicted_replica_are_cancelled_and_made_elsewhere() -> None:
+    stuck, other = RolloutDouble("stuck"), RolloutDouble("other")
+    stuck.gate.clear()
+    other.state = rollout_pb2.REPLICA_STATE_DRAINING
+    async with engine_over(stuck, other) as (engine, pool):
+        while sum(not replica.why_not() for replica in pool.replicas) != 1:  # noqa: ASYNC110 - the next poll tells
+            await asyncio.sleep(0.01)
+        calls = [ask(engine, f"r{number}") for number in range(3)]
+        while len(stuck.calls) < 3:  # noqa: ASYNC110 - they wait at the gate
+            await asyncio.sleep(0.01)
+        stuck.status_failure = SILENT
+        while pool.pick(BASE) is not None:  # noqa: ASYNC110 - until it is evicted
+            await asyncio.sleep(0.01)
+        assert not any(call.done() for call in calls), "there is nowhere to go yet"
+        assert sum(replica.in_flight for replica in pool.replicas) == 3
+        other.state = rollout_pb2.REPLICA_STATE_SERVING
+        async with asyncio.timeout(30):
+            await asyncio.gather(*calls)
+        assert len(other.calls) == 3
+        assert engine.counts.retried == 3
+
+
+async def test_a_caller_that_is_cancelled_itself_is_not_sent_elsewhere() -> None:
+    stuck, other = RolloutDouble("stuck"), RolloutDouble("other")
+    stuck.gate.clear()
+    other.gate.clear()
+    async with engine_over(stuck, other) as (engine, _):
+        call = ask(engine, "r")
+        while not stuck.calls and not other.calls:  # noqa: ASYNC110 - it waits at the gate
+            await asyncio.sleep(0.01)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert len(stuck.calls) + len(other.calls) == 1
+        assert engine.counts.retried == 0
 
 
 async def test_eval_scores_a_running_server(tmp_path, capsys) -> None:
