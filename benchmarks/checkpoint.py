@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
+from trainer_svc.checkpoint.saver import EngineCheckpoints
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 
@@ -44,7 +45,8 @@ def measure_checkpoint(rounds: int = 3, shape: ModelShape = SHAPE, threads: int 
         for parameter in engine.network.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         engine.optimizer.step(0)  # the moments are there from now on
-        times = [_checkpoint(engine, Path(scratch) / "step") for _ in range(1 + rounds)][1:]
+        checkpoints = EngineCheckpoints(engine)
+        times = [_checkpoint(checkpoints, Path(scratch) / "step") for _ in range(1 + rounds)][1:]
         size = sum(tensor.nbytes for tensor in engine.state_tensors().values())
     held, written = (statistics.median(each) for each in zip(*times, strict=True))
     return {
@@ -55,9 +57,9 @@ def measure_checkpoint(rounds: int = 3, shape: ModelShape = SHAPE, threads: int 
     }
 
 
-def _checkpoint(engine: TrainEngine, directory: Path) -> tuple[float, float]:
+def _checkpoint(checkpoints: EngineCheckpoints, directory: Path) -> tuple[float, float]:
     start = perf_counter()
-    writing = engine.begin_save(directory)
+    writing = checkpoints.begin_save(directory)
     held = perf_counter() - start
     writing.result()
     return held, perf_counter() - start

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import zlib
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,13 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sluice.v1.checkpoint_pb2 import CheckpointManifest
+from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver as saving
-from trainer_svc.checkpoint.pieces import held_pieces
-from trainer_svc.checkpoint.saver import Saver
-from trainer_svc.checkpoint.shards import read_below
-from trainer_svc.checkpoint.state import training_state
-from trainer_svc.checkpoint.writers import Writers
+from trainer_svc.checkpoint.saver import EngineCheckpoints, Saver
+from trainer_svc.checkpoint.state import held_slices, read_below, training_state
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
@@ -35,6 +33,8 @@ from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import Mesh, join, make_mesh
 
 DEADLINE_S = 60.0
+LATE_S = 1.0
+"""Deadline of a checkpoint that is not written in time on one rank."""
 CONFIG = TrainerConfig(optimizer="muon", lr=1e-2, weight_decay=0.1, device="cpu", threads=1)
 
 
@@ -62,19 +62,20 @@ def die(*_: object) -> list[Path]:
 def relay(layout: str, directory: Path, mesh: Mesh) -> dict[str, object]:
     """Go on from what one process wrote, step, and write what one process goes on from."""
     engine = TrainEngine(CONFIG, directory / "model", mesh=mesh)
-    engine.load(str(directory / "one"))
+    checkpoints = EngineCheckpoints(engine)
+    checkpoints.load(str(directory / "one"))
     stored = read_below("policy.", directory / "one" / "state")
     held = engine.state_tensors()
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in held.items()}
     same = all(torch.equal(tensor, stored[name]) for name, tensor in whole.items())
     step(engine)
-    writing = engine.begin_save(directory / layout)
+    writing = checkpoints.begin_save(directory / layout)
     step(engine)  # the checkpoint is of the moment before
     writing.result(DEADLINE_S)
     return {
         "same": same,
         "up_proj": [
-            list(piece.sizes) for piece in held_pieces(held) if piece.name == "model.model.layers.0.mlp.up_proj.weight"
+            list(piece.sizes) for piece in held_slices(held) if piece.name == "model.model.layers.0.mlp.up_proj.weight"
         ],
     }
 
@@ -92,19 +93,31 @@ def offload(directory: Path, mesh: Mesh) -> bool:
     offloaded.optimizer = Optimizers(config, [OffloadedAdamW(groups, **options)])
     for engine in (plain, offloaded):
         step(engine)
-    offloaded.save(directory / "offloaded")
+    checkpoints = EngineCheckpoints(offloaded)
+    checkpoints.save(directory / "offloaded")
     resumed = TrainEngine(config, directory / "model", mesh=mesh)
-    resumed.load(directory / "offloaded")
-    offloaded.load(directory / "offloaded")
+    EngineCheckpoints(resumed).load(directory / "offloaded")
+    checkpoints.load(directory / "offloaded")
     for engine in (plain, offloaded, resumed):
         step(engine)
-    states = [held_pieces(each.state_tensors()) for each in (plain, offloaded, resumed)]
+    states = [held_slices(each.state_tensors()) for each in (plain, offloaded, resumed)]
     return all(torch.equal(tensor, other[piece]) for other in states[1:] for piece, tensor in states[0].items())
+
+
+def late(saver: Saver, engine: TrainEngine, directory: Path) -> list[str]:
+    """Begin a checkpoint while the one before is still being written on rank 1 alone, and again when it is not."""
+    if dist.get_rank() == 1:
+        saver._pending = Future()
+    first = save(saver, engine, directory)
+    saver._pending = None
+    return [first, save(saver, engine, directory)]
 
 
 def save(saver: Saver, engine: TrainEngine, directory: Path) -> str:
     """Write a checkpoint; what went wrong."""
-    begun = saver.begin(directory, CheckpointManifest(), training_state({"policy": engine}, dist.get_rank()))
+    begun = saver.begin(
+        directory, checkpoint_pb2.CheckpointManifest(), training_state({"policy": engine}, dist.get_rank())
+    )
     error = begun.exception(DEADLINE_S)
     return "" if error is None else f"{type(error).__name__}: {error}"
 
@@ -120,10 +133,11 @@ def main() -> None:
         notes[each] = relay(axis, directory / model, laid_out)
     notes["offload"] = offload(directory / model, mesh)
     engine = TrainEngine(CONFIG, directory / model / "model", mesh=mesh)
-    saver = Saver(Writers.of(mesh, DEADLINE_S), DEADLINE_S)
+    notes["late"] = late(Saver.of(mesh, LATE_S), engine, directory / "late")
+    saver = Saver.of(mesh, DEADLINE_S)
     for name, fault in (("full", fail), ("killed", die)):
         if mesh.rank == 1:
-            saving.write_shards = fault
+            saving.write_slices = fault
         notes[name] = save(saver, engine, directory / name)
     (directory / f"{mesh.rank}.json").write_text(json.dumps(notes))
     os._exit(0)  # a group whose member was killed cannot be taken down in order

@@ -28,7 +28,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import trainer_pb2
 from sluice.versions import Version
 from trainer_svc.checkpoint import saver
-from trainer_svc.checkpoint.shards import write_shards
+from trainer_svc.checkpoint.state import write_slices
 
 pytestmark = pytest.mark.slow
 
@@ -200,9 +200,9 @@ async def test_training_does_not_wait_for_a_checkpoint_on_schedule_but_the_next_
 
     def slow(*arguments: Any) -> list[Path]:
         assert disk.wait(30.0)
-        return write_shards(*arguments)
+        return write_slices(*arguments)
 
-    monkeypatch.setattr(saver, "write_shards", slow)
+    monkeypatch.setattr(saver, "write_slices", slow)
     async with stack(model, tmp_path, checkpoint={"every_steps": 2}) as running:
         await running.client.begin_epoch(RUN, 1)
         await trained(running, 1, 2, 3, 4)

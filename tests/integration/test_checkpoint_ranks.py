@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from safetensors.torch import load_file
 from trainer_programs import free_port
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.checkpoint.shards import stored_tensors
+from trainer_svc.checkpoint.saver import EngineCheckpoints
+from trainer_svc.checkpoint.state import stored_tensors
 from trainer_svc.engine.engine import TrainEngine
 
 PROGRAM = Path(__file__).parents[1] / "checkpoint_rank.py"
@@ -50,7 +52,11 @@ def test_one_two_and_one_rank_share_checkpoints_and_a_death_costs_none_of_them(t
         for rank in ranks:
             rank.kill()
     seen = json.loads((tmp_path / "0.json").read_text())
-    assert seen.pop("full") == "PartFailedError: rank 1 failed: OSError: No space left on device"
+    assert seen.pop("full") == "OSError: rank 1 raised OSError: No space left on device"
+    first, second = seen.pop("late")
+    assert first.startswith("OSError: rank 1 raised TimeoutError: the checkpoint before is still being written"), first
+    assert second == "", "the ranks are still in step"
+    shutil.rmtree(tmp_path / "late")
     assert seen.pop("killed"), "the death of a rank is told within the deadline"
     assert seen.pop("offload"), "moments in host memory are those of AdamW, to the bit"
     assert seen == {each: {"same": True, "up_proj": held} for each, held in UP_PROJ.items()}
@@ -65,7 +71,7 @@ def one_process(directory: Path, **shape: int) -> TrainEngine:
     engine = TrainEngine(CONFIG, directory / "model")
     step(engine)
     step(engine)
-    engine.save(str(directory / "one"))
+    EngineCheckpoints(engine).save(str(directory / "one"))
     step(engine)
     return engine
 
@@ -76,7 +82,7 @@ def goes_on(straight: TrainEngine, directory: Path) -> None:
     assert len(list(state.iterdir())) == 2, "each rank wrote its share"
     assert {"random.cpu.0", "random.cpu.1"} <= stored_tensors(state).keys()
     resumed = TrainEngine(CONFIG, directory.parent / "model")
-    resumed.load(directory)
+    EngineCheckpoints(resumed).load(directory)
     expected, found = straight.state_tensors(), resumed.state_tensors()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -14,7 +14,7 @@ from trainer_programs import RUN, START_S, Programs, header, reached, ready, sub
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
-from trainer_svc.checkpoint.shards import read_below
+from trainer_svc.checkpoint.state import read_below
 
 pytestmark = pytest.mark.slow
 

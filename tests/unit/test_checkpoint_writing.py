@@ -16,13 +16,19 @@ from small_learner import assert_same, learner, names, state, train
 from tiny_policy import policy_step, ragged_batch, tiny_model
 from transformers import AutoModelForCausalLM
 
-from sluice.v1.checkpoint_pb2 import CheckpointManifest
+from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
-from trainer_svc.checkpoint.pieces import Piece, held_pieces, pieces_from_bytes, pieces_to_bytes, share_out
-from trainer_svc.checkpoint.saver import Saver
-from trainer_svc.checkpoint.shards import write_shards
-from trainer_svc.checkpoint.state import training_state
+from trainer_svc.checkpoint.saver import EngineCheckpoints, Saver, export_state
+from trainer_svc.checkpoint.state import (
+    TensorSlice,
+    assign_slices,
+    decode_slices,
+    encode_slices,
+    held_slices,
+    training_state,
+    write_slices,
+)
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 
@@ -40,16 +46,16 @@ class Gate:
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
 
-    def write(self, pieces: dict[Piece, torch.Tensor], directory: Path, rank: int) -> list[Path]:
+    def write(self, slices: dict[TensorSlice, torch.Tensor], directory: Path, rank: int) -> list[Path]:
         self.reached.set()
         assert self.open.wait(WAIT_S)
-        return write_shards(pieces, directory, rank)
+        return write_slices(slices, directory, rank)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = Gate()
-    monkeypatch.setattr(saver, "write_shards", made.write)
+    monkeypatch.setattr(saver, "write_slices", made.write)
     yield made
     made.open.set()
 
@@ -100,7 +106,7 @@ def failing_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(saver, "write_shards", full)
+        patched.setattr(saver, "write_slices", full)
         yield
 
 
@@ -108,13 +114,14 @@ def test_a_failed_write_is_told_and_leaves_nothing_behind(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = engine(model)
+    checkpoints = EngineCheckpoints(policy)
     with failing_disk(monkeypatch), pytest.raises(OSError, match="No space left"):
-        policy.save(tmp_path / "here")
+        checkpoints.save(tmp_path / "here")
     assert list(tmp_path.iterdir()) == []
-    policy.save(tmp_path / "here")
+    checkpoints.save(tmp_path / "here")
     with failing_disk(monkeypatch), pytest.raises(OSError, match="No space left"):
-        policy.save(tmp_path / "here")
-    engine(model).load(tmp_path / "here")
+        checkpoints.save(tmp_path / "here")
+    EngineCheckpoints(engine(model)).load(tmp_path / "here")
 
 
 def test_memory_that_is_full_fails_the_checkpoint_and_not_who_asked_for_it(
@@ -124,12 +131,13 @@ def test_memory_that_is_full_fails_the_checkpoint_and_not_who_asked_for_it(
         raise RuntimeError("can't allocate memory")
 
     policy = engine(model)
+    checkpoints = EngineCheckpoints(policy)
     with monkeypatch.context() as patched:
         patched.setattr(saver.torch, "empty", full)
-        writing = policy.begin_save(tmp_path / "x")
+        writing = checkpoints.begin_save(tmp_path / "x")
     with pytest.raises(RuntimeError, match="allocate"):
         writing.result(0)
-    policy.save(tmp_path / "x")
+    checkpoints.save(tmp_path / "x")
 
 
 @pytest.mark.parametrize(("renames", "steps"), [(1, 0), (2, 1)])
@@ -138,7 +146,8 @@ def test_a_kill_around_the_renames_leaves_the_old_checkpoint_or_the_new_one(
 ) -> None:
     """The export gets its name first, then the old checkpoint makes room, then the new one takes its place."""
     policy = engine(model)
-    policy.save(tmp_path / "x")
+    checkpoints = EngineCheckpoints(policy)
+    checkpoints.save(tmp_path / "x")
     policy_step(policy, ragged_batch(seed=1, groups=1))
     done: list[Path] = []
 
@@ -151,11 +160,11 @@ def test_a_kill_around_the_renames_leaves_the_old_checkpoint_or_the_new_one(
     rename = Path.rename
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", killed)
-        patched.setattr(saver.shutil, "rmtree", lambda *_, **__: None)
+        patched.setattr(saver, "remove_tree", lambda _: True)
         with pytest.raises(SystemExit):
-            policy.save(tmp_path / "x")
+            checkpoints.save(tmp_path / "x")
     resumed = engine(model)
-    resumed.load(tmp_path / "x")
+    EngineCheckpoints(resumed).load(tmp_path / "x")
     assert resumed.optimizer_steps == steps
 
 
@@ -166,9 +175,11 @@ def test_the_manifest_comes_after_all_else(model: Path, tmp_path: Path) -> None:
 
     def export(directory: Path, target: Path) -> None:
         seen.append({path.name for path in directory.parent.rglob("*")})
-        policy.export_state(directory, target)
+        export_state(policy, directory, target)
 
-    begun = Saver().begin(tmp_path / "x", CheckpointManifest(), training_state({"policy": policy}, 0), export=export)
+    begun = Saver().begin(
+        tmp_path / "x", checkpoint_pb2.CheckpointManifest(), training_state({"policy": policy}, 0), export=export
+    )
     manifest = begun.result(WAIT_S)
     assert seen == [{"state", "rank-00000-00000.safetensors"}]
     written = {path.relative_to(tmp_path / "x").as_posix() for path in (tmp_path / "x").rglob("*") if path.is_file()}
@@ -180,11 +191,11 @@ def test_an_engine_goes_on_exactly_from_its_directory(model: Path, tmp_path: Pat
     straight, resumed = engine(model, optimizer=optimizer), engine(model, optimizer=optimizer)
     for seed in (1, 2):
         policy_step(straight, ragged_batch(seed=seed, groups=2))
-    straight.save(tmp_path / "two", dtype=torch.bfloat16)
+    EngineCheckpoints(straight).save(tmp_path / "two", dtype=torch.bfloat16)
     torch.rand(5)
-    resumed.load(tmp_path / "two")
+    EngineCheckpoints(resumed).load(tmp_path / "two")
     drawn = torch.rand(3)
-    resumed.load(tmp_path / "two")
+    EngineCheckpoints(resumed).load(tmp_path / "two")
     assert torch.equal(torch.rand(3), drawn), "the random state is that of the save"
     for each in (straight, resumed):
         policy_step(each, ragged_batch(seed=3, groups=2))
@@ -198,65 +209,66 @@ def test_several_engines_share_a_checkpoint_and_one_alone_is_not_taken_for_both(
     policy, critic = engine(model), TrainEngine(TrainerConfig(device="cpu"), model, head="value")
     policy_step(policy, ragged_batch(seed=1, groups=1))
     both = {"policy": policy, "critic": critic}
-    Saver().begin(tmp_path / "both", CheckpointManifest(), training_state(both, 0)).result(WAIT_S)
+    Saver().begin(tmp_path / "both", checkpoint_pb2.CheckpointManifest(), training_state(both, 0)).result(WAIT_S)
     again = {"policy": engine(model), "critic": TrainEngine(TrainerConfig(device="cpu"), model, seed=9, head="value")}
     Saver().load(tmp_path / "both", again)
     for name, trained in both.items():
         assert_same(again[name].state_tensors(), trained.state_tensors())
     assert (again["policy"].optimizer_steps, again["critic"].optimizer_steps) == (1, 0)
-    policy.save(tmp_path / "one")
+    EngineCheckpoints(policy).save(tmp_path / "one")
     with pytest.raises(ValueError, match="holds no 'critic'"):
         Saver().load(tmp_path / "one", again)
 
 
 def test_what_is_damaged_or_not_whole_is_refused_before_it_is_read(model: Path, tmp_path: Path) -> None:
     policy = engine(model)
-    policy.save(tmp_path / "x")
+    checkpoints = EngineCheckpoints(policy)
+    checkpoints.save(tmp_path / "x")
     before = {name: tensor.clone() for name, tensor in policy.state_tensors().items()}
     shard = next((tmp_path / "x" / "state").iterdir())
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(CheckpointDamagedError, match=shard.name):
-        policy.load(tmp_path / "x")
+        checkpoints.load(tmp_path / "x")
     (tmp_path / "x" / "manifest.json").unlink()
     with pytest.raises(CheckpointDamagedError, match="not a whole checkpoint"):
-        policy.load(tmp_path / "x")
+        checkpoints.load(tmp_path / "x")
     assert_same(policy.state_tensors(), before)
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> list[list[Piece]]:
+def layouts(draw: st.DrawFn) -> list[list[TensorSlice]]:
     """What each of several processes holds: every tensor cut along its first dimension, each part held by some."""
     ranks = draw(st.integers(1, 5))
-    held: list[list[Piece]] = [[] for _ in range(ranks)]
+    held: list[list[TensorSlice]] = [[] for _ in range(ranks)]
     for index in range(draw(st.integers(1, 6))):
         rows, columns = draw(st.integers(1, 12)), draw(st.integers(1, 4))
         cuts = sorted({0, rows, *draw(st.lists(st.integers(0, rows), max_size=3))})
         for begin, end in pairwise(cuts):
-            piece = Piece(f"t{index}", (rows, columns), (begin, 0), (end - begin, columns))
+            held_slice = TensorSlice(f"t{index}", (rows, columns), (begin, 0), (end - begin, columns))
             for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
-                held[rank].append(piece)
+                held[rank].append(held_slice)
     return held
 
 
 @given(layouts())
-def test_every_piece_is_written_once_by_one_that_holds_it(held: list[list[Piece]]) -> None:
-    shares = share_out([pieces_from_bytes(pieces_to_bytes(each)) for each in held])
+def test_every_slice_is_written_once_by_one_that_holds_it(held: list[list[TensorSlice]]) -> None:
+    shares = assign_slices([decode_slices(encode_slices(each)) for each in held])
     assert all(share <= set(own) for share, own in zip(shares, held, strict=True))
-    written = [piece for share in shares for piece in share]
-    assert sorted(written) == sorted({piece for own in held for piece in own})
-    most = max(piece.elements for piece in written)
+    written = [each for share in shares for each in share]
+    assert sorted(written) == sorted({each for own in held for each in own})
+    most = max(each.elements for each in written)
     if all(len(own) == len(held[0]) for own in held) and len({tuple(sorted(own)) for own in held}) == 1:
-        loads = [sum(piece.elements for piece in share) for share in shares]
+        loads = [sum(each.elements for each in share) for share in shares]
         assert max(loads) - min(loads) <= most, "what all hold is shared out evenly"
 
 
 def test_ranks_that_do_not_hold_a_whole_tensor_together_are_refused() -> None:
-    whole = held_pieces({"a": torch.zeros(4, 2), "b": torch.zeros(())})
-    assert share_out([whole]) == [set(whole)]
-    half = Piece("a", (4, 2), (0, 0), (2, 2))
+    whole = held_slices({"a": torch.zeros(4, 2), "b": torch.zeros(())})
+    assert assign_slices([whole]) == [set(whole)]
+    half = TensorSlice("a", (4, 2), (0, 0), (2, 2))
     with pytest.raises(ValueError, match="4 of the 8 values of 'a'"):
-        share_out([[half], [half]])
+        assign_slices([[half], [half]])
     with pytest.raises(ValueError, match="one rank and"):
-        share_out([[half], [Piece("a", (2, 2), (0, 0), (2, 2))]])
+        assign_slices([[half], [TensorSlice("a", (2, 2), (0, 0), (2, 2))]])

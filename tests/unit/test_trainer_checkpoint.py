@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import pickletools
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from small_learner import assert_same, learner, names, state, train
 from tiny_policy import tiny_model
@@ -16,7 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
-from sluice.versions import Version
+from sluice.v1 import checkpoint_pb2, trainer_pb2
+from sluice.versions import BASE, Version
+from trainer_svc.checkpoint import checkpoints
+from trainer_svc.checkpoint.checkpoints import surplus
+from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.learner import Learner
@@ -116,14 +121,14 @@ def test_a_directory_without_a_readable_manifest_is_not_a_checkpoint(model: Path
     policy.restore(1, "")
     train(policy, 1)
     policy.save(0)
-    checkpoints = tmp_path / "test" / "checkpoints"
-    (checkpoints / "step_9").mkdir()
-    (checkpoints / ".step_7.partial").mkdir()
-    (checkpoints / "step_8").mkdir()
-    (checkpoints / "step_8" / "manifest.json").write_text("{ half")
+    directory = tmp_path / "test" / "checkpoints"
+    (directory / "step_9").mkdir()
+    (directory / ".step_7.partial").mkdir()
+    (directory / "step_8").mkdir()
+    (directory / "step_8" / "manifest.json").write_text("{ half")
     assert names(policy) == ["step_1"]
     assert learner(model, tmp_path).restore(2, "").version == Version(2, 1)
-    assert not (checkpoints / ".step_7.partial").exists(), "what an interrupted write left is swept"
+    assert not (directory / ".step_7.partial").exists(), "what an interrupted write left is swept"
 
 
 def test_the_newest_are_kept_and_an_interrupted_write_leaves_them_alone(model: Path, tmp_path: Path) -> None:
@@ -151,12 +156,13 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(
         policy.save(0)
     train(policy, 3)
 
-    def killed(path: Path, *, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
+    def killed(path: Path) -> bool:
+        if path.exists():
             raise SystemExit("killed")
+        return True
 
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "rmtree", killed)
+        patched.setattr(checkpoints, "remove_tree", killed)
         with pytest.raises(SystemExit):
             policy.save(0)
     again = learner(model, tmp_path)
@@ -204,6 +210,60 @@ def test_what_an_operator_rolled_back_is_not_resumed(model: Path, tmp_path: Path
     again.save(0)
     assert Version.from_proto(again.checkpoints.complete()[0].checkpoint.policy_version) == Version(3, 2)
     assert names(again) == ["step_2", "step_1"], "the new step_2 took the place of the retired one"
+
+
+def test_a_rollback_costs_no_checkpoint_that_the_weights_build_upon(model: Path, tmp_path: Path) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    for number in (1, 2, 3):
+        train(policy, number)
+        if number != 2:
+            policy.save(0)
+    policy.restore(2, "step_1")
+    train(policy, 2)
+    policy.save(0)
+    assert names(policy) == ["step_2", "step_1"], "step_3 is on no line that is trained, step_1 is the fallback"
+    assert learner(model, tmp_path).restore(3, "step_1").origin == Version(1, 1)
+
+
+def test_a_periodic_and_a_final_checkpoint_of_one_version_leave_the_one_before(model: Path, tmp_path: Path) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    for number in (1, 2):
+        train(policy, number)
+        policy.save(0)
+    policy.save(7)
+    assert names(policy) == ["step_2", "step_1"]
+    policy.restore(2, "")
+    policy.save(9)
+    assert names(policy) == ["step_2", "step_1"], "the same weights under the next epoch"
+
+
+def written(*versions: Version) -> list[checkpoint_pb2.CheckpointManifest]:
+    return [
+        checkpoint_pb2.CheckpointManifest(
+            checkpoint=trainer_pb2.Checkpoint(name=str(each), policy_version=each.to_proto())
+        )
+        for each in versions
+    ]
+
+
+@given(st.integers(2, 4), st.data())
+def test_the_newest_ancestors_stay_whatever_the_epochs(keep: int, data: st.DataObject) -> None:
+    lineage, line = Lineage(), [BASE]
+    complete: list[Version] = []
+    for epoch in range(1, data.draw(st.integers(2, 4))):
+        origin = data.draw(st.sampled_from(line))
+        lineage = lineage.begin(epoch, origin)
+        line = [each for each in line if each <= origin]
+        for number in range(origin.number + 1, origin.number + data.draw(st.integers(2, 4))):
+            line.append(Version(epoch, number))
+            complete.append(line[-1])
+    ancestors = [each for each in reversed(line) if each in complete]
+    removed = surplus(written(*sorted(complete, reverse=True)), line[-1], lineage, keep)
+    gone = {each.checkpoint.name for each in removed}
+    assert len(gone) == max(0, len(complete) - keep)
+    assert not gone & {str(each) for each in ancestors[:keep]}
 
 
 def test_an_unknown_checkpoint_is_refused_with_the_names_of_the_known(model: Path, tmp_path: Path) -> None:

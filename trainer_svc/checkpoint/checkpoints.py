@@ -1,100 +1,157 @@
-"""The checkpoints of one run: which are whole, which stay."""
+"""The checkpoints of one run and its epochs: which checkpoints are whole, which stay, and from which one training continues."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import structlog
 import torch
 
-from sluice.v1.checkpoint_pb2 import CheckpointManifest
-from sluice.versions import Version
+from sluice.host_files import remove_tree
+from sluice.v1 import checkpoint_pb2
+from sluice.versions import BASE, Version
+from trainer_svc.checkpoint import lineage
+from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from trainer_svc.checkpoint.saver import Export, Saver, recover
 from trainer_svc.checkpoint.state import Trained
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "origin_of", "surplus"]
+
+_BEYOND = (1 << 63) - 1
+"""A version number greater than every other of its epoch."""
 
 log = structlog.get_logger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints and the epochs of one run. Everything here blocks.
 
     Args:
         directory: Holds one directory per checkpoint; made when the first one is written.
-        keep: Complete checkpoints that stay, the newest ones.
+        keep: Complete checkpoints that stay.
         saver: Writes and reads them.
+        epochs: File that notes where each epoch began; None for a run that has one epoch.
     """
 
-    def __init__(self, directory: Path, keep: int, saver: Saver) -> None:
+    def __init__(self, directory: Path, keep: int, saver: Saver, epochs: Path | None = None) -> None:
         self.directory = directory
         self.keep = keep
         self.saver = saver
+        self.lineage = Lineage()
+        self._epochs = epochs
 
-    def complete(self) -> list[CheckpointManifest]:
-        """Manifests of the complete checkpoints, newest version first."""
+    def read_lineage(self) -> None:
+        """Read the epochs that the run's file and its checkpoints know; the checkpoints may have been moved here alone.
+
+        Raises:
+            SluiceError: DATA_LOSS if the file is damaged.
+        """
+        known = Lineage()
+        for manifest in self.complete():
+            known = known.merged(lineage.from_proto(manifest.lineage))
+        self.lineage = known if self._epochs is None else known.merged(lineage.read(self._epochs))
+
+    def begin_epoch(self, epoch: int, origin: Version, *, write: bool) -> None:
+        """Add an epoch, and write it down if this process is the one that does."""
+        self.lineage = self.lineage.begin(epoch, origin)
+        if write and self._epochs is not None:
+            lineage.write(self._epochs, self.lineage)
+
+    def complete(self) -> list[checkpoint_pb2.CheckpointManifest]:
+        """Return the manifests of the complete checkpoints, newest version first."""
         found = map(read_manifest, self.directory.glob(f"step_*/{MANIFEST}"))
-        return sorted(filter(None, found), key=_version, reverse=True)
+        return sorted(filter(None, found), key=origin_of, reverse=True)
 
-    def sweep(self) -> None:
-        """Remove what interrupted writes left behind; nothing is being written now."""
-        for path in list(self.directory.glob(".step_*")):
-            recover(self.directory / path.name.split(".")[1])
-            shutil.rmtree(path, ignore_errors=True)
-
-    def find(self, name: str) -> CheckpointManifest | None:
-        """The complete checkpoint of this name."""
+    def find(self, name: str) -> checkpoint_pb2.CheckpointManifest | None:
+        """Return the complete checkpoint of this name."""
         return next((manifest for manifest in self.complete() if manifest.checkpoint.name == name), None)
 
+    def newest(self) -> checkpoint_pb2.CheckpointManifest | None:
+        """Return the newest complete checkpoint on the line of the newest epoch, so that a rollback is not undone."""
+        end_of_line = Version(self.lineage.newest_epoch, _BEYOND)
+        return next(
+            (each for each in self.complete() if not self.lineage.is_retired(origin_of(each), end_of_line)), None
+        )
+
+    def sweep(self) -> None:
+        """Remove what interrupted writes left behind; no checkpoint is being written now."""
+        for path in list(self.directory.glob(".step_*")):
+            recover(self.directory / path.name.split(".")[1])
+            if path.is_dir() and not path.is_symlink():
+                remove_tree(path)
+
     def begin(
-        self, manifest: CheckpointManifest, tensors: Mapping[str, torch.Tensor], export: Export | None
-    ) -> Future[CheckpointManifest]:
+        self,
+        manifest: checkpoint_pb2.CheckpointManifest,
+        tensors: Mapping[str, torch.Tensor],
+        export: Export | None = None,
+    ) -> Future[checkpoint_pb2.CheckpointManifest]:
         """Copy the state, write it in the background, and remove the checkpoints beyond those to keep.
 
-        Args, errors and result are those of `Saver.begin`.
+        The manifest's version names the checkpoint. Arguments, errors and result are those of `Saver.begin`.
         """
+        version = origin_of(manifest)
+        manifest.checkpoint.name = f"step_{version.number}"
+        manifest.lineage.CopyFrom(lineage.to_proto(self.lineage))
         target = self.directory / manifest.checkpoint.name
-        return self.saver.begin(target, manifest, tensors, export=export, after=self._prune)
+        return self.saver.begin(
+            target, manifest, tensors, export=export, after=partial(self._prune, version, self.lineage)
+        )
 
-    def load(self, manifest: CheckpointManifest, engines: Mapping[str, Trained]) -> None:
+    def written(self, version: Version, journal_position: int) -> checkpoint_pb2.CheckpointManifest | None:
+        """Return the checkpoint of a version if there is one; note a later position of the journal in it.
+
+        Raises:
+            OSError: if the position cannot be noted, or the checkpoint before takes too long.
+        """
+        self.saver.wait()
+        existing = self.find(f"step_{version.number}")
+        if existing is None or origin_of(existing) != version:
+            return None
+        if journal_position > existing.checkpoint.journal_position:
+            existing.checkpoint.journal_position = journal_position
+            write_manifest(existing, self.directory / existing.checkpoint.name)
+        return existing
+
+    def load(self, manifest: checkpoint_pb2.CheckpointManifest, engines: Mapping[str, Trained]) -> None:
         """Put the state of a checkpoint back; errors are those of `Saver.load`."""
         self.saver.load(self.directory / manifest.checkpoint.name, engines)
 
-    def note_position(self, manifest: CheckpointManifest, journal_position: int) -> CheckpointManifest:
-        """Record where the orchestrator's journal stands, unless a later position is recorded already.
-
-        Raises:
-            OSError: if the manifest cannot be replaced; the old one stays.
-        """
-        if journal_position <= manifest.checkpoint.journal_position:
-            return manifest
-        updated = CheckpointManifest()
-        updated.CopyFrom(manifest)
-        updated.checkpoint.journal_position = journal_position
-        write_manifest(updated, self.directory / manifest.checkpoint.name)
-        return updated
-
-    def _prune(self) -> None:
-        for manifest in self.complete()[self.keep :]:
+    def _prune(self, written: Version, known: Lineage) -> None:
+        for manifest in surplus(self.complete(), written, known, self.keep):
             path = self.directory / manifest.checkpoint.name
             gone = path.with_name(f".{path.name}.retired")
-            shutil.rmtree(gone, ignore_errors=True)
+            remove_tree(gone)
             try:
-                path.rename(
-                    gone
-                )  # a half-removed checkpoint is not taken for a whole one, and the next start sweeps it
-                shutil.rmtree(gone)
+                path.rename(gone)  # so that a half-removed one is not taken for a whole one; the next start sweeps it
             except OSError as error:
-                log.warning(
-                    "a checkpoint that is not to be kept could not be removed", path=str(path), error=str(error)
-                )
-            else:
+                log.warning("a surplus checkpoint could not be removed", path=str(path), error=str(error))
+                continue
+            if remove_tree(gone):
                 log.info("checkpoint removed", name=path.name, keep=self.keep)
 
 
-def _version(manifest: CheckpointManifest) -> Version:
-    return Version.from_proto(manifest.checkpoint.policy_version)
+def surplus(
+    complete: Sequence[checkpoint_pb2.CheckpointManifest], written: Version, known: Lineage, keep: int
+) -> list[checkpoint_pb2.CheckpointManifest]:
+    """Return the checkpoints to remove. Pure.
+
+    The newest ones that the written version builds upon stay. Retired ones, which a rollback left behind, stay only while
+    there are fewer of those than `keep`.
+
+    Args:
+        complete: All complete checkpoints, newest first.
+        written: Version of the checkpoint that was just written.
+        known: The epochs of the run.
+        keep: How many stay.
+    """
+    return sorted(complete, key=lambda each: known.is_retired(origin_of(each), written))[keep:]
+
+
+def origin_of(manifest: checkpoint_pb2.CheckpointManifest | None) -> Version:
+    """Return the version that a checkpoint was written at; that of the base model for None."""
+    return BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)

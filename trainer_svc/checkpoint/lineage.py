@@ -16,11 +16,11 @@ from typing import Self
 from google.protobuf.message import DecodeError
 
 from sluice.rpc import SluiceError
-from sluice.v1.checkpoint_pb2 import EpochLineage, EpochOrigin
+from sluice.v1 import checkpoint_pb2
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint.durable import write_durably
+from trainer_svc.checkpoint.manifest import write_durably
 
-__all__ = ["Lineage", "LineageFile", "from_proto", "to_proto"]
+__all__ = ["Lineage", "from_proto", "read", "to_proto", "write"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,49 +81,40 @@ class Lineage:
         return path
 
 
-class LineageFile:
-    """The lineage of one run in one small protobuf file.
+def read(path: Path) -> Lineage:
+    """Read the lineage of a run; empty for a new run, which has no file.
 
-    Args:
-        path: The file; its directory is made when it is first written.
+    Raises:
+        SluiceError: DATA_LOSS if the file is damaged.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def read(self) -> Lineage:
-        """The lineage as written; empty for a new run.
-
-        Raises:
-            SluiceError: DATA_LOSS if the file is damaged.
-        """
-        if not self.path.exists():
-            return Lineage()
-        try:
-            return from_proto(EpochLineage.FromString(self.path.read_bytes()))
-        except DecodeError as error:
-            raise SluiceError.data_loss(
-                "LINEAGE_DAMAGED",
-                f"{self.path} cannot be read: remove it; the checkpoints know the epochs that they build upon",
-            ) from error
-
-    def write(self, lineage: Lineage) -> None:
-        """Replace the file; on return it is on disk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(self.path, to_proto(lineage).SerializeToString())
+    if not path.exists():
+        return Lineage()
+    try:
+        return from_proto(checkpoint_pb2.EpochLineage.FromString(path.read_bytes()))
+    except DecodeError as error:
+        raise SluiceError.data_loss(
+            "LINEAGE_DAMAGED",
+            f"{path} cannot be read: remove it; the checkpoints know the epochs that they build upon",
+        ) from error
 
 
-def to_proto(lineage: Lineage) -> EpochLineage:
+def write(path: Path, lineage: Lineage) -> None:
+    """Write the lineage of a run; on return it is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, to_proto(lineage).SerializeToString())
+
+
+def to_proto(lineage: Lineage) -> checkpoint_pb2.EpochLineage:
     """The wire form."""
-    return EpochLineage(
+    return checkpoint_pb2.EpochLineage(
         origins=[
-            EpochOrigin(epoch=epoch, restored_version=origin.to_proto())
+            checkpoint_pb2.EpochOrigin(epoch=epoch, restored_version=origin.to_proto())
             for epoch, origin in sorted(lineage.origins.items())
         ]
     )
 
 
-def from_proto(message: EpochLineage) -> Lineage:
+def from_proto(message: checkpoint_pb2.EpochLineage) -> Lineage:
     """Read the wire form."""
     origins = {each.epoch: Version.from_proto(each.restored_version) for each in message.origins}
     return Lineage(MappingProxyType(origins))

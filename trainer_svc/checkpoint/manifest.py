@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the files that it consists of, each with its digest. Written last."""
+"""The manifest of a checkpoint, which is written last and names every file with its digest; and files that survive a power cut."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ import xxhash
 from google.protobuf import json_format
 
 from sluice.v1.checkpoint_pb2 import CheckpointFile, CheckpointManifest
-from trainer_svc.checkpoint.durable import sync_directory, write_durably
 
-__all__ = ["MANIFEST", "CheckpointDamagedError", "check_files", "describe_files", "read_manifest", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "CheckpointDamagedError",
+    "check_files",
+    "describe_files",
+    "read_manifest",
+    "sync_directory",
+    "write_durably",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 
@@ -82,3 +90,27 @@ def _digest(path: Path) -> str:
         while block := file.read(READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file beside its place, sync it, and rename it.
+
+    Raises:
+        OSError: if the disk is full or not writable.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,116 +1,147 @@
-"""Checkpoints written beside training: the state is copied at once, the files are written in a thread of their own.
+"""Write checkpoints beside training: copy the state at once, write the files in a background thread.
 
     step_8/
-        state/rank-00000-00000.safetensors ...   weights, optimizers and random state: each process's share
-        hf/                                      what transformers and vLLM load
-        manifest.json                            written last: protobuf-JSON of CheckpointManifest
+        state/rank-00000-00000.safetensors ...   weights, optimizers and random state; each rank writes its share
+        hf/                                      a directory that transformers and vLLM load
+        manifest.json                            protobuf-JSON of CheckpointManifest, written last
 
-A checkpoint is built in a hidden directory and renamed when it is whole; a directory without a manifest is not one.
+A checkpoint is built in a hidden directory and renamed when it is whole; a directory without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Self, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from sluice.v1.checkpoint_pb2 import CheckpointManifest
-from trainer_svc.checkpoint.durable import sync_directory
+from sluice.host_files import remove_tree
+from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint.manifest import (
     MANIFEST,
     CheckpointDamagedError,
     check_files,
     describe_files,
     read_manifest,
+    sync_directory,
     write_manifest,
 )
-from trainer_svc.checkpoint.pieces import Piece, held_pieces, pieces_from_bytes, pieces_to_bytes, share_out
-from trainer_svc.checkpoint.shards import write_shards
-from trainer_svc.checkpoint.state import Trained, restore_state
-from trainer_svc.checkpoint.writers import ALONE, PartFailedError, Writers
+from trainer_svc.checkpoint.state import (
+    POLICY,
+    TensorSlice,
+    Trained,
+    assign_slices,
+    decode_slices,
+    encode_slices,
+    held_slices,
+    read_below,
+    restore_state,
+    training_state,
+    write_slices,
+)
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.parallel.mesh import Mesh
+from trainer_svc.parallel.ranks import ALONE, OtherRankError, Ranks, agree
 
-__all__ = ["EXPORT", "STATE", "Export", "Saver", "recover"]
+__all__ = ["EXPORT", "SAVE_S", "STATE", "EngineCheckpoints", "Export", "Saver", "export_state", "recover"]
 
 STATE = "state"
 EXPORT = "hf"
 
+SAVE_S = 1800.0
+"""Seconds that a checkpoint of one engine may take to be written."""
+
 Export = Callable[[Path, Path], None]
-"""Makes a Hugging Face directory: of the directory with the state, where to put it."""
+"""Makes a Hugging Face directory: takes the directory with the state, and the one to write."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What one process writes of a checkpoint.
+    """What one rank writes of a checkpoint.
 
     Attributes:
         target: The checkpoint's directory.
-        manifest: All facts but the files and the size.
-        pieces: Copies in host memory.
-        export: Makes what lies beside the state.
-        after: Comes when all is in place.
+        manifest: All facts except the files and the size.
+        slices: Copies in host memory.
+        export: Makes the Hugging Face directory.
+        after: Called when everything is in place.
     """
 
     target: Path
-    manifest: CheckpointManifest
-    pieces: Mapping[Piece, torch.Tensor]
+    manifest: checkpoint_pb2.CheckpointManifest
+    slices: Mapping[TensorSlice, torch.Tensor]
     export: Export | None
     after: Callable[[], None]
 
 
 class Saver:
-    """Writes one checkpoint at a time, and reads.
+    """Write one checkpoint at a time, and read checkpoints.
 
-    Every process of a trainer makes the same calls, from one thread.
+    Every rank of a trainer makes the same calls, from one thread.
 
     Args:
-        writers: The processes.
+        ranks: All ranks, for the calls.
+        writing: All ranks in another group, for the background threads.
         deadline_s: Seconds that a checkpoint may take to be written.
     """
 
-    def __init__(self, writers: Writers = ALONE, deadline_s: float = 1800.0) -> None:
-        self.writers = writers
+    def __init__(self, ranks: Ranks = ALONE, writing: Ranks = ALONE, deadline_s: float = SAVE_S) -> None:
+        self._ranks, self._writing_ranks = ranks, writing
         self._deadline_s = deadline_s
-        self._pending: Future[CheckpointManifest] | None = None
-        self._buffers: dict[Piece, torch.Tensor] = {}
+        self._pending: Future[checkpoint_pb2.CheckpointManifest] | None = None
+        self._buffers: dict[TensorSlice, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, mesh: Mesh, deadline_s: float = SAVE_S) -> Self:
+        """Return a saver for all ranks of a mesh; every rank calls this at the same time."""
+        if mesh.dims.world_size == 1:
+            return cls(deadline_s=deadline_s)
+        # One rank may wait for its checkpoint before until the deadline; the others wait for that rank.
+        timeout = timedelta(seconds=2 * deadline_s)
+        calls, writing = (Ranks(dist.new_group(backend="gloo", timeout=timeout)) for _ in range(2))
+        return cls(calls, writing, deadline_s)
 
     def begin(
         self,
         target: Path,
-        manifest: CheckpointManifest,
+        manifest: checkpoint_pb2.CheckpointManifest,
         tensors: Mapping[str, torch.Tensor],
         *,
         export: Export | None = None,
         after: Callable[[], None] = lambda: None,
-    ) -> Future[CheckpointManifest]:
-        """Copy the state to host memory, and write it in the background; training may go on when this returns.
+    ) -> Future[checkpoint_pb2.CheckpointManifest]:
+        """Copy the state to host memory and write it in the background; training may continue when this returns.
 
         Args:
-            target: The checkpoint's directory, on a file system that all processes share. One of this name makes room.
-            manifest: All facts but the files and the size; the first process's counts.
-            tensors: The live state of this process.
-            export: Run by the first process in the background.
-            after: Run by the first process when the checkpoint is in place.
+            target: The checkpoint's directory, on a file system that all ranks share. An existing one is replaced.
+            manifest: All facts except the files and the size; those of the first rank count.
+            tensors: The live state of this rank.
+            export: Run by the first rank in the background.
+            after: Run by the first rank when the checkpoint is in place.
 
         Returns:
-            The completed manifest, on every process, when it is on disk; or what went wrong (TimeoutError if the checkpoint
-            before is not written within the deadline, OSError if the disk is full, RuntimeError if memory is): then older
-            checkpoints are as they were.
+            The completed manifest, on every rank, when it is on disk; or what went wrong (TimeoutError if the checkpoint
+            before is not written within the deadline, OSError if the disk is full or another rank failed, RuntimeError if
+            memory is full): then older checkpoints are as they were.
         """
-        future: Future[CheckpointManifest] = Future()
+        future: Future[checkpoint_pb2.CheckpointManifest] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels a write
         try:
-            self.wait()
-            pieces = self._copies(self._own_share(target, tensors))
+            copies = self._copies(self._assigned(target, tensors))
         except (OSError, ValueError, RuntimeError) as error:
             future.set_exception(error)
             return future
         self._pending = future
-        snapshot = _Snapshot(target, manifest, pieces, export, after)
+        snapshot = _Snapshot(target, manifest, copies, export, after)
         # A daemon: a disk that hangs must not keep the process from exiting.
         threading.Thread(target=self._run, args=(snapshot, future), name="checkpoint", daemon=True).start()
         return future
@@ -119,7 +150,7 @@ class Saver:
         """Return when no checkpoint is being written, however that ended.
 
         Raises:
-            TimeoutError: if that is not so within the deadline.
+            TimeoutError: if one is still being written after the deadline.
         """
         if self._pending is None:
             return
@@ -131,70 +162,68 @@ class Saver:
                 " deadlines.save_s if it is only slow"
             ) from error
 
-    def load(self, directory: Path, engines: Mapping[str, Trained]) -> CheckpointManifest:
-        """Verify a checkpoint, and put its state back: the same on any number of processes, in any layout.
+    def load(self, directory: Path, engines: Mapping[str, Trained]) -> checkpoint_pb2.CheckpointManifest:
+        """Verify a checkpoint and put its state back: the same on any number of ranks, in any layout.
 
         Raises:
             CheckpointDamagedError: if a file is missing or not as it was written; nothing has changed then.
             ValueError: if it is of other engines, models or optimizers; the state is undefined then.
         """
-        self.wait()
 
-        def recovered() -> bytes:
-            if self.writers.index == 0:
-                recover(directory)
-            return b""
-
-        def check() -> bytes:
+        def check() -> checkpoint_pb2.CheckpointManifest:
             manifest = read_manifest(directory / MANIFEST)
             if manifest is None:
                 raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a whole checkpoint")
             files = [file for file in manifest.files if file.path.startswith(f"{STATE}/")]
-            check_files(files[self.writers.index :: self.writers.size], directory)
-            return manifest.SerializeToString()
+            check_files(files[self._ranks.index :: self._ranks.size], directory)
+            return manifest
+
+        def first_recovers() -> None:
+            self.wait()
+            if self._ranks.index == 0:
+                recover(directory)
 
         try:
-            self.writers.agree(recovered)  # before anyone looks for the manifest
-            manifests = self.writers.agree(check)
-        except PartFailedError as error:
+            agree(self._ranks, first_recovers)  # before anyone looks for the manifest
+            manifest = agree(self._ranks, check)
+        except OtherRankError as error:
             raise CheckpointDamagedError(str(error)) from error
-        restore_state(engines, directory / STATE, self.writers.index)
-        return CheckpointManifest.FromString(manifests[0])
+        restore_state(engines, directory / STATE, self._ranks.index)
+        return manifest
 
-    def _own_share(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> dict[Piece, torch.Tensor]:
-        """What this process is to write, where it lies; the directory is there when this returns."""
-        held = held_pieces(tensors)
+    def _assigned(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
+        """Return the live slices that this rank is to write; the directory exists when this returns."""
 
-        def prepare() -> bytes:
-            if self.writers.index == 0:
+        def prepare() -> dict[TensorSlice, torch.Tensor]:
+            self.wait()
+            if self._ranks.index == 0:
                 building = _building(target)
-                shutil.rmtree(building, ignore_errors=True)
+                remove_tree(building)
                 (building / STATE).mkdir(parents=True)
-            return pieces_to_bytes(held)
+            return held_slices(tensors)
 
-        shares = share_out([pieces_from_bytes(each) for each in self.writers.agree(prepare)])
-        return {piece: tensor for piece, tensor in held.items() if piece in shares[self.writers.index]}
+        held = _agreed(self._ranks, prepare)
+        assigned = assign_slices([decode_slices(each) for each in self._ranks.exchange(encode_slices(held))])
+        return {each: tensor for each, tensor in held.items() if each in assigned[self._ranks.index]}
 
-    def _copies(self, pieces: Mapping[Piece, torch.Tensor]) -> dict[Piece, torch.Tensor]:
-        """Copies in host memory that is used again for the next checkpoint: new memory takes five times as long to fill."""
-        copies: dict[Piece, torch.Tensor] = {}
+    def _copies(self, slices: Mapping[TensorSlice, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
+        """Copy into host memory that is used again for the next checkpoint: new memory takes five times as long to fill."""
+        copies: dict[TensorSlice, torch.Tensor] = {}
 
-        def copy() -> bytes:
-            for piece, tensor in pieces.items():
-                buffer = self._buffers.get(piece)
+        def copy() -> None:
+            for each, tensor in slices.items():
+                buffer = self._buffers.get(each)
                 if buffer is None or buffer.dtype != tensor.dtype:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                copies[piece] = buffer.copy_(tensor, non_blocking=True)
+                copies[each] = buffer.copy_(tensor, non_blocking=True)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            return b""
 
-        # All or none: a process whose memory is full must not leave the others waiting for its share.
-        self.writers.agree(copy)
+        _agreed(self._ranks, copy)
         self._buffers = copies
         return copies
 
-    def _run(self, snapshot: _Snapshot, future: Future[CheckpointManifest]) -> None:
+    def _run(self, snapshot: _Snapshot, future: Future[checkpoint_pb2.CheckpointManifest]) -> None:
         try:
             result = self._write(snapshot)
         except BaseException as error:  # noqa: BLE001  whoever awaits the future gets it
@@ -202,26 +231,29 @@ class Saver:
         else:
             future.set_result(result)
 
-    def _write(self, snapshot: _Snapshot) -> CheckpointManifest:
+    def _write(self, snapshot: _Snapshot) -> checkpoint_pb2.CheckpointManifest:
+        ranks = self._writing_ranks
         try:
-            parts = self.writers.agree(lambda: self._write_share(snapshot))
-            complete = self.writers.agree(lambda: self._complete(snapshot, parts) if self.writers.index == 0 else b"")
+            own = _agreed(ranks, partial(self._write_share, snapshot))
+            shares = ranks.exchange(own.SerializeToString())
+            complete = _agreed(ranks, lambda: self._complete(snapshot, shares) if ranks.index == 0 else b"")
         except BaseException:
-            if self.writers.index == 0:
-                shutil.rmtree(_building(snapshot.target), ignore_errors=True)
+            if ranks.index == 0:
+                remove_tree(_building(snapshot.target))
             raise
-        return CheckpointManifest.FromString(complete[0])
+        return checkpoint_pb2.CheckpointManifest.FromString(ranks.exchange(complete)[0])
 
-    def _write_share(self, snapshot: _Snapshot) -> bytes:
-        paths = write_shards(snapshot.pieces, _building(snapshot.target) / STATE, self.writers.index)
-        return CheckpointManifest(files=describe_files(paths, _building(snapshot.target))).SerializeToString()
+    def _write_share(self, snapshot: _Snapshot) -> checkpoint_pb2.CheckpointManifest:
+        building = _building(snapshot.target)
+        paths = write_slices(snapshot.slices, building / STATE, self._writing_ranks.index)
+        return checkpoint_pb2.CheckpointManifest(files=describe_files(paths, building))
 
-    def _complete(self, snapshot: _Snapshot, parts: list[bytes]) -> bytes:
-        """The first process's part: all shares are on disk; now what lies beside them, the manifest, and the name."""
-        building, complete = _building(snapshot.target), CheckpointManifest()
+    def _complete(self, snapshot: _Snapshot, shares: list[bytes]) -> bytes:
+        """Write what the first rank writes when all shares are on disk: the export, the manifest, the name."""
+        building, complete = _building(snapshot.target), checkpoint_pb2.CheckpointManifest()
         complete.CopyFrom(snapshot.manifest)
-        for part in parts:
-            complete.files.extend(CheckpointManifest.FromString(part).files)
+        for share in shares:
+            complete.files.extend(checkpoint_pb2.CheckpointManifest.FromString(share).files)
         _check_shared(complete, building)
         if snapshot.export is not None:
             snapshot.export(building / STATE, building / EXPORT)
@@ -236,12 +268,24 @@ class Saver:
         return complete.SerializeToString()
 
 
+def _agreed(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Do `agree`, with the failure of another rank as one of the disk: callers then say which rank and what to do.
+
+    Raises:
+        OSError: if another rank failed.
+    """
+    try:
+        return agree(ranks, work)
+    except OtherRankError as error:
+        raise OSError(str(error)) from error
+
+
 def _building(target: Path) -> Path:
-    """Where a checkpoint lies until it is whole."""
+    """Return the directory in which a checkpoint is built."""
     return target.with_name(f".{target.name}.partial")
 
 
-def _check_shared(manifest: CheckpointManifest, directory: Path) -> None:
+def _check_shared(manifest: checkpoint_pb2.CheckpointManifest, directory: Path) -> None:
     for file in manifest.files:
         if not (directory / file.path).is_file():
             raise OSError(
@@ -250,17 +294,78 @@ def _check_shared(manifest: CheckpointManifest, directory: Path) -> None:
 
 
 def _put_in_place(building: Path, target: Path) -> None:
-    """Rename; a retired checkpoint of the same name makes room."""
+    """Rename the finished directory; a checkpoint of the same name makes room."""
     retired = target.with_name(f".{target.name}.retired")
-    shutil.rmtree(retired, ignore_errors=True)
+    remove_tree(retired)
     if target.exists():
         target.rename(retired)
     building.rename(target)
     sync_directory(target.parent)
-    shutil.rmtree(retired, ignore_errors=True)
+    remove_tree(retired)
 
 
 def recover(target: Path) -> None:
-    """Finish what a kill between the two renames left: the new checkpoint is whole then, and has no name yet."""
+    """Finish what a kill between the two renames left: a new checkpoint that is whole and has no name yet."""
     if not target.exists() and (_building(target) / MANIFEST).exists():
         _building(target).rename(target)
+
+
+def export_state(engine: TrainEngine, state: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
+    """Write a Hugging Face directory of the policy's weights in a checkpoint; any thread may call it.
+
+    Args:
+        engine: What is trained.
+        state: Directory of the checkpoint's tensors.
+        directory: What to write.
+        dtype: Precision of floating-point tensors; None keeps float32.
+    """
+    engine.export_weights(read_below(f"{POLICY}.model.", state), directory, dtype)
+
+
+class EngineCheckpoints:
+    """Checkpoints of one engine, for programs that train without the service. Every rank makes the same calls.
+
+    Args:
+        engine: What is trained.
+    """
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._saver = Saver.of(engine.mesh)
+
+    def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        """Write a checkpoint, and wait until it is on disk; see `begin_save`.
+
+        Raises:
+            OSError: if a rank could not write its share, or half an hour was not enough.
+        """
+        writing = self.begin_save(directory, dtype=dtype)
+        self._saver.wait()
+        writing.result()
+
+    def begin_save(
+        self, directory: str | Path, *, dtype: torch.dtype | None = None
+    ) -> Future[checkpoint_pb2.CheckpointManifest]:
+        """Copy the state and write a checkpoint in the background; training may continue when this returns.
+
+        Args:
+            directory: What to write, on a file system that all ranks share; it appears whole or not at all, and replaces
+                an existing one.
+            dtype: Precision of the Hugging Face directory `hf` in it; None keeps float32.
+
+        Returns:
+            Done when the checkpoint is on disk, or holds what went wrong: ask it before the next one, and at the end.
+        """
+        engine = self._engine
+        state = training_state({POLICY: engine}, engine.mesh.rank)
+        manifest = checkpoint_pb2.CheckpointManifest(optimizer_steps=engine.optimizer_steps)
+        return self._saver.begin(Path(directory), manifest, state, export=partial(export_state, engine, dtype=dtype))
+
+    def load(self, directory: str | Path) -> None:
+        """Continue from a checkpoint, whatever number of ranks wrote it; also from one of the service.
+
+        Raises:
+            CheckpointDamagedError: if it is not whole.
+            ValueError: if it is of another model or optimizer.
+        """
+        self._saver.load(Path(directory), {POLICY: self._engine})

@@ -1,17 +1,50 @@
-"""The state of training as flat tensors: ``<engine>.model.<name>``, ``<engine>.optimizer.<moment>.<name>``, ``random.<device>.<rank>``."""
+"""The state of training on disk: which tensors it has, which rank writes which slice of them, and the files.
+
+A state is flat tensors named ``<engine>.model.<name>``, ``<engine>.optimizer.<moment>.<name>``, ``<engine>.scalars.<name>`` and
+``random.<device>.<rank>``. Each rank writes the slices that `assign_slices` gives it into safetensors files whose header says
+where each slice begins, in the form of torch.distributed.checkpoint's HuggingFaceStorageWriter; its reader reads any range, so
+that a state loads on any number of ranks in any layout. That writer itself is not used: its plan travels pickled between the
+ranks, and its one table of files needs the same names on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
-from trainer_svc.checkpoint.shards import read_tensors, stored_tensors
-from trainer_svc.engine.random_state import random_state, restore_random_state
+from sluice.v1 import weightsync_pb2
+from trainer_svc.engine.local_part import local_part
 
-__all__ = ["Trained", "restore_state", "training_state"]
+__all__ = [
+    "POLICY",
+    "TensorSlice",
+    "Trained",
+    "assign_slices",
+    "decode_slices",
+    "encode_slices",
+    "held_slices",
+    "read_below",
+    "read_tensors",
+    "restore_state",
+    "stored_tensors",
+    "training_state",
+    "write_slices",
+]
+
+POLICY = "policy"
+"""Name of the policy's engine in a checkpoint, and of the engine of offline training."""
 
 SCALARS = "scalars"
 
@@ -33,26 +66,26 @@ class Trained(Protocol):
 
 
 def training_state(engines: Mapping[str, Trained], rank: int) -> dict[str, torch.Tensor]:
-    """What a process has to save, where it lies: the next step changes it.
+    """Return the live tensors that a process has to save; the next step changes them.
 
     Args:
         engines: Engines by name, such as ``policy`` and ``critic``; a name has no dot.
-        rank: This process, whose random state stands under its number.
+        rank: Number of this process; its random state is saved under it.
     """
     state: dict[str, torch.Tensor] = {}
     for prefix, engine in engines.items():
         state |= {f"{prefix}.{name}": tensor for name, tensor in engine.state_tensors().items()}
         state |= {f"{prefix}.{SCALARS}.{name}": torch.tensor(value) for name, value in engine.state_scalars().items()}
-    return state | random_state(rank)
+    return state | _random_state(rank)
 
 
 def restore_state(engines: Mapping[str, Trained], directory: Path, rank: int) -> None:
-    """Put the state back, from whatever number of processes and layout it was written by.
+    """Put the state back, whatever number of ranks and layout wrote it.
 
-    The random state of a process that was not there then stays as it is.
+    The random state of a rank that the checkpoint does not know stays as it is.
 
     Args:
-        engines: Engines by name; engines that the checkpoint has beside them are not read.
+        engines: Engines by name; further engines in the checkpoint are not read.
         directory: Holds the tensors.
         rank: This process.
 
@@ -73,13 +106,196 @@ def restore_state(engines: Mapping[str, Trained], directory: Path, rank: int) ->
                 f"the checkpoint holds no {prefix!r}: resume with the settings that it was made with, or use a new run name"
             )
         into |= {f"{prefix}.{name}": tensor for name, tensor in engine.state_room(shapes).items()}
-    random = {name: torch.empty_like(tensor) for name, tensor in random_state(rank).items() if name in stored}
+    random = {name: torch.empty_like(tensor) for name, tensor in _random_state(rank).items() if name in stored}
     read_tensors(directory, into | scalars | random)
     for prefix, engine in engines.items():
         head = f"{prefix}.{SCALARS}."
         engine.restore_scalars({key.removeprefix(head): int(scalars[key]) for key in scalars if key.startswith(head)})
-    restore_random_state(random, rank)
+    _restore_random_state(random, rank)
 
 
 def _is_scalar(name: str) -> bool:
     return name.split(".")[1] == SCALARS
+
+
+def _random_state(rank: int) -> dict[str, torch.Tensor]:
+    """Return the state of this process's CPU generator, and of its GPU's if it has one."""
+    state = {f"random.cpu.{rank}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_random_state(tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Put the generators back; one that the tensors do not name stays as it is."""
+    if (cpu := tensors.get(f"random.cpu.{rank}")) is not None:
+        torch.set_rng_state(cpu)
+    if torch.cuda.is_available() and (cuda := tensors.get(f"random.cuda.{rank}")) is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
+# Which rank writes what.
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class TensorSlice:
+    """A box of a tensor, as one rank holds it.
+
+    Attributes:
+        name: The tensor's name.
+        shape: Shape of the whole tensor.
+        offsets: Where the box begins, per dimension.
+        sizes: Its extent, per dimension.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        return math.prod(self.sizes)
+
+
+def held_slices(tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
+    """Return the live memory that this process holds of each tensor; a tensor of which it holds nothing is left out."""
+    held: dict[TensorSlice, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        local, offsets = local_part(tensor)
+        if local.numel() or not tensor.numel():
+            held[TensorSlice(name, tuple(tensor.shape), offsets, tuple(local.shape))] = local
+    return held
+
+
+def assign_slices(held: Sequence[Collection[TensorSlice]]) -> list[set[TensorSlice]]:
+    """Give each slice to exactly one of the ranks that hold it: the one with least to write so far, largest slices first.
+
+    Args:
+        held: What each rank holds, by rank.
+
+    Raises:
+        ValueError: if together they do not hold every tensor whole, or slices of one overlap.
+    """
+    holders: dict[TensorSlice, list[int]] = defaultdict(list)
+    for rank, slices in enumerate(held):
+        for slice_ in slices:
+            holders[slice_].append(rank)
+    _check_cover(holders)
+    load = [0] * len(held)
+    assigned: list[set[TensorSlice]] = [set() for _ in held]
+    for slice_ in sorted(holders, key=lambda slice_: (len(holders[slice_]), -slice_.elements, slice_)):
+        rank = min(holders[slice_], key=lambda rank: (load[rank], rank))
+        assigned[rank].add(slice_)
+        load[rank] += slice_.elements
+    return assigned
+
+
+def _check_cover(slices: Collection[TensorSlice]) -> None:
+    """Slices are cells of a grid, as every layout of DTensors makes them, so that counting values suffices."""
+    found: dict[str, int] = defaultdict(int)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for slice_ in slices:
+        found[slice_.name] += slice_.elements
+        if shapes.setdefault(slice_.name, slice_.shape) != slice_.shape:
+            raise ValueError(
+                f"{slice_.name!r} has shape {slice_.shape} on one rank and {shapes[slice_.name]} on another: give every rank the same model"
+            )
+    for name, count in found.items():
+        if count != math.prod(shapes[name]):
+            raise ValueError(
+                f"the ranks hold {count} of the {math.prod(shapes[name])} values of {name!r}: save on all ranks of one layout"
+            )
+
+
+def encode_slices(slices: Collection[TensorSlice]) -> bytes:
+    """Return the wire form, between the ranks of one trainer."""
+    return weightsync_pb2.Shard(
+        tensors=[
+            weightsync_pb2.TensorSlice(name=each.name, global_shape=each.shape, offsets=each.offsets, sizes=each.sizes)
+            for each in sorted(slices)
+        ]
+    ).SerializeToString()
+
+
+def decode_slices(content: bytes) -> list[TensorSlice]:
+    """Read the wire form."""
+    return [
+        TensorSlice(each.name, tuple(each.global_shape), tuple(each.offsets), tuple(each.sizes))
+        for each in weightsync_pb2.Shard.FromString(content).tensors
+    ]
+
+
+# Files.
+
+# Each rank reads by itself, on purpose.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+FILE_BYTES = 4 << 30
+"""Bytes of tensors after which a new file is begun."""
+
+
+def write_slices(slices: Mapping[TensorSlice, torch.Tensor], directory: Path, rank: int) -> list[Path]:
+    """Write the slices of one process.
+
+    Args:
+        slices: Contiguous CPU tensors.
+        directory: An existing directory that all ranks share.
+        rank: Number of this process; its files' names begin with it.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: if the disk is full or not writable.
+    """
+    paths = []
+    for number, part in enumerate(_parts(slices)):
+        path = directory / f"rank-{rank:05d}-{number:05d}.safetensors"
+        places = {slice_.name: {SAVED_OFFSETS_KEY: list(slice_.offsets)} for slice_ in part}
+        tensors = {slice_.name: tensor for slice_, tensor in part.items()}
+        try:
+            save_file(tensors, path, metadata={CUSTOM_METADATA_KEY: json.dumps(places)})
+        except Exception as error:
+            # safetensors has an exception of its own for a full disk.
+            raise OSError(f"{path} could not be written: {error}") from error
+        paths.append(path)
+    return paths
+
+
+def _parts(slices: Mapping[TensorSlice, torch.Tensor]) -> Iterator[dict[TensorSlice, torch.Tensor]]:
+    part: dict[TensorSlice, torch.Tensor] = {}
+    filled = 0
+    for slice_, tensor in slices.items():
+        if part and filled + tensor.nbytes > FILE_BYTES:
+            yield part
+            part, filled = {}, 0
+        part[slice_] = tensor
+        filled += tensor.nbytes
+    if part:
+        yield part
+
+
+def stored_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return the global shape and dtype of every tensor in a directory, by name."""
+    described = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    return {name: (each.size, each.properties.dtype) for name, each in described.items()}
+
+
+def read_tensors(directory: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Read each tensor's values, or the range that this rank holds of it, into its memory.
+
+    Args:
+        directory: A directory that `write_slices` filled, in any layout.
+        into: Plain tensors or DTensors by name; other tensors in the directory are not read.
+    """
+    dcp.load(dict(into), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+
+
+def read_below(prefix: str, directory: Path) -> dict[str, torch.Tensor]:
+    """Return the whole tensors whose names begin with a prefix, under their names without it."""
+    stored = stored_tensors(directory).items()
+    tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in stored if name.startswith(prefix)}
+    read_tensors(directory, tensors)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

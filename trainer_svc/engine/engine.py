@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
-from concurrent.futures import Future
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from sluice.v1.checkpoint_pb2 import CheckpointManifest
-from trainer_svc.checkpoint.saver import Saver
-from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.compute_config import ComputeConfig
-from trainer_svc.engine import files
+from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.export import live_tensors, named_tensors
+from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
 from trainer_svc.engine.kernels import choose_kernels
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.lora import attach_adapter
@@ -247,29 +243,33 @@ class TrainEngine:
         return await publisher.update(version, self.live_tensors(), dtype=dtype, deadline_s=deadline_s)
 
     def export_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write a Hugging Face model directory or a PEFT adapter: `files.export_engine`."""
-        files.export_engine(self, directory, dtype)
+        """Write a Hugging Face model directory, or a PEFT adapter if one is trained; it appears whole or not at all.
 
-    def export_state(self, state: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
-        """Write such a directory of the weights in a checkpoint: `files.export_state`."""
-        files.export_state(self, state, directory, dtype)
+        Every rank calls it, rank 0 writes, and the directory exists when it returns on rank 0.
 
-    def save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        """Write a checkpoint, and wait until it is on disk: `files.save`."""
-        files.save(self, directory, dtype=dtype)
+        Raises:
+            FileExistsError: if the directory exists.
+            ValueError: if the layers lie in several stages.
+        """
+        if self.mesh.dims.pp > 1:
+            raise ValueError(
+                "the layers lie in several stages: save a checkpoint, whose directory `hf` has all of them"
+            )
+        tensors = self.network.model.state_dict()
+        if self.adapter is not None:
+            tensors = {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}
+        weights = whole_tensors(tensors, keep=self.mesh.rank == 0)
+        if not self.mesh.rank:
+            self.export_weights(weights, directory, dtype)
 
-    def begin_save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
-        """Copy the state, and write a checkpoint while training goes on: `files.begin_save`."""
-        return files.begin_save(self, directory, dtype=dtype)
-
-    def load(self, directory: str | Path) -> None:
-        """Go on from a checkpoint: `files.load`."""
-        files.load(self, directory)
-
-    @cached_property
-    def saver(self) -> Saver:
-        """Writes and reads this engine's own checkpoints."""
-        return Saver(Writers.of(self.mesh, files.SAVE_S), files.SAVE_S)
+    def export_weights(
+        self, weights: dict[str, torch.Tensor], directory: str | Path, dtype: torch.dtype | None = None
+    ) -> None:
+        """Write such a directory of whole tensors, under the names that the network gives them; any thread may call it."""
+        if self.adapter is not None:
+            export_adapter(self.adapter, self.model_dir, Path(directory), dtype, weights)
+        else:
+            export_hf(self.network.model, self.model_dir, Path(directory), dtype, weights)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """All that a checkpoint must hold, as flat names: ``model.<name>`` and ``optimizer.<moment>.<name>``.

@@ -12,13 +12,11 @@ from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import Version
 from trainer_svc.checkpoint.checkpoints import Checkpoints
-from trainer_svc.checkpoint.durable import write_durably
-from trainer_svc.checkpoint.saver import Saver
-from trainer_svc.checkpoint.state import training_state
-from trainer_svc.checkpoint.writers import Writers
+from trainer_svc.checkpoint.manifest import write_durably
+from trainer_svc.checkpoint.saver import SAVE_S, Saver
+from trainer_svc.checkpoint.state import POLICY, training_state
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.files import POLICY, SAVE_S
 from trainer_svc.offline.settings import OfflineConfig
 
 __all__ = ["RunCheckpoints", "checkpoint_directory"]
@@ -51,8 +49,7 @@ class RunCheckpoints:
 
     def __init__(self, engine: TrainEngine, config: OfflineConfig) -> None:
         self._engine, self._config = engine, config
-        saver = Saver(Writers.of(engine.mesh, SAVE_S), SAVE_S)
-        self._kept = Checkpoints(checkpoint_directory(config.output), KEEP, saver)
+        self._kept = Checkpoints(checkpoint_directory(config.output), KEEP, Saver.of(engine.mesh))
         self._writing: Future[CheckpointManifest] | None = None
 
     def resume(self) -> int:
@@ -83,14 +80,14 @@ class RunCheckpoints:
             return
         self._settle()
         manifest = CheckpointManifest(
-            checkpoint=Checkpoint(name=f"step_{step}", policy_version=Version(1, step).to_proto()),
+            checkpoint=Checkpoint(policy_version=Version(1, step).to_proto()),
             optimizer_steps=self._engine.optimizer_steps,
         )
         if self._engine.mesh.rank == 0:
             self._kept.directory.mkdir(parents=True, exist_ok=True)
             write_durably(self._kept.directory / SETTINGS, json.dumps(self._settings).encode())
         state = training_state({POLICY: self._engine}, self._engine.mesh.rank)
-        self._writing = self._kept.begin(manifest, state, None)
+        self._writing = self._kept.begin(manifest, state)
 
     def remove(self) -> None:
         """Remove them all: the run is done."""

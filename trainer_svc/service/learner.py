@@ -26,10 +26,11 @@ from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint, TrajectoryResult
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import BatchRecordFiles
+from trainer_svc.checkpoint.checkpoints import Checkpoints, origin_of
 from trainer_svc.checkpoint.lineage import Lineage
-from trainer_svc.checkpoint.saver import Saver
+from trainer_svc.checkpoint.manifest import CheckpointDamagedError
+from trainer_svc.checkpoint.saver import Saver, export_state
 from trainer_svc.checkpoint.state import training_state
-from trainer_svc.checkpoint.writers import Writers
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
@@ -38,15 +39,15 @@ from trainer_svc.objectives.step_warnings import bypass_warning, estimator_warni
 from trainer_svc.objectives.trainable import trainable, with_batch_facts
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
+from trainer_svc.service.admission import Known
 from trainer_svc.service.consumption import Batch, Consumption, consume
 from trainer_svc.service.crew import Crew
 from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
 from trainer_svc.service.reports import KEPT
-from trainer_svc.service.restoring import History, Restored, origin_of
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate, Updated
 
-__all__ = ["Applied", "Learner"]
+__all__ = ["Applied", "Learner", "Restored"]
 
 log = structlog.get_logger(__name__)
 
@@ -75,6 +76,29 @@ class Applied:
         return self.metrics is not None and self.metrics.skipped
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Where an epoch begins.
+
+    Attributes:
+        version: Version from which training continues.
+        origin: Version that the restored checkpoint was written at; (0, 0) for the base model.
+        last_batch_id: Last batch that the weights hold; empty for the base model.
+        held: The newest batches that the weights hold, oldest first, as far as the record on disk has them.
+    """
+
+    version: Version
+    origin: Version
+    last_batch_id: str
+    held: tuple[checkpoint_pb2.BatchRecord, ...] = ()
+
+    @property
+    def known(self) -> dict[str, Known]:
+        """The batches whose repeats are recognised, by id."""
+        last = {self.last_batch_id: Known(self.version.number)} if self.last_batch_id else {}
+        return last | {each.batch_id: Known(each.sequence_no, each.content_digest) for each in self.held}
+
+
 class StepAbandonedError(Exception):
     """The epoch of the step in progress is over."""
 
@@ -96,10 +120,12 @@ class Learner:
         self.config = config
         self.mesh = mesh
         self.crew = crew or Crew()
-        save_s = config.deadlines.save_s
-        saver = Saver(Writers.of(mesh, save_s), save_s)
-        self.history = History(common, config.checkpoint.keep, saver)
-        self.checkpoints = self.history.checkpoints
+        self.checkpoints = Checkpoints(
+            common.run_dir / "checkpoints",
+            config.checkpoint.keep,
+            Saver.of(mesh, config.deadlines.save_s),
+            epochs=common.run_dir / "trainer" / "epochs.binpb",
+        )
         self.record = BatchRecordFiles(common.run_dir / "trainer" / "batches")
         self.version = BASE
         self.last_batch_id = ""
@@ -149,7 +175,7 @@ class Learner:
     @property
     def lineage(self) -> Lineage:
         """The epochs of the run."""
-        return self.history.lineage
+        return self.checkpoints.lineage
 
     @property
     def optimizer_steps(self) -> int:
@@ -166,8 +192,8 @@ class Learner:
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
         if self.crew.leads:
             self.checkpoints.sweep()
-        self.history.read()
-        manifest = self.history.newest()
+        self.checkpoints.read_lineage()
+        manifest = self.checkpoints.newest()
         self.newest_checkpoint = manifest.checkpoint if manifest else None
 
     def restore(self, epoch: int, checkpoint: str) -> Restored:
@@ -181,7 +207,7 @@ class Learner:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
         """
         self._abandoned.clear()
-        manifest = self.history.choose(checkpoint)
+        manifest = self._choose(checkpoint)
         origin = origin_of(manifest)
         name = "" if manifest is None else manifest.checkpoint.name
         with self.crew.together("restore", epoch=epoch, checkpoint=name, **self._standing()):
@@ -189,7 +215,7 @@ class Learner:
                 self._restore_base()
             else:
                 self._restore_checkpoint(manifest)
-        self.history.begin(epoch, origin, write=self.crew.leads)
+        self.checkpoints.begin_epoch(epoch, origin, write=self.crew.leads)
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
@@ -294,12 +320,12 @@ class Learner:
         done: Future[Checkpoint] = Future()
         done.set_running_or_notify_cancel()
         try:
-            existing = self.history.written(self.version, journal_position)
+            existing = self.checkpoints.written(self.version, journal_position)
         except OSError as error:
             done.set_exception(error)
             return done
         if existing is not None:
-            done.set_result(existing)
+            done.set_result(existing.checkpoint)
             return done
         with self.crew.together("save", may_fail=True, journal_position=journal_position, **self._standing()):
             writing = self.snapshot(journal_position)
@@ -308,16 +334,20 @@ class Learner:
 
     def snapshot(self, journal_position: int) -> Future[checkpoint_pb2.CheckpointManifest]:
         """This rank's part of a checkpoint: copy its state now, write its share in the background."""
-        manifest = self.history.manifest(
-            self.version,
-            self.last_batch_id,
-            journal_position,
+        manifest = checkpoint_pb2.CheckpointManifest(
+            checkpoint=Checkpoint(
+                policy_version=self.version.to_proto(),
+                last_batch_id=self.last_batch_id,
+                journal_position=journal_position,
+            ),
+            run=f"runs/{self.common.run}",
             tokenizer_digest=self.tokenizer_digest,
             optimizer_steps=self.optimizer_steps,
+            next_sequence_no=self.version.number + 1,
             batch_record=self.record.sync() if self.crew.leads else None,
         )
         state = training_state(self.engines, self.mesh.rank)
-        export = partial(self.engine.export_state, dtype=self._publish_dtype())
+        export = partial(export_state, self.engine, dtype=self._publish_dtype())
         return self.checkpoints.begin(manifest, state, export)
 
     def _saved(self, written: Future[checkpoint_pb2.CheckpointManifest], done: Future[Checkpoint]) -> None:
@@ -328,6 +358,24 @@ class Learner:
         self.newest_checkpoint = checkpoint
         log.info("checkpoint written", name=checkpoint.name, size_bytes=checkpoint.size_bytes)
         done.set_result(checkpoint)
+
+    def _choose(self, name: str) -> checkpoint_pb2.CheckpointManifest | None:
+        """Return the checkpoint to restore: the named one, else the newest one; None for the base model.
+
+        Raises:
+            SluiceError: NOT_FOUND if there is none of this name, UNAVAILABLE if one is being written for too long.
+        """
+        try:
+            self.checkpoints.saver.wait()  # it may be the one to restore
+        except TimeoutError as error:
+            raise SluiceError.unavailable("CHECKPOINT_DEADLINE", str(error), retry_after_s=60.0) from error
+        manifest = self.checkpoints.find(name) if name else self.checkpoints.newest()
+        if manifest is None and name:
+            names = ", ".join(each.checkpoint.name for each in self.checkpoints.complete()) or "none"
+            raise SluiceError.not_found(
+                "NO_CHECKPOINT", f"there is no complete checkpoint {name!r}; there are: {names}"
+            )
+        return manifest
 
     def _standing(self) -> dict[str, Any]:
         """Where this process stands, for those that only do what it says."""
@@ -367,7 +415,12 @@ class Learner:
                 f"checkpoint {manifest.checkpoint.name} was made with another tokenizer: resume with the run's model, or use a new run name",
             )
         self._is_base = False
-        self.history.restore(manifest, self.engines)
+        try:
+            self.checkpoints.load(manifest, self.engines)
+        except CheckpointDamagedError as error:
+            raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
+        except ValueError as error:
+            raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
 
     def _publish_dtype(self) -> torch.dtype:
         if self.config.publish_dtype == "auto":

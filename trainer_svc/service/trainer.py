@@ -18,13 +18,12 @@ from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.compute_thread import ComputeThread
 from trainer_svc.service.crew import OUT_OF_STEP
-from trainer_svc.service.learner import Learner
+from trainer_svc.service.learner import Learner, Restored
 from trainer_svc.service.loop import TrainingLoop
 from trainer_svc.service.policy_publisher import PolicyPublisher
 from trainer_svc.service.publication import Publication
 from trainer_svc.service.queue import BatchQueue
 from trainer_svc.service.reports import StepLog
-from trainer_svc.service.restoring import Restored
 from trainer_svc.service.saving import Saving
 from trainer_svc.service.step_report import held_report
 
