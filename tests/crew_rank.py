@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sluice.rpc import SluiceError
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import make_mesh
 from trainer_svc.service.crew import Crew

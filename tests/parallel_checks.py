@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from sluice.cli.init_model import ModelShape, init_model
+from trainer_svc.batch.rows import MicroBatch, Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
-from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.outputs import Outputs, count_loss_tokens

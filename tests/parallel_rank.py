@@ -23,9 +23,9 @@ from parallel_checks import checks, gathered
 from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 
+from trainer_svc.batch.rows import MicroBatch, Sequence
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
-from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.kernels import compile_layers
 from trainer_svc.engine.loading import load_network

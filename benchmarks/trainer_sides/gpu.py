@@ -15,8 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from sluice.config import ConfigError
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import PolicyUpdate

@@ -12,9 +12,9 @@ from benchmarks.trainer_sides.hyper import ADAM_EPS, BETAS, CLIP, GRAD_CLIP, LEA
 from benchmarks.trainer_sides.memory import PeakMemory
 from benchmarks.trainer_sides.orders import Orders
 from benchmarks.trainer_sides.workload import Row, UpdateBatch
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import Cost, balance

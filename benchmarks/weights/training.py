@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from sluice.render import ChatRenderer
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.demonstrations import render_row

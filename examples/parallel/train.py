@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.parallel.balance import balance

@@ -11,7 +11,7 @@ from small_learner import learner
 from tiny_policy import ragged_batch, row, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.balance import TOKENS, Cost, balance
 
 QUADRATIC = Cost(token=100.0, pair=1.0, loss_token=30.0)

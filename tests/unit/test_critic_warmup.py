@@ -12,8 +12,8 @@ from tiny_policy import ragged_batch, tiny_model
 
 from sluice.v1 import tokens_pb2
 from sluice.versions import BASE, Version
+from trainer_svc.batch.rows import Sequence, VersionSpan
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.batch import Sequence, VersionSpan
 from trainer_svc.service.consumption import Batch, OnStale
 from trainer_svc.service.convert import Sample
 from trainer_svc.service.learner import Applied, Learner

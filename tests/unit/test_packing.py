@@ -22,11 +22,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from trainer_svc.batch.packing import pack
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import load_network
-from trainer_svc.engine.packing import pack
 
 lengths = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=25)
 

@@ -11,9 +11,9 @@ from tiny_policy import ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM
 
 from sluice.versions import Version
+from trainer_svc.batch.rows import Sequence, VersionSpan
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.attention import PACKED_ATTENTION
-from trainer_svc.engine.batch import Sequence, VersionSpan
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.trainable import keep_trainable, with_batch_facts

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
+from trainer_svc.batch.packing import empty_batch
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.packing import empty_batch
 from trainer_svc.offline import dpo_command, reward_model_command
 from trainer_svc.offline.dpo import PreferenceLoss, preference_figures
 from trainer_svc.offline.dpo_config import DpoConfig

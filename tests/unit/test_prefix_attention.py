@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_svc.engine.attention import AttentionPlan, packed_attention
+from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.engine.attention import packed_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sluice.versions import Version
-from trainer_svc.engine.batch import OPTIONAL_COLUMNS, Sequence, VersionSpan
+from trainer_svc.batch.rows import OPTIONAL_COLUMNS, Sequence, VersionSpan
 from trainer_svc.service.row_codec import decode_rows, encode_rows
 
 names = st.text(max_size=12)

@@ -7,9 +7,9 @@ import torch
 from tiny_policy import row, tiny_model
 from transformers import Qwen3Config
 
+from trainer_svc.batch.packing import pack
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.packing import pack
 from trainer_svc.engine.throughput import Meter, Work
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import Passes, PolicyUpdate

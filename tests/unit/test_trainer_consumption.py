@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Version
+from trainer_svc.batch.rows import Sequence, VersionSpan
 from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.engine.batch import Sequence, VersionSpan
 from trainer_svc.objectives.trainable import trainable
 from trainer_svc.service.consumption import Batch, Consumption, OnStale, consume
 from trainer_svc.service.convert import Sample

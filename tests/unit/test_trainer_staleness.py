@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.versions import BASE, Version
+from trainer_svc.batch.rows import VersionSpan
 from trainer_svc.checkpoint.lineage import Lineage
-from trainer_svc.engine.batch import VersionSpan
 from trainer_svc.service.staleness import token_staleness
 
 # Epoch 1 ran to 10, its checkpoint at 4 began epoch 2, whose checkpoint at 6 began epoch 3.

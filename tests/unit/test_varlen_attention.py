@@ -7,14 +7,15 @@ import pytest
 import torch
 from tiny_policy import ragged_batch, tiny_model
 
+from trainer_svc.batch.attention_plan import AttentionPlan, Ragged
+from trainer_svc.batch.packing import empty_batch, pack
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine import varlen_attention as module
-from trainer_svc.engine.attention import AttentionPlan, packed_attention
+from trainer_svc.engine.attention import packed_attention
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.kernels import compile_layers
 from trainer_svc.engine.outputs import count_loss_tokens
-from trainer_svc.engine.packing import empty_batch, pack
-from trainer_svc.engine.varlen_attention import Ragged, uses_varlen
+from trainer_svc.engine.varlen_attention import uses_varlen
 from trainer_svc.parallel.context import _slice
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.objective import Objective

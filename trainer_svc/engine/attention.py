@@ -7,23 +7,18 @@ row and sees no padding; attention gathers the sequences into blocks of similar 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from trainer_svc.engine.prefix_attention import SHORT, PrefixPlan, fits, prefix_attention
-from trainer_svc.engine.shapes import Block, Indices
-from trainer_svc.engine.varlen_attention import Ragged, varlen_attention
+from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.engine.prefix_attention import fits, prefix_attention
+from trainer_svc.engine.varlen_attention import varlen_attention
 
-__all__ = ["PACKED_ATTENTION", "AttentionPlan", "packed_attention"]
+__all__ = ["PACKED_ATTENTION", "packed_attention"]
 
 PACKED_ATTENTION = "sluice_packed"
 """The name under which transformers finds the function."""
@@ -33,88 +28,6 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.
 
 WINDOW_QUERIES = 256
 """Queries of a call with a sliding window: their mask has this many rows, and the window's length more columns."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Which packed tokens form which sequence.
-
-    Attributes:
-        blocks: Packed indices of the sequences of similar length, one sequence a row, padded behind its end with 0.
-        sources: For each packed token, its place in the concatenation of the flattened blocks.
-        longest: Tokens of the longest sequence.
-        padded_tokens: Block cells in all, of `prefixes` where there are some.
-        real_tokens: Block cells that are not padding; in `blocks` a token shared by several sequences counts in each.
-        pairs: Tokens that attend to tokens, each packed token once with all before it in its sequence and itself.
-        prefixes: The same as parts and shared beginnings, for a CPU; None where the sequences do not lie so.
-        ragged: The same for the kernel that takes rows of varying length; None likewise.
-    """
-
-    blocks: tuple[Block, ...]
-    sources: Indices
-    longest: int
-    padded_tokens: int
-    real_tokens: int
-    pairs: int
-    prefixes: PrefixPlan | None
-    ragged: Ragged | None
-
-    @classmethod
-    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self:
-        """Plan the attention of sequences given as packed indices in order.
-
-        Args:
-            segments: Packed indices of each sequence; indices may be shared between sequences with a common beginning.
-            packed_tokens: Tokens in the packed row; each must belong to a sequence.
-        """
-        by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
-        for segment in segments:
-            by_size[_size_class(len(segment))].append(segment)
-        sources = np.zeros(packed_tokens, dtype=np.int64)
-        blocks: list[torch.Tensor] = []
-        cells = 0
-        for _, rows in sorted(by_size.items()):
-            block = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-            for number, row in enumerate(rows):
-                block[number, : len(row)] = row
-                start = cells + number * block.shape[1]
-                sources[row] = np.arange(start, start + len(row))
-            blocks.append(torch.from_numpy(block))
-            cells += block.size
-        prefixes = PrefixPlan.of(segments, packed_tokens)
-        seen = np.zeros(packed_tokens, dtype=np.int64)
-        for segment in segments:
-            seen[segment] = np.arange(1, len(segment) + 1)
-        return cls(
-            tuple(blocks),
-            torch.from_numpy(sources),
-            max(map(len, segments)),
-            cells if prefixes is None else prefixes.padded_tokens,
-            sum(map(len, segments)) if prefixes is None else packed_tokens,
-            int(seen.sum()),
-            prefixes,
-            Ragged.of(segments, packed_tokens),
-        )
-
-    def to(self, device: torch.device) -> Self:
-        """Copy the indices from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
-        if device.type == "cpu":
-            return self
-        blocks = tuple(block.pin_memory().to(device, non_blocking=True) for block in self.blocks)
-        sources = self.sources.pin_memory().to(device, non_blocking=True)
-        ragged = None if self.ragged is None else self.ragged.to(device)
-        return replace(self, blocks=blocks, sources=sources, ragged=ragged)
-
-
-def _size_class(length: int) -> int:
-    """Upper bound of the block a sequence of this length goes to: powers of two and the middles between them.
-
-    Coarser than the classes of `PrefixPlan`, since these blocks are a GPU's as well, where a call weighs more than padding.
-    """
-    size = SHORT
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each batch has other blocks: layers are compiled around it

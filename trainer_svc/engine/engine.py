@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.adapter_export import export_adapter
-from trainer_svc.engine.batch import MicroBatch, Sequence
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
 from trainer_svc.engine.kernels import choose_kernels
 from trainer_svc.engine.loading import load_network
@@ -23,7 +24,6 @@ from trainer_svc.engine.network import Entropy, Head, resolve_device, resolve_dt
 from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.engine.schedule import learning_rate
-from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.shares import micro_batches
 from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from trainer_svc.batch.shapes import HeadBias, HeadWeight, Indices, PerToken, TokenStates
 from trainer_svc.engine.logit_tiles import Block, Distribution, Head, HeadGradient, RowGradient, Rows
-from trainer_svc.engine.shapes import HeadBias, HeadWeight, Indices, PerToken, TokenStates
 
 __all__ = ["Entropy", "fused_logprobs"]
 

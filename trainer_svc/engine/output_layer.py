@@ -8,9 +8,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 from torch.utils.checkpoint import checkpoint
 
+from trainer_svc.batch.shapes import Indices, PerToken, TokenStates
 from trainer_svc.engine.fused_logprob import Entropy, fused_logprobs
 from trainer_svc.engine.local_part import local_part
-from trainer_svc.engine.shapes import Indices, PerToken, TokenStates
 
 __all__ = ["logprobs_of_logits", "logprobs_of_states"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.shapes import PerToken, Scalar
+from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.shapes import PerToken, Scalar
 
 __all__ = ["LossFn", "LossWeight", "Outputs", "count_loss_tokens"]
 

@@ -9,120 +9,18 @@ the log-sum-exp, so it is called by its own name.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from trainer_svc.engine.shapes import Block, Indices, PackedHeads
+from trainer_svc.batch.attention_plan import PrefixPlan
+from trainer_svc.batch.shapes import Block, PackedHeads
 
-__all__ = ["SHORT", "PrefixPlan", "fits", "prefix_attention"]
-
-SHORT = 32
-"""Tokens. Parts, or whole sequences, up to this length share one block: a kernel call costs more than their padding."""
-
-STEPS = 8
-"""Block lengths between a power of two and the next: more pad less and call more kernels."""
+__all__ = ["fits", "prefix_attention"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - see the module's docstring
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
-
-
-class Crossing(NamedTuple):
-    """Samples that attend their prompt; stretches of the packed row.
-
-    Attributes:
-        keys: First token of the prompt.
-        queries: First token behind it, where its samples begin.
-        end: First token behind the samples.
-    """
-
-    keys: int
-    queries: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixPlan:
-    """The packed row as parts that are causal in themselves, and prompts that samples attend.
-
-    Attributes:
-        blocks: Packed indices of parts of similar length, one part a row, -1 behind its end.
-        sources: For each packed token, its place in the concatenation of the flattened blocks.
-        crossings: Which samples attend which prompt.
-    """
-
-    blocks: tuple[Block, ...]
-    sources: Indices
-    crossings: tuple[Crossing, ...]
-
-    @classmethod
-    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self | None:
-        """Split sequences, given as packed indices in order, into their parts.
-
-        Returns:
-            The plan; None if sequences that share tokens do not lie behind each other and behind these.
-        """
-        shares = np.zeros(packed_tokens, dtype=np.int64)
-        for segment in segments:
-            shares[segment] += 1
-        parts: dict[int, int] = {}
-        crossings: dict[int, Crossing] = {}
-        for segment in segments:
-            shared = shares[segment] > 1
-            prefix = len(segment) if shared.all() else int(np.argmin(shared))
-            own = segment[prefix:]
-            if not _stretch(segment[:prefix]) or not _stretch(own) or shared[prefix:].any():
-                return None
-            if len(own):
-                parts[int(own[0])] = len(own)
-            if prefix:
-                first = int(segment[0])
-                parts[first] = prefix
-                start, end = crossings.get(first, (0, first + prefix, first + prefix))[1:]
-                if start != first + prefix or (len(own) and own[0] != end):
-                    return None
-                crossings[first] = Crossing(first, start, end + len(own))
-        blocks, sources = _blocks(parts, packed_tokens)
-        return cls(blocks, sources, tuple(each for each in crossings.values() if each.end > each.queries))
-
-    @property
-    def padded_tokens(self) -> int:
-        """Block cells in all."""
-        return sum(block.numel() for block in self.blocks)
-
-
-def _stretch(indices: NDArray[np.int64]) -> bool:
-    return bool((np.diff(indices) == 1).all())
-
-
-def _blocks(parts: dict[int, int], packed_tokens: int) -> tuple[tuple[Block, ...], Indices]:
-    by_size: dict[int, list[int]] = defaultdict(list)
-    for first, length in parts.items():
-        by_size[_size_class(length)].append(first)
-    sources = np.zeros(packed_tokens, dtype=np.int64)
-    blocks: list[torch.Tensor] = []
-    cells = 0
-    for _, firsts in sorted(by_size.items()):
-        block = np.full((len(firsts), max(parts[first] for first in firsts)), -1, dtype=np.int64)
-        for row, first in enumerate(firsts):
-            length, start = parts[first], cells + row * block.shape[1]
-            block[row, :length] = np.arange(first, first + length)
-            sources[first : first + length] = np.arange(start, start + length)
-        blocks.append(torch.from_numpy(block))
-        cells += block.size
-    return tuple(blocks), torch.from_numpy(sources)
-
-
-def _size_class(length: int) -> int:
-    """Upper bound of the block a part of this length goes to."""
-    step = max(SHORT, (1 << (length - 1).bit_length()) // (2 * STEPS)) if length > 1 else SHORT
-    return -(-length // step) * step
 
 
 def fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:

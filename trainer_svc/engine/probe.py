@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from trainer_svc.engine.attention import PACKED_ATTENTION, AttentionPlan
+from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.engine.attention import PACKED_ATTENTION
 
 __all__ = ["check_packing"]
 

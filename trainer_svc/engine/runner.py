@@ -9,10 +9,10 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from trainer_svc.engine.batch import MicroBatch
+from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.network import Entropy, Network
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.step_metrics import StepRecord
 
 __all__ = ["LossOf", "OneByOne", "Runner", "abandoned_on_error", "kept_company"]

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING
 
-from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.forwarded import forwarded
+from trainer_svc.batch.packing import empty_batch, pack, tokens_to_forward
+from trainer_svc.batch.rows import MicroBatch, Sequence
 from trainer_svc.engine.network import Network
 from trainer_svc.engine.outputs import LossWeight
-from trainer_svc.engine.packing import empty_batch, pack
 from trainer_svc.parallel.agreement import check_same_rows
 from trainer_svc.parallel.ranks import agree
 
@@ -69,7 +68,7 @@ def _check_lengths(sequences: Rows[Sequence], network: Network) -> None:
     if network.longest_row is None:
         return
     for sequence in sequences:
-        if len(forwarded(sequence)) > network.longest_row:
+        if len(tokens_to_forward(sequence)) > network.longest_row:
             kind = network.model.config.get_text_config().rope_parameters
             raise ValueError(
                 f"sequence {sequence.trajectory_id!r} has {len(sequence)} tokens, and this model's RoPE ({kind.get('rope_type', 'per layer')}) has "

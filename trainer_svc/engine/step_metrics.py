@@ -12,8 +12,8 @@ from time import perf_counter
 
 import torch
 
-from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.shapes import Scalar
+from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.throughput import Meter, Work
 from trainer_svc.parallel.ranks import ALONE, Ranks
 

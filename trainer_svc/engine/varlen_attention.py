@@ -7,97 +7,22 @@ causal mask with the last key, so that a sequence's own tokens see all of the be
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer_svc.engine.shapes import Bounds, Indices, PackedHeads
+from trainer_svc.batch.attention_plan import Ragged
+from trainer_svc.batch.shapes import PackedHeads
 
-__all__ = ["Attention", "Ragged", "uses_varlen", "varlen_attention"]
+__all__ = ["Attention", "uses_varlen", "varlen_attention"]
 
 Attention = Literal["auto", "sdpa", "varlen"]
 
 PROBE_TOLERANCE = 0.05
 """Largest accepted difference from stock attention in the probe, whose values are of size 1; bfloat16 has 8 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Where sequences begin and end among the rows of queries and of keys.
-
-    Attributes:
-        keys: Packed index of each row of keys; None where they are the packed rows in order.
-        query_bounds: Begin of each sequence's queries, and the end of all.
-        key_bounds: Begin of each sequence's keys, and the end of all.
-        tokens: Packed tokens.
-        longest_query: Most queries of a sequence.
-        longest_key: Most keys of a sequence.
-    """
-
-    keys: Indices | None
-    query_bounds: Bounds
-    key_bounds: Bounds
-    tokens: int
-    longest_query: int
-    longest_key: int
-
-    @classmethod
-    def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self | None:
-        """Plan the sequences given as packed indices in order.
-
-        Args:
-            segments: As of `AttentionPlan.of`.
-            packed_tokens: Tokens in the packed row.
-
-        Returns:
-            The plan; None if the tokens that a sequence does not share with earlier ones do not follow theirs in the row.
-        """
-        end = 0
-        queries: list[int] = []
-        keys: list[NDArray[np.int64]] = []
-        for segment in segments:
-            own = int((segment >= end).sum())
-            if not np.array_equal(segment[len(segment) - own :], np.arange(end, end + own)):
-                return None
-            if own:  # one that adds no token asks for nothing
-                queries.append(own)
-                keys.append(segment)
-                end += own
-        if end != packed_tokens:
-            return None
-        gathered = np.concatenate(keys)
-        in_order = len(gathered) == packed_tokens
-        lengths = [len(each) for each in keys]
-        return cls(
-            keys=None if in_order else torch.from_numpy(gathered),
-            query_bounds=_bounds(queries),
-            key_bounds=_bounds(lengths),
-            tokens=packed_tokens,
-            longest_query=max(queries),
-            longest_key=max(lengths),
-        )
-
-    def to(self, device: torch.device) -> Self:
-        """Copy the indices from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
-        if device.type == "cpu":
-            return self
-        keys = None if self.keys is None else self.keys.pin_memory().to(device, non_blocking=True)
-        return replace(
-            self,
-            keys=keys,
-            query_bounds=self.query_bounds.pin_memory().to(device, non_blocking=True),
-            key_bounds=self.key_bounds.pin_memory().to(device, non_blocking=True),
-        )
-
-
-def _bounds(lengths: list[int]) -> torch.Tensor:
-    return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
 
 
 def varlen_attention(

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
-from trainer_svc.engine.batch import MicroBatch, Sequence
-from trainer_svc.engine.shapes import PerToken
+from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.shapes import PerToken
 from trainer_svc.objectives.presets import Aggregation
 
 __all__ = ["divisor", "token_factors", "with_group_tokens"]

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from trainer_svc.engine.shapes import PerToken, Scalar
+from trainer_svc.batch.shapes import PerToken, Scalar
 from trainer_svc.objectives.surrogates import MAX_LOG_DIFFERENCE, TokenTerms, log_difference
 
 __all__ = ["CORRECTIONS", "Correction", "TokenWeights", "off_policy_sequence_mask", "veto"]

@@ -12,7 +12,7 @@ from hashlib import blake2b
 import torch
 
 from sluice.advantages import STD_OFFSET
-from trainer_svc.engine.shapes import MaskOfSequence, MaskPerToken, PerSequenceToken, PerToken
+from trainer_svc.batch.shapes import MaskOfSequence, MaskPerToken, PerSequenceToken, PerToken
 from trainer_svc.objectives.surrogates import log_difference
 from trainer_svc.parallel.ranks import ALONE, Ranks
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from trainer_svc.engine.shapes import PerToken
+from trainer_svc.batch.shapes import PerToken
 from trainer_svc.objectives.presets import KlKind
 from trainer_svc.objectives.surrogates import log_difference
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainer_svc.engine.shapes import PerPair
+from trainer_svc.batch.shapes import PerPair
 
 __all__ = ["bradley_terry", "dpo", "ipo"]
 

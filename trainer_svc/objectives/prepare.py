@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from trainer_svc.engine.batch import Sequence
-from trainer_svc.engine.shapes import PerSequenceToken, PerToken
+from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.shapes import PerSequenceToken, PerToken
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.estimators import (
     discounted_sum,

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from trainer_svc.engine.shapes import Indices, MaskPerToken, PerToken, Scalar
+from trainer_svc.batch.shapes import Indices, MaskPerToken, PerToken, Scalar
 
 __all__ = [
     "MAX_LOG_DIFFERENCE",

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 
 from sluice.versions import Version
-from trainer_svc.engine.batch import Sequence
-from trainer_svc.engine.shapes import MaskOfSequence, PerSequenceToken
+from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.shapes import MaskOfSequence, PerSequenceToken
 from trainer_svc.objectives.aggregation import with_group_tokens
 from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.estimators import carried_back

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from sluice.render import ChatRenderer, Rendered, TemplateError
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.offline.rows import DataError, Row, described, named, read_rows
 
 __all__ = ["Demonstrations", "render_row"]

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import LoraConfig
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.engine.batch import MicroBatch
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.shapes import Scalar
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.demonstrations import Demonstrations
 from trainer_svc.offline.distill_config import DistillConfig

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from trainer_svc.engine.batch import MicroBatch
+from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.shapes import PerToken, Scalar
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.shapes import PerToken, Scalar
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.preferences import dpo, ipo
 from trainer_svc.offline.dpo_config import DpoConfig

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.offline.rows import DataError
 from trainer_svc.parallel.ranks import ALONE, Ranks
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from sluice.render import ChatRenderer, Rendered, TemplateError
-from trainer_svc.engine.batch import MicroBatch
-from trainer_svc.engine.batch import Sequence as TrainingRow
-from trainer_svc.engine.shapes import Indices
+from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.rows import Sequence as TrainingRow
+from trainer_svc.batch.shapes import Indices
 from trainer_svc.offline.rows import DataError, Row, described, named, read_rows
 
 __all__ = ["Preferences", "ScoredAnswers", "count_pairs", "pair_places", "render_pair"]

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from sluice.render import ChatRenderer
-from trainer_svc.engine.batch import MicroBatch
+from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.shapes import Scalar
 from trainer_svc.objectives.preferences import bradley_terry
 from trainer_svc.offline.lesson import Lesson
 from trainer_svc.offline.loop import train, with_length

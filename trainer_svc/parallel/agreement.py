@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 import torch.distributed as dist
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.mesh import Mesh
 
 __all__ = ["check_same_rows"]

@@ -21,8 +21,8 @@ from typing import Self
 
 import numpy as np
 
-from trainer_svc.engine.batch import Sequence
-from trainer_svc.engine.forwarded import common_prefix, forwarded
+from trainer_svc.batch.packing import common_prefix, tokens_to_forward
+from trainer_svc.batch.rows import Sequence
 
 __all__ = ["TOKENS", "Cost", "balance"]
 
@@ -127,7 +127,7 @@ def _weigh(
     members: dict[object, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         members[row.group_id or place].append(place)
-    inputs = [forwarded(row) if contributes is None or contributes(row) else NOTHING for row in rows]
+    inputs = [tokens_to_forward(row) if contributes is None or contributes(row) else NOTHING for row in rows]
     groups = list(members.values())
     weighed: dict[int, _Row] = {}
     for number, places in enumerate(groups):

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from trainer_svc.engine.attention import AttentionPlan, packed_attention
-from trainer_svc.engine.batch import MicroBatch
-from trainer_svc.engine.shapes import Indices, PerToken
+from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.shapes import Indices, PerToken
+from trainer_svc.engine.attention import packed_attention
 
 __all__ = ["EXCHANGED_ATTENTION", "Context", "exchanged_attention"]
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainer_svc.engine.batch import MicroBatch
+from trainer_svc.batch.rows import MicroBatch
 from trainer_svc.engine.network import Entropy, Network
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.runner import LossOf, abandoned_on_error, kept_company

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from sluice.advantages import TRAINER_ESTIMATORS, Advantages, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.lineage import Lineage
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.service.convert import Sample
 from trainer_svc.service.staleness import token_staleness
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from sluice.v1 import tokens_pb2
 from sluice.versions import Version
-from trainer_svc.engine.batch import Sequence, VersionSpan
+from trainer_svc.batch.rows import Sequence, VersionSpan
 
 __all__ = ["MAX_TOKENS", "Expectations", "Sample", "convert"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from sluice.rpc import SluiceError
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.balance import balance
 from trainer_svc.service.crew_link import CrewLink, RankFailedError
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.service.row_codec import decode_rows, encode_rows
 

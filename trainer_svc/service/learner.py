@@ -25,6 +25,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint, TrajectoryResult
 from sluice.versions import BASE, Version
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.batch_record import BatchRecordFiles
 from trainer_svc.checkpoint.checkpoints import Checkpoints, origin_of
 from trainer_svc.checkpoint.lineage import Lineage
@@ -32,7 +33,6 @@ from trainer_svc.checkpoint.manifest import CheckpointDamagedError
 from trainer_svc.checkpoint.saver import Saver, export_state
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.step_warnings import bypass_warning, estimator_warning, mismatch_warning

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load, save
 
 from sluice.versions import Version
-from trainer_svc.engine.batch import Sequence, VersionSpan
+from trainer_svc.batch.rows import Sequence, VersionSpan
 
 __all__ = ["decode_rows", "encode_rows"]
 

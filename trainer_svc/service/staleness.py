@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sluice.versions import Version
+from trainer_svc.batch.rows import VersionSpan
 from trainer_svc.checkpoint.lineage import Lineage
-from trainer_svc.engine.batch import VersionSpan
 
 __all__ = ["token_staleness"]
 

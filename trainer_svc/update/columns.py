@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
 
 __all__ = ["LogprobColumn", "with_logprobs", "with_values"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer_svc.engine.batch import MicroBatch, Sequence
+from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import LossFn, Outputs, count_loss_tokens
-from trainer_svc.engine.shapes import Scalar
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.surrogates import clipped_value_loss

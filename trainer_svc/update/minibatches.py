@@ -8,7 +8,7 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 __all__ = ["split_by_group"]

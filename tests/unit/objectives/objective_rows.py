@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trainer_svc.engine.batch import Sequence
+from trainer_svc.batch.rows import Sequence
 
 __all__ = ["column", "training_row"]
 

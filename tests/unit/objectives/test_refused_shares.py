@@ -9,8 +9,8 @@ import pytest
 from objective_rows import training_row
 from thread_ranks import on_ranks
 
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.engine.batch import Sequence
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.prepare import check_columns
 from trainer_svc.objectives.trainable import keep_trainable

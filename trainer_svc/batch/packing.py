@@ -10,12 +10,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from trainer_svc.engine.attention import AttentionPlan
-from trainer_svc.engine.batch import OPTIONAL_COLUMNS, MicroBatch, Sequence
-from trainer_svc.engine.forwarded import Ids, common_prefix, forwarded
+from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.batch.rows import OPTIONAL_COLUMNS, MicroBatch, Sequence
 
-__all__ = ["empty_batch", "pack"]
+__all__ = ["common_prefix", "empty_batch", "pack", "tokens_to_forward"]
+
+Ids = NDArray[np.int64]
+
+
+def tokens_to_forward(sequence: Sequence) -> Ids:
+    """Return the tokens that some loss token depends on: all before the last loss token."""
+    trained = np.flatnonzero(sequence.loss_mask.numpy())
+    ids: Ids = sequence.input_ids.numpy()
+    return ids[: trained[-1] if trained.size else 0]
+
+
+def common_prefix(inputs: Iterable[Ids]) -> int:
+    """Return how many leading tokens all inputs have in common; inputs without tokens do not count."""
+    given = [ids for ids in inputs if len(ids)]
+    prefix = min(map(len, given), default=0)
+    for ids in given[1:]:
+        differ = np.flatnonzero(given[0][:prefix] != ids[:prefix])
+        prefix = int(differ[0]) if differ.size else prefix
+    return prefix
 
 
 @dataclass(slots=True)
@@ -46,7 +65,7 @@ def pack(
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; give at least 1")
-    inputs = [forwarded(sequence) for sequence in sequences]
+    inputs = [tokens_to_forward(sequence) for sequence in sequences]
     bins: list[list[_Unit]] = []
     room: list[int] = []
     for unit in sorted(_units(sequences, inputs, token_budget, fold, whole_groups), key=lambda unit: -unit.cost):

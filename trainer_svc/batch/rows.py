@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from sluice.versions import Version
-from trainer_svc.engine.attention import AttentionPlan
-from trainer_svc.engine.shapes import (
+from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.batch.shapes import (
     IdsOfSequence,
     Indices,
     MaskOfSequence,
