@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.children import MODEL_2M, make_model
 from rollout_svc.engines.base import GenerationRequest, Sampling, Span
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 from sluice.versions import Version
 from weightsync.staged import ApplyReport, StagedVersion, TensorSpec
 

@@ -20,7 +20,7 @@ import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from benchmarks.children import free_port, make_model, service
-from rollout_svc.engines.vllm_start import launch
+from rollout_svc.engines.vllm.processes import launch
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2

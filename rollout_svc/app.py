@@ -8,21 +8,20 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
 from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.metrics import ReplicaMetrics
-from rollout_svc.prompts import Prompts, load_tokenizer
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
 from rollout_svc.weights import Weights
 from sluice.config import CommonConfig, Service
 from sluice.rpc import RpcServer
 from sluice.v1 import rollout_pb2_grpc
 
 if TYPE_CHECKING:
-    from rollout_svc.openai_api import HttpServer
+    from sluice.openai.server import HttpServer
 
 __all__ = ["SERVICE", "build_engine"]
 
@@ -35,7 +34,7 @@ def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> I
     """
     lora = LoraLimits(config.lora.places(max_staleness), config.lora.max_rank) if config.lora.enabled else None
     if config.engine == "transformers":
-        from rollout_svc.engines.transformers import TransformersEngine  # noqa: PLC0415 - imports torch
+        from rollout_svc.engines.slots.engine import TransformersEngine  # noqa: PLC0415 - imports torch
 
         return TransformersEngine(
             model,
@@ -50,7 +49,7 @@ def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> I
             drain_deadline_s=config.deadlines.pause_s,
             lora=lora,
         )
-    from rollout_svc.engines.vllm import VllmEngine  # noqa: PLC0415 - only where vLLM is wanted
+    from rollout_svc.engines.vllm.engine import VllmEngine  # noqa: PLC0415 - only where vLLM is wanted
 
     if config.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # vLLM's processes read it when they start
@@ -86,8 +85,8 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     engine = build_engine(common.model, config, common.max_staleness)
     await engine.start()
     try:
-        prompts = Prompts(await load_tokenizer(common.model))
-        await _serve(common, config, server, engine, prompts)
+        tokenizer = ModelTokenizer(await load_tokenizer(common.model))
+        await _serve(common, config, server, engine, tokenizer)
     finally:
         await engine.stop()
 
@@ -104,11 +103,11 @@ def _server(common: CommonConfig, config: RolloutConfig) -> RpcServer:
 
 
 async def _serve(
-    common: CommonConfig, config: RolloutConfig, server: RpcServer, engine: InferenceEngine, prompts: Prompts
+    common: CommonConfig, config: RolloutConfig, server: RpcServer, engine: InferenceEngine, tokenizer: ModelTokenizer
 ) -> None:
     supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
     weights = Weights(common, config, supervisor)
-    requests = RolloutServicer(f"runs/{common.run}", supervisor, prompts, config.limits)
+    requests = RolloutServicer(f"runs/{common.run}", supervisor, tokenizer, config.limits)
     admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)
     server.add(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService", role="agent"
@@ -161,7 +160,8 @@ def _http_server(
 ) -> HttpServer | None:
     if config.server.http_port is None:
         return None
-    from rollout_svc.openai_api import HttpServer, create_app  # noqa: PLC0415 - only where HTTP is served
+    from rollout_svc.http import create_app  # noqa: PLC0415 - only where HTTP is served
+    from sluice.openai.server import HttpServer  # noqa: PLC0415
 
     app = create_app(requests, admin, common.model, common.security, config.server.host)
     return HttpServer(app, config.server.host, config.server.http_port, common.security)

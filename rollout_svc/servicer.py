@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 
 import grpc
 
-from rollout_svc import greedy
-from rollout_svc.answers import chunk_message, generate_response, loaded_adapters
 from rollout_svc.config import LimitsConfig
 from rollout_svc.engines.adapter_slots import UnknownAdapterError
-from rollout_svc.engines.base import EngineBusyError, EngineError, GenerationRequest, ModelInfo
+from rollout_svc.engines.base import (
+    EngineBusyError,
+    EngineError,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    InferenceEngine,
+    ModelInfo,
+)
 from rollout_svc.engines.lora import LoraEngine
-from rollout_svc.prompts import Prompts, TextStream
-from rollout_svc.repeats import Repeats
-from rollout_svc.requests import MAX_NAME, MAX_SAMPLES, generation_request
+from rollout_svc.response_cache import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.tokenizer import ModelTokenizer, TextStream
+from rollout_svc.wire import MAX_NAME, chunk_message, generate_response, generation_request, loaded_adapters
 from sluice.rpc import SluiceError
+from sluice.rpc.limits import MAX_SAMPLES
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import Version
 
@@ -38,13 +46,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     Args:
         run: `runs/{run}` that this replica belongs to.
         engine: The engine under its supervision.
-        prompts: Tokenizer and template.
+        tokenizer: Tokenizer and chat template of the model.
         limits: How much to take on.
     """
 
-    def __init__(self, run: str, engine: EngineSupervisor, prompts: Prompts, limits: LimitsConfig) -> None:
-        self._run, self._engine, self._prompts, self._limits = run, engine, prompts, limits
-        self._repeats = Repeats(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
+    def __init__(self, run: str, engine: EngineSupervisor, tokenizer: ModelTokenizer, limits: LimitsConfig) -> None:
+        self._run, self._engine, self._tokenizer, self._limits = run, engine, tokenizer, limits
+        self._responses = ResponseCache(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
         self._live: dict[int, GenerationRequest] = {}
         self.samples = 0
         """Samples that callers wait for, queued or running."""
@@ -53,9 +61,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._all_ended: asyncio.Event | None = None
 
     @property
-    def prompts(self) -> Prompts:
-        """Tokenizer and template."""
-        return self._prompts
+    def tokenizer(self) -> ModelTokenizer:
+        """Tokenizer and chat template of the model."""
+        return self._tokenizer
 
     @property
     def model_info(self) -> ModelInfo:
@@ -90,16 +98,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if not request.request_id:
             return await self._generate(request)
         content = request.SerializeToString(deterministic=True)
-        return await self._repeats.once(request.request_id, content, lambda: self._generate(request))
+        return await self._responses.once(request.request_id, content, lambda: self._generate(request))
 
     async def _generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
         async with self._admitted(request) as asked:
             try:
-                result = await greedy.agenerate(self._engine.current, asked)
+                result = await _sample(self._engine.current, asked)
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
-        decode = self._prompts.decode if request.return_text else None
-        return generate_response(asked, result, self._prompts.digest, decode)
+        decode = self._tokenizer.decode if request.return_text else None
+        return generate_response(asked, result, self._tokenizer.digest, decode)
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
         self,
@@ -123,17 +131,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 opening=rollout_pb2.StreamOpening(
                     request_id=asked.request_id,
                     prompt_token_ids=asked.prompt_ids,
-                    tokenizer_digest=self._prompts.digest,
+                    tokenizer_digest=self._tokenizer.digest,
                 )
             )
             try:
                 async with contextlib.aclosing(
-                    greedy.stream(self._engine.current, asked, coalesce_s=coalesce)
+                    _sample_stream(self._engine.current, asked, coalesce_s=coalesce)
                 ) as chunks:
                     async for chunk in chunks:
                         text = ""
                         if request.request.return_text:
-                            decoder = texts.setdefault(chunk.index, self._prompts.text_stream())
+                            decoder = texts.setdefault(chunk.index, self._tokenizer.text_stream())
                             text = decoder.after(chunk.token_ids, last=chunk.finish_reason is not None)
                         yield chunk_message(chunk, text)
             except (EngineError, EngineBusyError, ValueError) as error:
@@ -154,7 +162,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             vocabulary_size=info.vocabulary_size,
             max_model_len=info.max_model_len,
             dtype=info.dtype,
-            tokenizer_digest=self._prompts.digest,
+            tokenizer_digest=self._tokenizer.digest,
             eos_token_ids=info.eos_token_ids,
             engine=info.engine,
             policy_version=engine.status().version.to_proto(),
@@ -172,7 +180,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Turn text or messages into token ids."""
         del context
         return rollout_pb2.TokenizeResponse(
-            token_ids=await self._prompts.tokenize(request), tokenizer_digest=self._prompts.digest
+            token_ids=await self._tokenizer.tokenize(request), tokenizer_digest=self._tokenizer.digest
         )
 
     @contextlib.asynccontextmanager
@@ -181,7 +189,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         engine, n = self._engine.serving, self._take_on(request)
         self.samples += n
         try:
-            asked = generation_request(request, await self._prompts.ids_of(request), engine.info)
+            asked = generation_request(request, await self._tokenizer.ids_of(request), engine.info)
             if request.HasField("min_policy_version"):
                 wanted, present = Version.from_proto(request.min_policy_version), engine.status().version
                 if present < wanted:
@@ -255,3 +263,28 @@ def _translated(error: EngineError | EngineBusyError | ValueError) -> SluiceErro
     if isinstance(error, EngineBusyError):
         return SluiceError.resource_exhausted("QUEUE_FULL", str(error), RETRY_AFTER_S)
     return SluiceError.unavailable("ENGINE_FAILED", f"{error}; retry, or use another replica", RETRY_AFTER_S)
+
+
+async def _sample(engine: InferenceEngine, request: GenerationRequest) -> GenerationResult:
+    """Sample as the engine does; greedy samples of one request are all the same, so that one is sampled and copied."""
+    if not _copies(request):
+        return await engine.agenerate(request)
+    result = await engine.agenerate(replace(request, n=1))
+    return replace(result, samples=[replace(result.samples[0], index=index) for index in range(request.n)])
+
+
+async def _sample_stream(
+    engine: InferenceEngine, request: GenerationRequest, *, coalesce_s: float
+) -> AsyncGenerator[GenerationChunk, None]:
+    """Like `_sample`, in chunks."""
+    copies = request.n if _copies(request) else 1
+    asked = replace(request, n=1) if copies > 1 else request
+    async with contextlib.aclosing(engine.stream(asked, coalesce_s=coalesce_s)) as chunks:
+        async for chunk in chunks:
+            yield chunk
+            for index in range(1, copies):
+                yield replace(chunk, index=index)
+
+
+def _copies(request: GenerationRequest) -> bool:
+    return request.sampling.temperature == 0 and request.n > 1

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks.pause import plain_copy
 from benchmarks.weights.models import neighbour
 from rollout_svc.engines.base import GenerationRequest, InferenceEngine, Sampling
-from rollout_svc.engines.transformers import TransformersEngine
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 from sluice.versions import Version
 from weightsync.staged import StagedVersion, TensorSpec
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from benchmarks.weights.models import neighbour
 from benchmarks.weights.pauses import Load
 from benchmarks.weights.stack import WeightStack, receiving, serves, weight_service
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 from sluice.versions import Version
 from weightsync.receiver import PolicyMode, WeightReceiver
 

@@ -7,8 +7,10 @@ serving what the one before had written.
 from __future__ import annotations
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Protocol
 
 import structlog
@@ -16,15 +18,16 @@ import structlog
 from rollout_svc.engines.adapter_slots import Adapter, AdapterSlots
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.lora import AdapterInfo, LoraLimits, check_adapter
+from sluice.tasks import run_to_end
 from sluice.versions import Version
-from weightsync.staged import StagedAdapter
+from weightsync.staged import ApplyReport, StagedAdapter
 
-__all__ = ["AdapterHost", "Adapters", "Asked"]
+__all__ = ["AdapterCommands", "AdapterHost", "Adapters", "RequestInProgress"]
 
 log = structlog.get_logger()
 
 
-class Asked(Protocol):
+class RequestInProgress(Protocol):
     """A request under way, as far as adapters matter."""
 
     adapter: Adapter | None
@@ -52,7 +55,7 @@ class AdapterHost(Protocol):
         """Let go of an adapter that no request runs on."""
         ...
 
-    async def end_requests(self, which: Callable[[Asked], bool]) -> None:
+    async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
         """End some requests with `FinishReason.VERSION_RETIRED`."""
         ...
 
@@ -239,3 +242,51 @@ class Adapters:
             )
             for each in slots.loaded
         ]
+
+
+class AdapterCommands(ABC):
+    """The adapter half of an `InferenceEngine`."""
+
+    _adapters: Adapters
+
+    @abstractmethod
+    def _changing(self) -> AbstractAsyncContextManager[object]:
+        """Entered while something of the engine changes: one change at a time."""
+
+    @property
+    def lora_limits(self) -> LoraLimits | None:
+        """How many adapters it holds and of which rank; None where it serves none."""
+        return self._adapters.limits
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Let new requests run on an adapter; nothing is paused and the weights are not touched.
+
+        Raises:
+            EngineError: if it does not fit; what served before serves on.
+        """
+        return await run_to_end(asyncio.ensure_future(self._apply_adapter(staged)))
+
+    async def _apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        begun = time.perf_counter()
+        async with self._changing():
+            await self._adapters.serve(staged)
+        return ApplyReport(staged.version, 0.0, time.perf_counter() - begun)
+
+    async def load_named(self, name: str, staged: StagedAdapter) -> None:
+        """Give an adapter a name for requests.
+
+        Raises:
+            AdaptersFullError: if names hold as many as they may.
+            EngineError: if it does not fit.
+        """
+        async with self._changing():
+            await self._adapters.name(name, staged)
+
+    async def unload_named(self, name: str) -> bool:
+        """Take a name away and end its requests. False if there was no such name."""
+        async with self._changing():
+            return await self._adapters.unname(name)
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """What it holds."""
+        return self._adapters.describe()

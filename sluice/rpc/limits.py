@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["CONTRACT_VERSION", "MAX_MESSAGE_BYTES", "TRANSPORT_OPTIONS"]
+__all__ = ["CONTRACT_VERSION", "MAX_MESSAGE_BYTES", "MAX_SAMPLES", "TRANSPORT_OPTIONS"]
 
 CONTRACT_VERSION = 1
 """Grows with every additive change within ``sluice.v1``."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest message of the contracts; larger things stream."""
+
+MAX_SAMPLES = 256
+"""Most samples of one Generate request."""
 
 _FRAMING_BYTES = 64 << 10
 """Room for field headers around a payload of the full size."""

@@ -11,8 +11,8 @@ import pytest_asyncio
 from small_models import CONTEXT, save_model
 
 from rollout_svc.engines.base import InferenceEngine
-from rollout_svc.engines.transformers import TransformersEngine
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 
 
 def vllm(model: Path, kv_policy: str) -> InferenceEngine:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import OrchestratorConfig
-from rollout_svc.repeats import Repeats
+from rollout_svc.response_cache import ResponseCache
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import (
@@ -73,7 +73,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
     finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
-    repeats: Repeats = field(default_factory=lambda: Repeats(300.0, 100_000, 1 << 30))
+    repeats: ResponseCache = field(default_factory=lambda: ResponseCache(300.0, 100_000, 1 << 30))
 
     def __post_init__(self) -> None:
         self.gate.set()

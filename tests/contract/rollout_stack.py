@@ -12,16 +12,17 @@ import grpc
 from small_models import CONTEXT, save_model
 from transformers import AutoTokenizer
 
-from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.engines.base import InferenceEngine, PauseMode
-from rollout_svc.engines.transformers import TransformersEngine
-from rollout_svc.openai_api import HttpServer, create_app
-from rollout_svc.prompts import Prompts
+from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.http import create_app
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import Weights
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
+from sluice.openai.server import HttpServer
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import rollout_pb2_grpc
 
@@ -83,8 +84,8 @@ class Replica:
         common = CommonConfig(run=RUN, model=str(self.model), security=self.security)
         config = RolloutConfig(follow_weights=False, replica="one", limits=self.limits)
         self.supervisor = EngineSupervisor(self.engine, 0, lambda _serving: None)
-        prompts = Prompts(AutoTokenizer.from_pretrained(self.model))
-        self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, prompts, self.limits)
+        tokenizer = ModelTokenizer(AutoTokenizer.from_pretrained(self.model))
+        self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, tokenizer, self.limits)
         weights = Weights(common, config, self.supervisor)
         self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer)
         self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN)

@@ -24,8 +24,8 @@ from rollout_svc.engines.base import (
     Span,
 )
 from rollout_svc.engines.lora import LoraEngine, LoraLimits
-from rollout_svc.engines.transformers import TransformersEngine
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 from sluice.versions import BASE, Version
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -20,15 +20,15 @@ from small_models import CONTEXT, load, recompute, save_model
 from weightsync_stack import RUN, Stack, running_stack
 
 from orchestrator_svc.generation import append_sample
-from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
 from rollout_svc.engines.base import PauseMode
 from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.engines.transformers import TransformersEngine
-from rollout_svc.prompts import Prompts
+from rollout_svc.engines.slots.engine import TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import Weights
 from sluice.client import RolloutClient
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
@@ -119,7 +119,7 @@ async def replica(base: Path, adapters: list[Path], tmp_path: Path) -> AsyncIter
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage", lora=LoraSettings(enabled=True))
         supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
         weights = Weights(common, config, supervisor)
-        requests = RolloutServicer(f"runs/{RUN}", supervisor, Prompts(None), LimitsConfig())
+        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
         admin = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
         server.add(

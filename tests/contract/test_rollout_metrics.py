@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry
 from rollout_stack import running_engine
 from small_models import save_model, staged
 
+from rollout_svc.admin import ReplicaMetrics
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import GenerationRequest, PauseMode, Sampling
-from rollout_svc.metrics import ReplicaMetrics
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import Weights
 from sluice.config import CommonConfig

@@ -14,7 +14,7 @@ from rollout_stack import Replica, build_engine, running_engine, until
 from small_models import greedy, save_model, staged
 
 from rollout_svc.engines.base import EngineError, GenerationRequest, PauseMode, Sampling
-from rollout_svc.engines.transformers import TransformersEngine
+from rollout_svc.engines.slots.engine import TransformersEngine
 from rollout_svc.supervision import EngineSupervisor
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2

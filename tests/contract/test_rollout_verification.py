@@ -14,7 +14,7 @@ from small_models import CONTEXT, save_model
 from weightsync_stack import RESOURCE, RUN, Stack, running_stack
 
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engines.transformers import TransformersEngine
+from rollout_svc.engines.slots.engine import TransformersEngine
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import Weights
 from sluice.config import CommonConfig, PeersConfig

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from small_models import greedy, save_model
 from weightsync_stack import RUN, Stack, running_stack
 
-from rollout_svc.admin_servicer import RolloutAdminServicer
+from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.engines.base import GenerationRequest, InferenceEngine, PauseMode, Sampling
-from rollout_svc.prompts import Prompts
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import Weights
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, connect
@@ -87,7 +87,7 @@ async def following(models: list[Path], tmp_path: Path) -> AsyncIterator[Followi
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage")
         supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
         weights = Weights(common, config, supervisor)
-        requests = RolloutServicer(f"runs/{RUN}", supervisor, Prompts(None), LimitsConfig())
+        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
         servicer = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
         name = "sluice.v1.RolloutAdminService"

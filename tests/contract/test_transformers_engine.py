@@ -39,8 +39,8 @@ from rollout_svc.engines.base import (
     PauseMode,
     Sampling,
 )
-from rollout_svc.engines.slot_batch import SlotBatch
-from rollout_svc.engines.transformers import TransformersEngine
+from rollout_svc.engines.slots.batch import SlotBatch
+from rollout_svc.engines.slots.engine import TransformersEngine
 from sluice.versions import BASE, Version
 
 pytestmark = pytest.mark.slow

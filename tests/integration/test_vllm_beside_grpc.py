@@ -17,7 +17,7 @@ PROGRAM = """
 import asyncio, gc, sys
 import grpc, psutil
 from rollout_svc.engines.base import GenerationRequest, Sampling
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 
 async def used():
     server = grpc.aio.server()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, recompute, save_model, staged
 
 from rollout_svc.engines.base import GenerationRequest, Sampling
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 from sluice.versions import Version
 
 pytestmark = [

@@ -18,7 +18,7 @@ import torch
 from small_models import CONTEXT, VOCABULARY, recompute, save_model, staged
 
 from rollout_svc.engines.base import EngineError, GenerationRequest, Sampling
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 from sluice.versions import BASE, Version
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -138,7 +138,7 @@ async def test_a_restart_without_the_staged_file_serves_the_base(model, second, 
 
 OWNER = """
 import asyncio, sys
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 async def main():
     engine = VllmEngine(sys.argv[1], engine_args={"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}, start_method=sys.argv[2])
     await engine.start()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, load, recompute, save_model, staged, versions_of
 
 from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Sample, Sampling, Span
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion
 

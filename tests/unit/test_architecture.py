@@ -63,6 +63,17 @@ def test_configuration_modules_stay_light(service: str) -> None:
     assert not heavy, f"every command loads {service}/config.py"
 
 
+def test_the_openai_dialect_needs_no_model() -> None:
+    heavy = (*HEAVY, "tokenizers", "jinja2", "sluice.render")
+    wrong = [
+        f"{path.name} imports {name}"
+        for path in sources("sluice/openai")
+        for name in imports(path)
+        if name.startswith(heavy)
+    ]
+    assert not wrong, "a gateway serves it without a tokenizer"
+
+
 def test_every_test_module_has_a_name_of_its_own() -> None:
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))

@@ -10,7 +10,7 @@ import time
 import grpc
 import pytest
 
-from rollout_svc.engines.forking import collect_rpc_garbage, fork_is_sound, garbage_stays_behind
+from rollout_svc.engines.vllm.processes import collect_rpc_garbage, fork_is_sound, garbage_stays_behind
 
 DEADLINE_S = 5.0
 TARGET = "127.0.0.1:1"

@@ -11,10 +11,11 @@ import pytest
 from tiny_policy import TINY
 
 from rollout_svc.engines.base import ModelInfo, Sampling
-from rollout_svc.prompts import Prompts, struct_dict
-from rollout_svc.requests import MAX_SAMPLES, generation_request, sampling_of
+from rollout_svc.tokenizer import ModelTokenizer, struct_dict
+from rollout_svc.wire import generation_request, sampling_of
 from sluice.cli.init_model import character_tokenizer
 from sluice.rpc import SluiceError
+from sluice.rpc.limits import MAX_SAMPLES
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 INFO = ModelInfo("model", "Qwen3ForCausalLM", 100, 32, "float32", (1,), "test")
@@ -117,7 +118,7 @@ def test_a_json_schema_reaches_the_template_the_same_way_every_time():
 
 
 async def test_a_prompt_is_rendered_outside_of_the_event_loop(monkeypatch):
-    prompts = Prompts(character_tokenizer(TINY))
+    prompts = ModelTokenizer(character_tokenizer(TINY))
     released = threading.Event()
     monkeypatch.setattr(prompts, "render", lambda _conversation: [int(released.wait(10))])
     wire = rollout_pb2.GenerateRequest(conversation={"messages": [{"role": "user", "content": "x"}]})

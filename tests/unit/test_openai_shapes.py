@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_svc.openai_logprobs import chat_logprobs, completion_logprobs
-from rollout_svc.openai_requests import chat_request, completion_requests
-from rollout_svc.openai_schema import ChatRequest, CompletionRequest
-from rollout_svc.openai_shapes import VisibleText
+from sluice.openai.requests import ChatRequest, CompletionRequest, chat_request, completion_requests
+from sluice.openai.responses import StopStringFilter, chat_logprobs, completion_logprobs
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
@@ -28,7 +26,7 @@ def stopped(text: str, stops: list[str]) -> tuple[str, str]:
 @given(PARTS, STOPS)
 def test_a_stream_shows_what_the_whole_answer_shows(parts, stops):
     sampled, stop = stopped("".join(parts), stops)
-    visible = VisibleText(stops)
+    visible = StopStringFilter(stops)
     shown, given = "", 0
     for part in parts:
         new = sampled[given : given + len(part)]
@@ -38,12 +36,12 @@ def test_a_stream_shows_what_the_whole_answer_shows(parts, stops):
         assert not any(each in shown for each in stops)
         if last:
             break
-    assert shown == VisibleText(stops).after(sampled, stop, last=True)
+    assert shown == StopStringFilter(stops).after(sampled, stop, last=True)
 
 
 def test_text_that_begins_no_stop_string_is_shown_at_once():
-    assert VisibleText(["xyz"]).after("abx", "", last=False) == "ab"
-    assert VisibleText([]).after("abx", "", last=False) == "abx"
+    assert StopStringFilter(["xyz"]).after("abx", "", last=False) == "ab"
+    assert StopStringFilter([]).after("abx", "", last=False) == "abx"
 
 
 def test_impossible_tokens_have_a_logprob_that_json_can_say():

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_svc.engines.base import GenerationRequest, ModelInfo, Sampling
-from rollout_svc.engines.slot_cache import DecodeView, KvShape, PrefillView, SlotCache
-from rollout_svc.engines.slot_requests import LiveRequest, LiveSample, WaitingLine
-from rollout_svc.engines.stop_strings import completed_stop
+from rollout_svc.engines.slots.batch import completed_stop
+from rollout_svc.engines.slots.model import DecodeView, KvShape, PrefillView, SlotCache
+from rollout_svc.engines.slots.requests import LiveRequest, LiveSample, WaitingLine
 from sluice.versions import BASE, Version
 
 SHAPE = KvShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))

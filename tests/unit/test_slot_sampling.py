@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_svc.engines.base import Sampling
-from rollout_svc.engines.slot_sampling import RowSampling, draw, logprobs_of
+from rollout_svc.engines.slots.sampling import RowSampling, draw, logprobs_of
 
 VOCABULARY = 50
 PLAIN = Sampling()

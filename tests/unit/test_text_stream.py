@@ -11,7 +11,7 @@ from tiny_policy import TINY
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from rollout_svc.prompts import Prompts
+from rollout_svc.tokenizer import ModelTokenizer
 from sluice.cli.init_model import character_tokenizer
 
 TEXTS = ["hello there, héllo again\n", "你好世界 🙂🙃", "e\u0301 \u200d family", "  two  spaces  "]
@@ -58,7 +58,7 @@ TOKENIZERS = {
 }
 
 
-def parts(prompts: Prompts, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
+def parts(prompts: ModelTokenizer, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
     """Texts of consecutive parts, the sizes of which repeat."""
     stream = prompts.text_stream()
     texts, start = [], 0
@@ -76,7 +76,7 @@ def parts(prompts: Prompts, ids: Sequence[int], sizes: Sequence[int]) -> list[st
 @given(data=st.data())
 def test_parts_join_to_the_whole_text(name, data):
     tokenizer = TOKENIZERS[name]
-    prompts = Prompts(tokenizer)
+    prompts = ModelTokenizer(tokenizer)
     size = len(tokenizer)
     some = st.lists(st.integers(0, size - 1), max_size=60)
     # Runs of few tokens meet what random ones seldom do: unfinished characters, runs of bytes, spaces and special tokens.
@@ -89,7 +89,7 @@ def test_parts_join_to_the_whole_text(name, data):
 
 
 def test_a_character_is_given_out_when_it_is_complete():
-    prompts = Prompts(TOKENIZERS["bytes of pairs"])
+    prompts = ModelTokenizer(TOKENIZERS["bytes of pairs"])
     alphabet = {
         character: id_ for character, id_ in TOKENIZERS["bytes of pairs"].get_vocab().items() if len(character) == 1
     }
@@ -101,7 +101,7 @@ def test_a_character_is_given_out_when_it_is_complete():
 @pytest.mark.parametrize("text", ["hello there, all ", "你好世界", "🙂"])
 def test_tokens_are_decoded_a_fixed_number_of_times(name, text, monkeypatch):
     tokenizer = TOKENIZERS[name]
-    prompts = Prompts(tokenizer)
+    prompts = ModelTokenizer(tokenizer)
     ids = tokenizer.encode(text * 300, add_special_tokens=False)
     decoded = 0
     decode = tokenizer.decode

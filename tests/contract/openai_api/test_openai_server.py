@@ -23,8 +23,8 @@ from openai_dialect import (
 from rollout_stack import Replica, build_engine, until
 from small_models import CONTEXT
 
-from rollout_svc.openai_api import HttpServer
 from sluice.config import ConfigError, SecurityConfig
+from sluice.openai.server import HttpServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

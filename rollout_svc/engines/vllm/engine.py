@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import structlog
 
-from rollout_svc.engines import vllm_results as results
-from rollout_svc.engines.adapter_commands import AdapterCommands
-from rollout_svc.engines.adapters import Adapters
+from rollout_svc.engines.adapter_slots import Adapter
+from rollout_svc.engines.adapters import AdapterCommands, Adapters, RequestInProgress
 from rollout_svc.engines.base import (
     EngineError,
     EngineStatus,
@@ -25,16 +24,14 @@ from rollout_svc.engines.base import (
     ModelInfo,
     PauseMode,
 )
-from rollout_svc.engines.base_model import read_base_model
 from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.engines.undisturbed import undisturbed
-from rollout_svc.engines.vllm_adapters import VllmAdapterHost, lora_request
-from rollout_svc.engines.vllm_describe import describe, model_directory
-from rollout_svc.engines.vllm_spans import TrackedRequest, live_token_count, submit
-from rollout_svc.engines.vllm_start import VllmProcesses, launch
-from rollout_svc.engines.vllm_types import Llm
-from rollout_svc.engines.vllm_verify import verify
-from rollout_svc.engines.vllm_weights import HalfLoadedError, Weights, step
+from rollout_svc.engines.model_files import model_directory, read_base_model
+from rollout_svc.engines.vllm import requests as results
+from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
+from rollout_svc.engines.vllm.requests import TrackedRequest, live_token_count, submit
+from rollout_svc.engines.vllm.types import Llm
+from rollout_svc.engines.vllm.weights import HalfLoadedError, Weights, step, verify
+from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -344,7 +341,7 @@ class VllmEngine(AdapterCommands):
             EngineError: if the version could not be applied. The old version serves on, unless `status` says that the
                 engine is not healthy: then it needs `restart`. Nothing is sampled from half a version.
         """
-        return await undisturbed(self._apply(staged))
+        return await run_to_end(asyncio.ensure_future(self._apply(staged)))
 
     async def reload_base(self) -> ApplyReport:
         """Return to the base model on disk, as version (0, 0).
@@ -352,7 +349,7 @@ class VllmEngine(AdapterCommands):
         Raises:
             EngineError: as `apply` does.
         """
-        return await undisturbed(self._apply(None))
+        return await run_to_end(asyncio.ensure_future(self._apply(None)))
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
         """Compare the live weights of every worker with a version's files, between steps.
@@ -438,3 +435,67 @@ def lost(request: GenerationRequest, error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
     return EngineError(f"request {request.request_id} was lost with the engine: {type(error).__name__}: {error}")
+
+
+class VllmAdapterHost:
+    """An `AdapterHost`.
+
+    Args:
+        llm: Gives the running ``AsyncLLM``, or raises EngineError.
+        weights: What its workers hold.
+        live: Gives the requests under way.
+        deadline_s: For each call to the engine.
+    """
+
+    def __init__(
+        self, llm: Callable[[], Llm], weights: Weights, live: Callable[[], Iterable[TrackedRequest]], deadline_s: float
+    ) -> None:
+        self._llm, self._weights, self._live, self._deadline_s = llm, weights, live, deadline_s
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The base model's tensors."""
+        return self._weights.base.shapes if self._weights.base else {}
+
+    @property
+    def version(self) -> Version:
+        """The version of its weights."""
+        return self._weights.version
+
+    async def add(self, adapter: Adapter) -> None:
+        """Let the workers load an adapter; they sample on.
+
+        Raises:
+            EngineError: if one refuses it; then none has it.
+            HalfLoadedError: if the engine failed.
+        """
+        llm = self._llm()
+        arguments = {"label": adapter.label, "number": adapter.number, "path": str(adapter.staged.path)}
+        call = llm.collective_rpc("sluice_add_adapter", kwargs=arguments)
+        answers = await step(llm, "loading an adapter", call, self._deadline_s)
+        why = next((answer[1] for answer in answers if answer[0] != "ok"), None)
+        if why is not None:
+            await self.remove(adapter)
+            raise EngineError(f"adapter {adapter.version} was not loaded: {why}; what served before serves on")
+
+    async def remove(self, adapter: Adapter) -> None:
+        """Let the workers forget an adapter.
+
+        Raises:
+            HalfLoadedError: if the engine failed.
+        """
+        llm = self._llm()
+        await step(llm, "unloading an adapter", llm.remove_lora(adapter.number), self._deadline_s)
+
+    async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
+        """End some requests; the engine has let go of them before it answers a later call."""
+        for tracked in [each for each in self._live() if which(each)]:
+            tracked.retired = True
+            await self._llm().abort(tracked.internal_id, internal=True)
+
+
+def lora_request(adapter: Adapter) -> object:
+    """What vLLM knows an adapter by, a ``LoRARequest``."""
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - vLLM is loaded by start()
+
+    return LoRARequest(adapter.label, adapter.number, str(adapter.staged.path))

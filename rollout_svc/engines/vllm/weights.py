@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 import structlog
 
 from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.base_model import BaseModel
-from rollout_svc.engines.vllm_types import Llm
+from rollout_svc.engines.model_files import BaseModel
+from rollout_svc.engines.vllm.types import Llm
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["HalfLoadedError", "WeightFiles", "Weights", "step"]
+__all__ = ["Difference", "HalfLoadedError", "WeightFiles", "Weights", "step", "verify"]
 
 log = structlog.get_logger()
 
@@ -29,6 +29,13 @@ DEATH_LOOK_S = 0.1
 
 LOOK_S = 0.002
 """Time between two looks at a build in the workers, in seconds; each look waits for the end of a step anyway."""
+
+
+PIECE_S = 0.01
+"""Seconds that one look may keep the workers from sampling; at least one piece of a tensor is compared."""
+
+BREATH_S = 0.02
+"""Seconds between two looks, for the engine's steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +249,50 @@ async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
         refused = all(kind == "refused" for kind, _ in answers)  # by some alone: the others have loaded it
         raise (EngineError if refused else HalfLoadedError)(f"version {files.version} was not loaded: {error[1]}")
     return max(float(answer[1]) for answer in answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What a comparison found.
+
+    Attributes:
+        tensors: Tensors of the version whose live values differ, sorted.
+        unchecked: Tensors whose live form is not known, such as quantised ones, sorted.
+    """
+
+    tensors: list[str]
+    unchecked: list[str]
+
+
+async def verify(llm: Llm, files: WeightFiles, share: float, deadline_s: float) -> Difference:
+    """Compare the live weights of every worker with a version's files.
+
+    With several engines behind one front end (data parallel) only those of the first are known: vLLM gives no other's answer.
+
+    Args:
+        llm: vLLM's ``AsyncLLM``, sampling or not.
+        files: The version.
+        share: Part of the model's tensors to look at, above 0; 1 for all. Which ones depends on the version.
+        deadline_s: For all of it.
+
+    Raises:
+        EngineError: if a worker cannot compare, or it takes too long.
+        HalfLoadedError: if the engine does not answer.
+    """
+    name, end = "comparing the weights", time.monotonic() + deadline_s
+    seed = files.version.epoch * 1_000_003 + files.version.number
+    begin = llm.collective_rpc("sluice_verify", kwargs=files.arguments() | {"share": share, "seed": seed})
+    answers = await step(llm, name, begin, deadline_s)
+    while all(kind in {"ok", "pending"} for kind, _ in answers):
+        await asyncio.sleep(BREATH_S)
+        look = llm.collective_rpc("sluice_verified", kwargs={"budget_s": PIECE_S})
+        answers = await step(llm, name, look, deadline_s)
+        if all(kind == "ok" for kind, _ in answers):
+            break
+        if time.monotonic() > end:
+            raise EngineError(f"version {files.version} could not be compared within {deadline_s:.0f} s; take a sample")
+    failed = next((str(value) for kind, value in answers if kind != "ok"), "")
+    if failed:
+        raise EngineError(f"version {files.version} could not be compared with the live weights: {failed}")
+    different, unchecked = (sorted({name for _, found in answers for name in found[part]}) for part in (0, 1))
+    return Difference(different, unchecked)

@@ -1,27 +1,42 @@
 """A Hugging Face causal language model that reads and writes the slots of `slot_cache`."""
+# mypy: disable-error-code="name-defined"
+# ruff: noqa: F722  (jaxtyping's axis names are strings, not forward references)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollout_svc.engines.adapter_slots import Adapter
 from rollout_svc.engines.base import EngineError, ModelInfo
-from rollout_svc.engines.base_model import model_directory
-from rollout_svc.engines.slot_adapters import SlotAdapters
-from rollout_svc.engines.slot_cache import DecodeView, KvShape, PrefillView, SlotCache
-from rollout_svc.engines.slot_shapes import Keys, Logits, PickedLogits, Queries
-from rollout_svc.start_check import check_length
+from rollout_svc.engines.model_files import check_length, model_directory
+from rollout_svc.engines.slots.sampling import Logits, PerRow
 
-__all__ = ["SlotModel"]
+__all__ = ["DecodeView", "KvShape", "PrefillView", "SlotAdapters", "SlotCache", "SlotModel"]
 
 ATTENTION = "sluice_slots"
 """Name under which `slot_attention` is registered with transformers."""
+
+RowIndices: TypeAlias = Int64[Tensor, " rows"]
+PickedLogits: TypeAlias = Float[Tensor, "picked vocabulary"]
+Queries: TypeAlias = Float[Tensor, "rows heads queries dim"]
+Keys: TypeAlias = Float[Tensor, "rows kv_heads keys dim"]
+
+LENGTH_STEP = 128
+"""Capacity for positions grows in these steps, so that a growing batch is seldom copied."""
+
+FIRST_ROWS = 8
+
+NONE = "__base__"
+"""PEFT's name for rows without an adapter."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -240,3 +255,189 @@ def _info(model: str, module: Any, max_model_len: int | None) -> ModelInfo:  # n
         eos_token_ids=tuple(sorted(id_ for id_ in ends if id_ < text.vocab_size)),
         engine="transformers",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one position of one sample takes."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the keys and values of one position in all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * int(self.dtype.itemsize)
+
+
+class SlotCache:
+    """Keys and values, ``[layers, rows, heads, positions, head_dim]`` each.
+
+    Args:
+        shape: What one position takes.
+        budget_bytes: Most bytes that rows times positions may take.
+    """
+
+    def __init__(self, shape: KvShape, budget_bytes: int) -> None:
+        self._shape = shape
+        self._positions = budget_bytes // shape.position_bytes
+        self.keys = self._zeros(0, 0)
+        self.values = self._zeros(0, 0)
+
+    def _zeros(self, rows: int, length: int) -> Tensor:
+        # Zeros and not `empty`: masked positions count as 0 x what lies there, and 0 x NaN is NaN.
+        shape = self._shape
+        size = (shape.layers, rows, shape.heads, length, shape.head_dim)
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether so many rows of so many positions stay within the budget."""
+        return rows * length <= self._positions
+
+    def usage(self, lengths: int) -> float:
+        """Share of the budget that the given number of positions takes."""
+        return lengths / self._positions
+
+    def reserve(self, rows: int, length: int, used: int) -> None:
+        """Make room for so many rows of so many positions.
+
+        Args:
+            rows: Rows that are needed.
+            length: Positions that are needed in each.
+            used: Rows at the front whose contents are kept.
+        """
+        have_rows, have_length = self.keys.shape[1], self.keys.shape[3]
+        if rows <= have_rows and length <= have_length:
+            return
+        roomy = (max(have_rows, FIRST_ROWS, 1 << (rows - 1).bit_length()), _round_up(max(have_length, length)))
+        size = roomy if self.fits(*roomy) else (rows, length)
+        kept = min(have_length, size[1])
+        for name in ("keys", "values"):
+            old, new = getattr(self, name), self._zeros(*size)
+            new[:, :used, :, :kept] = old[:, :used, :, :kept]
+            setattr(self, name, new)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first positions of one row to another."""
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+    def clean(self, row: int) -> None:
+        """Zero a row that a NaN came into: it would live on in positions that are masked."""
+        self.keys[:, row] = 0
+        self.values[:, row] = 0
+
+
+def _round_up(length: int) -> int:
+    return -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+class PrefillView:
+    """Takes whole prompts; they attend to themselves alone.
+
+    Args:
+        cache: Where they go.
+        first: Row of the first.
+        sources: For each row from `first` on, which prompt of the batch it takes.
+    """
+
+    def __init__(self, cache: SlotCache, first: int, sources: RowIndices) -> None:
+        self._cache, self._sources = cache, sources
+        self._rows = slice(first, first + len(sources))
+        self.layers_seen: set[int] = set()
+
+    def update(self, keys: Keys, values: Keys, layer: int, *_args: object, **_kwargs: object) -> tuple[Keys, Keys]:
+        """Keep keys and values ``[prompts, heads, positions, head_dim]`` of a layer (transformers' signature)."""
+        length = keys.shape[2]
+        self.layers_seen.add(layer)
+        self._cache.keys[layer, self._rows, :, :length] = keys[self._sources]
+        self._cache.values[layer, self._rows, :, :length] = values[self._sources]
+        return keys, values
+
+
+class DecodeView:
+    """Takes the next position of each of the first rows.
+
+    Args:
+        cache: Where they go.
+        positions: The position per row.
+        width: Positions that are looked at; above the greatest of `positions`.
+    """
+
+    def __init__(self, cache: SlotCache, positions: PerRow, width: int) -> None:
+        self._cache, self._positions, self._width = cache, positions, width
+        self._rows = torch.arange(len(positions), device=positions.device)
+
+    def update(self, keys: Keys, values: Keys, layer: int, *_args: object, **_kwargs: object) -> tuple[Keys, Keys]:
+        """Keep keys and values ``[rows, heads, 1, head_dim]`` of a layer and give all so far (transformers' signature)."""
+        rows, width = len(self._rows), self._width
+        all_keys, all_values = self._cache.keys[layer], self._cache.values[layer]
+        all_keys[self._rows, :, self._positions] = keys[:, :, 0]
+        all_values[self._rows, :, self._positions] = values[:, :, 0]
+        return all_keys[:rows, :, :width], all_values[:rows, :, :width]
+
+
+class SlotAdapters:
+    """The adapters of one model. Used by the thread that samples.
+
+    PEFT wraps the linear layers of the model when the first adapter comes; the weights themselves stay where they are, so that
+    they can still be swapped in place.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._wrapped: Any = None
+
+    def add(self, adapter: Adapter) -> None:
+        """Load an adapter.
+
+        Raises:
+            EngineError: if PEFT cannot.
+        """
+        from peft import PeftConfig, PeftModel  # noqa: PLC0415 - only where adapters are served
+
+        path, label = str(adapter.staged.path), _label(adapter)
+        try:
+            if self._wrapped is None:
+                config = PeftConfig.from_pretrained(path)
+                config.inference_mode = True
+                self._wrapped = PeftModel(self._module, config, adapter_name=label, autocast_adapter_dtype=False).eval()
+            result = self._wrapped.load_adapter(path, label, is_trainable=False, autocast_adapter_dtype=False)
+            self._wrapped.eval()
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            self.remove(adapter)
+            raise EngineError(f"adapter {adapter.version} was not loaded: {error}") from error
+        if result.unexpected_keys:
+            self.remove(adapter)
+            raise EngineError(
+                f"adapter {adapter.version} has layers that the model lacks: {result.unexpected_keys[:3]}"
+            )
+
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter that no row runs on. Idempotent."""
+        if self._wrapped is None or _label(adapter) not in self._wrapped.peft_config:
+            return
+        if len(self._wrapped.peft_config) == 1:  # PEFT cannot be without any
+            self._wrapped.unload()
+            self._wrapped = None
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that none is active then is what we want: rows name theirs
+            self._wrapped.delete_adapter(_label(adapter))
+
+    def forward(self, inputs: Mapping[str, object], adapters: Sequence[Adapter | None]) -> Any:  # noqa: ANN401 - untyped
+        """Forward a batch, each row with its own adapter or with none."""
+        if self._wrapped is None:
+            return self._module(**inputs)
+        return self._wrapped(**inputs, adapter_names=[NONE if each is None else _label(each) for each in adapters])
+
+
+def _label(adapter: Adapter) -> str:
+    """PEFT's names are those of PyTorch modules: without dots."""
+    return adapter.label.replace(".", "_")

@@ -13,12 +13,12 @@ from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2
 
-__all__ = ["Repeats"]
+__all__ = ["ResponseCache"]
 
-Answer = rollout_pb2.GenerateResponse
+Response = rollout_pb2.GenerateResponse
 
 
-class Repeats:
+class ResponseCache:
     """Answers by request id, while they are made and for a time after.
 
     Args:
@@ -31,10 +31,10 @@ class Repeats:
     def __init__(self, ttl_s: float, most: int, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._ttl_s, self._most, self._most_bytes, self._clock = ttl_s, most, most_bytes, clock
         self._bytes = 0
-        self._kept: OrderedDict[str, tuple[float, bytes, Answer]] = OrderedDict()
-        self._running: dict[str, tuple[bytes, asyncio.Task[Answer], int]] = {}
+        self._kept: OrderedDict[str, tuple[float, bytes, Response]] = OrderedDict()
+        self._running: dict[str, tuple[bytes, asyncio.Task[Response], int]] = {}
 
-    async def once(self, request_id: str, content: bytes, make: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def once(self, request_id: str, content: bytes, make: Callable[[], Awaitable[Response]]) -> Response:
         """Answer a request: from what is kept, with the one under way, or by making it.
 
         The making is cancelled when nobody waits for it any longer.
@@ -72,7 +72,7 @@ class Repeats:
             self._forget_old()
         return answer
 
-    def _leave(self, request_id: str, task: asyncio.Task[Answer]) -> None:
+    def _leave(self, request_id: str, task: asyncio.Task[Response]) -> None:
         content, _, waiters = self._running[request_id]
         if waiters > 1:
             self._running[request_id] = (content, task, waiters - 1)
@@ -92,7 +92,7 @@ class Repeats:
             self._bytes -= answer.ByteSize()
 
 
-async def _run(make: Callable[[], Awaitable[Answer]]) -> Answer:
+async def _run(make: Callable[[], Awaitable[Response]]) -> Response:
     return await make()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import structlog
@@ -12,19 +13,21 @@ import torch
 from torch import Tensor
 
 from rollout_svc.engines.base import FinishReason
-from rollout_svc.engines.slot_adapters import SlotAdapters
-from rollout_svc.engines.slot_cache import SlotCache
-from rollout_svc.engines.slot_model import SlotModel
-from rollout_svc.engines.slot_requests import LiveRequest, LiveSample, WaitingLine
-from rollout_svc.engines.slot_sampling import draw
-from rollout_svc.engines.slot_shapes import Logits
-from rollout_svc.engines.stop_strings import Decoder, completed_stop
+from rollout_svc.engines.slots.model import SlotAdapters, SlotCache, SlotModel
+from rollout_svc.engines.slots.requests import LiveRequest, LiveSample, WaitingLine
+from rollout_svc.engines.slots.sampling import Logits, draw
 from sluice.versions import Version
 
-__all__ = ["BatchLimits", "Owned", "SlotBatch"]
+__all__ = ["BatchLimits", "Decoder", "Owned", "SlotBatch", "completed_stop"]
 
 Owned = tuple[LiveRequest, LiveSample]
 """A sample with the request that it belongs to."""
+
+CHARACTERS_PER_TOKEN = 4
+"""A character takes up to four tokens in byte-level vocabularies."""
+
+SLACK_TOKENS = 16
+"""Further tokens to look back, for special ones that decode to nothing."""
 
 log = structlog.get_logger()
 
@@ -211,3 +214,21 @@ def _within_budget(sequences: Sequence[Sequence[int]], tokens: int) -> int:
         if count and width * (count + 1) > tokens:
             return count
     return len(sequences)
+
+
+class Decoder(Protocol):
+    """A tokenizer, as far as it is needed here."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+
+
+def completed_stop(decoder: Decoder, token_ids: Sequence[int], stops: Sequence[str]) -> str:
+    """The stop string that the last token completed, the one that begins first if there are several; empty if none.
+
+    Only as much of the end is decoded as the longest stop string can reach back.
+    """
+    reach = CHARACTERS_PER_TOKEN * max(map(len, stops)) + SLACK_TOKENS
+    text = decoder.decode(list(token_ids[-reach:]), skip_special_tokens=True)
+    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    return min(found)[1] if found else ""

@@ -7,15 +7,22 @@ answer in a chat, of each choice in a completion, which may have several prompts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rollout_svc.openai_logprobs import TokenText, chat_logprobs, completion_logprobs
-from rollout_svc.openai_schema import ChatRequest, CompletionRequest, GenerationBody
+from sluice.openai.requests import ChatRequest, CompletionRequest, GenerationBody
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Version
 
-__all__ = ["ChatShape", "CompletionShape", "Shape", "VisibleText", "usage"]
+__all__ = [
+    "ChatResponses",
+    "CompletionResponses",
+    "Responses",
+    "StopStringFilter",
+    "chat_logprobs",
+    "completion_logprobs",
+    "usage",
+]
 
 FINISH_REASONS = {
     tokens_pb2.FINISH_REASON_STOP: "stop",
@@ -28,7 +35,16 @@ FINISH_REASONS = {
 tokens so far are whole."""
 
 
-class VisibleText:
+LEAST = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot say; OpenAI's own value."""
+
+NO_ALTERNATIVES = tokens_pb2.TopLogprobs()
+
+TokenText = Callable[[int], str]
+"""Text of one token, special ones included."""
+
+
+class StopStringFilter:
     """Text up to a stop string, which the answer leaves out; what may be its beginning is held back.
 
     Args:
@@ -54,7 +70,7 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)
 
 
-class Shape(Protocol):
+class Responses(Protocol):
     """How one endpoint writes its answers; keeps what it has to know of a stream's earlier parts."""
 
     prefix: str
@@ -82,7 +98,7 @@ class Shape(Protocol):
         ...
 
 
-class ChatShape:
+class ChatResponses:
     """`/v1/chat/completions`."""
 
     prefix = "chatcmpl-"
@@ -123,7 +139,7 @@ class ChatShape:
         return {"logprobs": logprobs} | _ending(sample) | _tokens(self._body, sample)
 
 
-class CompletionShape:
+class CompletionResponses:
     """`/v1/completions`."""
 
     prefix = "cmpl-"
@@ -179,3 +195,48 @@ def _tokens(body: GenerationBody, sample: rollout_pb2.GeneratedSample) -> dict[s
         {"start": span.start, "version": str(Version.from_proto(span.policy_version))} for span in sample.version_spans
     ]
     return {"token_ids": list(sample.token_ids), "version_spans": spans}
+
+
+def chat_logprobs(sample: rollout_pb2.GeneratedSample, token_text: TokenText) -> dict[str, Any]:
+    """`logprobs` of a chat choice; a token that is part of a character has no bytes of its own."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in text
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(text.encode()) if whole else None}
+
+    content = []
+    for position, (token, logprob) in enumerate(zip(sample.token_ids, sample.logprobs, strict=True)):
+        top = sample.top_logprobs[position] if sample.top_logprobs else NO_ALTERNATIVES
+        alternatives = [entry(*each) for each in zip(top.ids, top.logprobs, strict=True)]
+        content.append(entry(token, logprob) | {"top_logprobs": alternatives})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    sample: rollout_pb2.GeneratedSample, token_text: TokenText, offset: int
+) -> tuple[dict[str, Any], int]:
+    """`logprobs` of a completion choice, and where its text ends.
+
+    Args:
+        sample: A sample or a part of one.
+        token_text: Text of a token.
+        offset: Characters of the choice's text before this part.
+    """
+    texts = [token_text(token) for token in sample.token_ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    top: list[dict[str, float]] = []
+    for text, logprob, each in zip(texts, sample.logprobs, sample.top_logprobs, strict=False):
+        alternatives = zip(each.ids, each.logprobs, strict=True)
+        top.append(
+            {token_text(token): max(value, LEAST) for token, value in alternatives} | {text: max(logprob, LEAST)}
+        )
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(logprob, LEAST) for logprob in sample.logprobs],
+        "top_logprobs": top or None,
+        "text_offset": offsets,
+    }, offset

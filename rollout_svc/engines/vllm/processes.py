@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,22 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.forking import collect_rpc_garbage, fork_is_sound, garbage_stays_behind
+from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
+
+from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.engines.vllm_args import (
+from rollout_svc.engines.vllm.arguments import (
     engine_arguments,
     has_accelerator,
     prepare_environment,
     require_tested_version,
     workers_of,
 )
-from rollout_svc.engines.vllm_types import Llm, SchedulerStats, VllmConfig
+from rollout_svc.engines.vllm.types import Llm, ModelConfig, SchedulerStats, VllmConfig
 from weightsync.vllm_plugin import children_die_with_us
 
-__all__ = ["LoadRecorder", "VllmProcesses", "launch"]
+__all__ = ["LoadRecorder", "VllmProcesses", "collect_rpc_garbage", "describe", "fork_is_sound", "launch"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts its own segments
+
+
+_OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
+"""What gRPC's threads live and end with: every channel, server, stub and call holds one of these."""
 
 
 class LoadRecorder:
@@ -111,7 +117,7 @@ async def launch(
         model: Directory or hub id.
         given: The user's engine arguments.
         fork: Fork the engine's process instead of spawning it, where the platform allows and nothing of gRPC lives here
-            (see `forking`): 8 s instead of 15, but only sound while this process serves nothing (a forked child would
+            (see `fork_is_sound`): 8 s instead of 15, but only sound while this process serves nothing (a forked child would
             hold its sockets open).
         deadline_s: How long it may take.
         lora: Adapters that it has to hold; None for none.
@@ -193,3 +199,65 @@ def _no_logger(vllm_config: VllmConfig, engine_index: int = 0) -> LoadRecorder:
     """Make vLLM's engine report its load at all; one `LoadRecorder` for all engines replaces what is built from this."""
     del vllm_config, engine_index
     return LoadRecorder()
+
+
+def fork_is_sound() -> bool:
+    """Whether this process holds nothing of gRPC that a forked child would inherit.
+
+    The child gets the objects, but not the threads behind them. When its garbage collection ends the last of them,
+    gRPC waits for its poller's thread for ever; until then it holds the sockets open. Takes 60 ms where vLLM is loaded.
+    """
+    return not any(issubclass(kind, _OWNERS) for kind in {type(each) for each in gc.get_objects()})
+
+
+def collect_rpc_garbage() -> None:
+    """End what is left of closed channels and servers, so that they do not stand against a fork.
+
+    Call it in the thread of the event loop that they belonged to. Takes some tenths of a second if there are any.
+    """
+    if not fork_is_sound():
+        gc.collect()
+
+
+@contextmanager
+def garbage_stays_behind() -> Iterator[None]:
+    """Keep what is forked in this block from collecting what it inherits.
+
+    The garbage of a parent may end in threads and sockets that the child does not have: a store of torch.distributed then
+    waits for its thread for ever, and a socket of ZeroMQ closes a number that the child has given to another.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def describe(model: str, config: VllmConfig) -> ModelInfo:
+    """What the engine serves, from vLLM's ``VllmConfig``."""
+    model_config = config.model_config
+    return ModelInfo(
+        model=model,
+        architecture=model_config.architectures[0],
+        vocabulary_size=model_config.get_vocab_size(),
+        max_model_len=model_config.max_model_len,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        eos_token_ids=end_tokens(model_config),
+        engine="vllm",
+    )
+
+
+def end_tokens(model_config: ModelConfig) -> tuple[int, ...]:
+    """All end tokens that the configuration and the generation configuration name."""
+    from vllm.transformers_utils.config import try_get_generation_config  # noqa: PLC0415 - loaded by start()
+
+    generation = try_get_generation_config(
+        model_config.hf_config_path or model_config.model,
+        trust_remote_code=model_config.trust_remote_code,
+        revision=model_config.revision,
+    )
+    ids: set[int] = set()
+    for source in (model_config.hf_text_config, generation):
+        named = getattr(source, "eos_token_id", None)
+        ids.update([named] if isinstance(named, int) else named or ())
+    return tuple(sorted(ids))

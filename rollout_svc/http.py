@@ -15,23 +15,28 @@ from typing import Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from rollout_svc.admin_servicer import RolloutAdminServicer
-from rollout_svc.openai_errors import answer_errors
-from rollout_svc.openai_gate import HEALTH_PATH, Gate
-from rollout_svc.openai_requests import chat_request, completion_requests
-from rollout_svc.openai_schema import ChatRequest, CompletionRequest, GenerationBody, UpdateRequest
-from rollout_svc.openai_server import HttpServer
-from rollout_svc.openai_shapes import ChatShape, CompletionShape, Shape, VisibleText, usage
-from rollout_svc.openai_stream import Events, EventStream, Numbered, ReaderGoneError, merged, while_connected
+from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
 from sluice.config import SecurityConfig
+from sluice.openai.errors import answer_errors
+from sluice.openai.requests import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    GenerationBody,
+    chat_request,
+    completion_requests,
+)
+from sluice.openai.responses import ChatResponses, CompletionResponses, Responses, StopStringFilter, usage
+from sluice.openai.server import HEALTH_PATH, RequestGuard
+from sluice.openai.stream import Events, EventStream, Numbered, ReaderGoneError, merged, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.tokens import TokenCheck
 from sluice.telemetry.prometheus import CONTENT_TYPE, metrics_text
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
-__all__ = ["HttpServer", "create_app"]
+__all__ = ["create_app"]
 
 MAX_REQUESTS = 4096
 """Requests in progress at once; those that sample are bounded by the replica's queue as well."""
@@ -76,7 +81,7 @@ def create_app(
     """
     tokens = TokenCheck(security)
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Gate, tokens=tokens, paths=PATHS, most=max_requests, host=host)
+    app.add_middleware(RequestGuard, tokens=tokens, paths=PATHS, most=max_requests, host=host)
     answer_errors(app)
     _add_generation(app, _Generation(servicer, model_name))
     _add_description(app, servicer, model_name)
@@ -87,12 +92,12 @@ def create_app(
 def _add_generation(app: FastAPI, generation: _Generation) -> None:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await generation.answer(request, body, [chat_request(body)], ChatShape(body, generation.token_text))
+        return await generation.answer(request, body, [chat_request(body)], ChatResponses(body, generation.token_text))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
-        shape = CompletionShape(body, generation.token_text)
-        return await generation.answer(request, body, completion_requests(body), shape)
+        responses = CompletionResponses(body, generation.token_text)
+        return await generation.answer(request, body, completion_requests(body), responses)
 
 
 def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -> None:
@@ -154,41 +159,49 @@ def _require_model(name: str, served: str) -> None:
         raise SluiceError.not_found("MODEL_NOT_FOUND", f"the model {name!r} is not served here; this is {served!r}")
 
 
+class UpdateRequest(Body):
+    """Body of `/update_weights`."""
+
+    version: str | None = None
+
+
 class _Generation:
     """Answers the two endpoints that sample."""
 
     def __init__(self, servicer: RolloutServicer, model_name: str) -> None:
         self._servicer, self._model_name = servicer, model_name
-        self.token_text = servicer.prompts.token_text
+        self.token_text = servicer.tokenizer.token_text
 
-    async def answer(self, request: Request, body: GenerationBody, asked: Sequence[Request_], shape: Shape) -> Response:
+    async def answer(
+        self, request: Request, body: GenerationBody, asked: Sequence[Request_], responses: Responses
+    ) -> Response:
         """Sample for one request; a client that leaves ends its sampling."""
         if body.model is not None:
             _require_model(body.model, self._model_name)
         make = self._stream if body.stream else self._whole
         try:
-            return await while_connected(request.receive, make(body, asked, shape))
+            return await while_connected(request.receive, make(body, asked, responses))
         except ReaderGoneError:
             return Response(status_code=CLIENT_GONE)
 
-    async def _whole(self, body: GenerationBody, asked: Sequence[Request_], shape: Shape) -> Response:
+    async def _whole(self, body: GenerationBody, asked: Sequence[Request_], responses: Responses) -> Response:
         answers = await _all(self._servicer, asked)
         choices: list[dict[str, Any]] = []
         for answer in answers:
             for sample in answer.samples:
-                text = VisibleText(body.stops).after(sample.text, sample.stop_string, last=True)
-                choice = shape.choice(len(choices), sample, text)
-                choices.append(choice | shape.choice_extras(answer.prompt_token_ids))
+                text = StopStringFilter(body.stops).after(sample.text, sample.stop_string, last=True)
+                choice = responses.choice(len(choices), sample, text)
+                choices.append(choice | responses.choice_extras(answer.prompt_token_ids))
         counted = usage(
             sum(len(answer.prompt_token_ids) for answer in answers),
             sum(len(sample.token_ids) for answer in answers for sample in answer.samples),
             sum(answer.cached_prompt_tokens for answer in answers),
         )
-        head = self._head(shape.prefix + answers[0].request_id, shape.whole)
-        extras = shape.answer_extras(answers[0].prompt_token_ids)
+        head = self._head(responses.prefix + answers[0].request_id, responses.whole)
+        extras = responses.answer_extras(answers[0].prompt_token_ids)
         return JSONResponse({**head, "choices": choices, "usage": counted, **extras})
 
-    async def _stream(self, body: GenerationBody, asked: Sequence[Request_], shape: Shape) -> Response:
+    async def _stream(self, body: GenerationBody, asked: Sequence[Request_], responses: Responses) -> Response:
         """Begin a stream; what is refused before the first token is still answered with its HTTP status."""
         messages = merged([self._servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in asked])
         first: list[Numbered] = []
@@ -196,8 +209,8 @@ class _Generation:
             first.append(message)
             if message[1].HasField("chunk"):
                 break
-        head = self._head(shape.prefix + first[0][1].opening.request_id, shape.part)
-        events = Events(head, shape, body.n or 1, body.stops, include_usage=body.include_usage)
+        head = self._head(responses.prefix + first[0][1].opening.request_id, responses.part)
+        events = Events(head, responses, body.n or 1, body.stops, include_usage=body.include_usage)
         return EventStream(events.encode(_rejoined(first, messages)))
 
     def _head(self, name: str, kind: str) -> dict[str, Any]:

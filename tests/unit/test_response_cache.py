@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollout_svc.repeats import Repeats
+from rollout_svc.response_cache import ResponseCache
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
 
@@ -47,8 +47,8 @@ class Clock:
         return self.now
 
 
-def repeats(clock: Callable[[], float] | None = None, most: int = 100, most_bytes: int = 1 << 20) -> Repeats:
-    return Repeats(10.0, most, most_bytes, clock or Clock())
+def repeats(clock: Callable[[], float] | None = None, most: int = 100, most_bytes: int = 1 << 20) -> ResponseCache:
+    return ResponseCache(10.0, most, most_bytes, clock or Clock())
 
 
 async def started(waiting: Awaitable[Answer]) -> asyncio.Task[Answer]:

@@ -18,7 +18,7 @@ from sluice.v1 import rollout_pb2, tokens_pb2
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Prompts", "TextStream", "load_tokenizer"]
+__all__ = ["ModelTokenizer", "TextStream", "load_tokenizer"]
 
 TOKEN_TEXTS = 1 << 16
 """Most texts of single tokens that are kept."""
@@ -61,7 +61,7 @@ async def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     return await asyncio.to_thread(load)
 
 
-class Prompts:
+class ModelTokenizer:
     """Renders prompts and decodes answers.
 
     Args:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from rollout_svc.engines.base import EngineError
 from weightsync.staged import StagedVersion
 
-__all__ = ["BaseModel", "model_directory", "read_base_model"]
+__all__ = ["BaseModel", "check_length", "model_directory", "read_base_model"]
 
 TIED_HEAD = "lm_head.weight"
 
@@ -76,13 +76,17 @@ def read_base_model(directory: Path) -> BaseModel:
     return BaseModel(paths, shapes)
 
 
-def model_directory(model: str) -> Path:
+def model_directory(model: str, revision: str | None = None) -> Path:
     """Where a model's files lie; those of a hub id are fetched unless they are in the cache."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
 
-    return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+    return Path(
+        snapshot_download(
+            model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
+        )
+    )
 
 
 def is_tied(directory: Path) -> bool:
@@ -90,3 +94,13 @@ def is_tied(directory: Path) -> bool:
     config = json.loads((directory / "config.json").read_text())
     text = config.get("text_config") or config
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
+def check_length(model: str, asked: int, longest: int) -> None:
+    """Refuse sequences that are longer than the model was made for.
+
+    Raises:
+        ValueError: with the longest.
+    """
+    if asked > longest:
+        raise ValueError(f"max_model_len is {asked}, but {model} was made for {longest} positions: lower it")

@@ -25,7 +25,7 @@ from rollout_svc.engines.base import (
     Sample,
     Span,
 )
-from rollout_svc.engines.slot_sampling import RowSampling
+from rollout_svc.engines.slots.sampling import RowSampling
 from sluice.versions import Version
 
 __all__ = ["LiveRequest", "LiveSample", "WaitingLine"]

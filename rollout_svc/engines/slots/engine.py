@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import structlog
 
-from rollout_svc.engines.adapter_commands import AdapterCommands
-from rollout_svc.engines.adapters import Adapters
+from rollout_svc.engines.adapter_slots import Adapter
+from rollout_svc.engines.adapters import AdapterCommands, Adapters, RequestInProgress
 from rollout_svc.engines.base import (
     EngineBusyError,
     EngineError,
     EngineStatus,
+    FinishReason,
     GenerationChunk,
     GenerationRequest,
     GenerationResult,
     ModelInfo,
     PauseMode,
 )
-from rollout_svc.engines.base_model import BaseModel, read_base_model
 from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.engines.slot_adapters import SlotAdapterHost
-from rollout_svc.engines.slot_batch import BatchLimits, SlotBatch
-from rollout_svc.engines.slot_cache import SlotCache
-from rollout_svc.engines.slot_loop import SlotLoop
-from rollout_svc.engines.slot_model import SlotModel
-from rollout_svc.engines.slot_requests import LiveRequest
-from rollout_svc.engines.slot_weights import InPlaceWeights
-from rollout_svc.engines.stop_strings import Decoder
+from rollout_svc.engines.model_files import BaseModel, read_base_model
+from rollout_svc.engines.slots.batch import BatchLimits, Decoder, SlotBatch
+from rollout_svc.engines.slots.loop import InPlaceWeights, SlotLoop
+from rollout_svc.engines.slots.model import SlotCache, SlotModel
+from rollout_svc.engines.slots.requests import LiveRequest
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -412,3 +409,56 @@ def _check(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) 
         raise ValueError(
             f"the log-probabilities of a prompt of {len(ids)} tokens would take too much memory; shorten it"
         )
+
+
+class SlotAdapterHost:
+    """An `AdapterHost`: what the transformers engine does for its adapters, between two steps of its loop.
+
+    Args:
+        loop: Gives the loop, or raises EngineError.
+        shapes: Gives the base model's tensors.
+        live: Gives the requests under way.
+    """
+
+    def __init__(
+        self,
+        loop: Callable[[], SlotLoop],
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        live: Callable[[], Iterable[LiveRequest]],
+    ) -> None:
+        self._loop, self._shapes, self._live = loop, shapes, live
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The base model's tensors."""
+        return self._shapes()
+
+    @property
+    def version(self) -> Version:
+        """The version of its weights."""
+        return self._loop().version
+
+    async def add(self, adapter: Adapter) -> None:
+        """Load an adapter beside the weights.
+
+        Raises:
+            EngineError: if it cannot be loaded.
+        """
+        loop = self._loop()
+        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.add(adapter)))
+
+    async def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter that no request runs on."""
+        loop = self._loop()
+        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.remove(adapter)))
+
+    async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
+        """End some requests."""
+        loop = self._loop()
+        ending = [live for live in self._live() if which(live)]
+
+        def end() -> None:
+            for live in ending:
+                loop.abort(live, FinishReason.VERSION_RETIRED)
+
+        await asyncio.wrap_future(loop.call(end))

@@ -2,19 +2,28 @@
 
 The order is vLLM's: bias and penalties on logits, temperature, then min-p, top-k and top-p on what is left.
 """
+# mypy: disable-error-code="name-defined"
+# ruff: noqa: F722  (jaxtyping's axis names are strings, not forward references)
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
 
 from rollout_svc.engines.base import Sampling
-from rollout_svc.engines.slot_shapes import Logits, LogitsOfRow, PerRow, Uniform
 
-__all__ = ["Drawn", "RowSampling", "draw", "logprobs_of"]
+__all__ = ["Drawn", "Logits", "PerRow", "RowSampling", "draw", "logprobs_of"]
+
+Logits: TypeAlias = Float[Tensor, "rows vocabulary"]
+LogitsOfRow: TypeAlias = Float[Tensor, " vocabulary"]
+PerRow: TypeAlias = Int64[Tensor, " rows"]
+Uniform: TypeAlias = Float[Tensor, " rows"]
 
 NEVER = float("-inf")
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rollout_svc.openai_errors import error_body
-from rollout_svc.openai_shapes import Shape, VisibleText, usage
+from sluice.openai.errors import error_body
+from sluice.openai.responses import Responses, StopStringFilter, usage
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
 
@@ -93,19 +93,19 @@ class Events:
 
     Args:
         head: What every chunk begins with: id, object, created, model.
-        shape: How the endpoint writes choices.
+        responses: How the endpoint writes choices.
         samples: Samples per prompt.
         stops: Stop strings, which the text leaves out.
         include_usage: Whether a last chunk tells the usage.
     """
 
     def __init__(
-        self, head: Mapping[str, Any], shape: Shape, samples: int, stops: Sequence[str], *, include_usage: bool
+        self, head: Mapping[str, Any], responses: Responses, samples: int, stops: Sequence[str], *, include_usage: bool
     ) -> None:
-        self._head, self._shape, self._samples, self._stops = head, shape, samples, stops
+        self._head, self._responses, self._samples, self._stops = head, responses, samples, stops
         self._include_usage = include_usage
         self._prompts: dict[int, list[int]] = {}
-        self._texts: dict[int, VisibleText] = {}
+        self._texts: dict[int, StopStringFilter] = {}
         self._completion_tokens = 0
 
     async def encode(self, messages: AsyncGenerator[Numbered, None]) -> AsyncGenerator[bytes, None]:
@@ -126,19 +126,19 @@ class Events:
     def _chunks(self, number: int, message: Message) -> list[dict[str, Any]]:
         if message.HasField("opening"):
             self._prompts[number] = list(message.opening.prompt_token_ids)
-            extras = self._shape.answer_extras(self._prompts[number])
+            extras = self._responses.answer_extras(self._prompts[number])
             first = range(number * self._samples, (number + 1) * self._samples)
-            openings = [opening for opening in map(self._shape.opening, first) if opening is not None]
+            openings = [opening for opening in map(self._responses.opening, first) if opening is not None]
             return [self._chunk(each, extras if not place else {}) for place, each in enumerate(openings)]
         new = message.chunk.delta
         index = number * self._samples + new.index
         self._completion_tokens += len(new.token_ids)
         extras = {}
         if index not in self._texts:
-            self._texts[index] = VisibleText(self._stops)
-            extras = self._shape.choice_extras(self._prompts[number])
+            self._texts[index] = StopStringFilter(self._stops)
+            extras = self._responses.choice_extras(self._prompts[number])
         visible = self._texts[index].after(new.text, new.stop_string, last=bool(new.finish_reason))
-        return [self._chunk(self._shape.delta(index, new, visible) | extras, {})]
+        return [self._chunk(self._responses.delta(index, new, visible) | extras, {})]
 
     def _chunk(self, choice: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
         told = {"usage": None} if self._include_usage else {}
