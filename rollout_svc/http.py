@@ -32,7 +32,7 @@ from sluice.openai.server import HEALTH_PATH, RequestGuard
 from sluice.openai.stream import Events, EventStream, Numbered, ReaderGoneError, merged, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.tokens import TokenCheck
-from sluice.telemetry.prometheus import CONTENT_TYPE, metrics_text
+from sluice.telemetry.metrics import CONTENT_TYPE, metrics_text
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 

@@ -1,7 +1,7 @@
-"""Channels on which no call waits for ever, every call has a name, and only harmless calls are repeated.
+"""Channels: every call has a deadline and a request id, and only idempotent calls are retried.
 
-The work is done where a call begins, by wrapping the channel's callables: gRPC's own client interceptors would put another
-generator around every message of a stream.
+This wraps the channel's callables and acts once per call. gRPC's own client interceptors would put another generator around every
+message of a stream.
 """
 
 from __future__ import annotations
@@ -17,16 +17,51 @@ import structlog
 from sluice.config import SecurityConfig
 from sluice.rpc.binding import UNIX, read_pem
 from sluice.rpc.calls import REQUEST_ID_KEY
-from sluice.rpc.idempotency import IDEMPOTENT_METHODS
 from sluice.rpc.limits import MAX_MESSAGE_BYTES, TRANSPORT_OPTIONS
 from sluice.rpc.tokens import Role, client_token
 
-__all__ = ["connect"]
+__all__ = ["IDEMPOTENT_METHODS", "connect"]
 
 _DAY_S = 24 * 3600.0
 
 Anything: TypeAlias = Any
 """What gRPC's callables take and give: any message, any call."""
+
+IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
+    "sluice.v1.ServerInfoService": ("GetServerInfo",),
+    "sluice.v1.RolloutService": ("GetModel", "Tokenize"),
+    "sluice.v1.RolloutAdminService": (
+        "SetWeightPolicy",
+        "UpdateWeights",
+        "ReloadWeights",
+        "Pause",
+        "Resume",
+        "LoadAdapter",
+        "UnloadAdapter",
+        "AbortRequests",
+        "GetStatus",
+    ),
+    "sluice.v1.WeightSyncService": ("CommitVersion", "ListVersions", "GetManifest", "DeleteVersion"),
+    "sluice.v1.WeightDeliveryService": ("ReportVersion",),
+    "sluice.v1.TrainerService": ("BeginEpoch", "GetTrainerState", "SaveCheckpoint", "ListCheckpoints"),
+    "sluice.v1.OrchestratorService": (
+        "GetRun",
+        "PauseRun",
+        "ResumeRun",
+        "StopRun",
+        "RegisterReplica",
+        "Heartbeat",
+        "ListTrajectories",
+    ),
+    "sluice.v1.EpisodeService": ("LeaseTasks", "OpenEpisode", "SubmitTrajectory", "AbandonEpisode"),
+    "sluice.v1.EnvironmentService": ("Describe", "ListTasks", "Reset", "Step", "Close"),
+}
+"""The calls that may be sent twice, by fully qualified service: a channel retries only these, and only if the server was unavailable.
+
+The contracts call each of them idempotent or free of side effects. Streams are left out: their callers continue where they broke (an
+offset, a sequence number, a batch id). Health checks and ListSources are left out because they ask about this moment. `Generate` is
+left out because a caller who lost a replica wants to choose another one.
+"""
 
 _RETRY_POLICY = {
     "maxAttempts": 5,

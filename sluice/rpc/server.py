@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.rpc import binding, server_info
+from sluice.rpc import binding, limits
 from sluice.rpc.calls import CallInterceptor
-from sluice.rpc.limits import TRANSPORT_OPTIONS
 from sluice.rpc.tokens import Role, TokenCheck
-from sluice.v1 import common_pb2_grpc
+from sluice.v1 import common_pb2, common_pb2_grpc
 
 __all__ = ["RpcServer"]
+
+INFO_SERVICE = "sluice.v1.ServerInfoService"
 
 Servicer: TypeAlias = Any
 """An implementation of a generated servicer class."""
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *TRANSPORT_OPTIONS,
+    *limits.TRANSPORT_OPTIONS,
     # Two servers on one port would each get half of the calls; without this the second one fails to start.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -89,7 +92,7 @@ class RpcServer:
         """
         self._registrations.append((add_fn, servicer))
         self._roles[service_name] = role
-        self._unimplemented.extend(server_info.missing_methods(service_name, servicer))
+        self._unimplemented.extend(_missing_methods(service_name, servicer))
 
     def require(self, context: grpc.aio.ServicerContext[Any, Any], role: Role) -> None:
         """Ask a call for a greater role than its service asks for.
@@ -109,7 +112,7 @@ class RpcServer:
         Raises:
             ConfigError: if the address cannot be bound or a key file cannot be read.
         """
-        roles: dict[str, Role] = {**self._roles, server_info.SERVICE_NAME: "agent", reflection.SERVICE_NAME: "agent"}
+        roles: dict[str, Role] = {**self._roles, INFO_SERVICE: "agent", reflection.SERVICE_NAME: "agent"}
         self._calls = CallInterceptor(
             self._tokens, roles, self._config.max_concurrent_rpcs, frozenset(self._unimplemented)
         )
@@ -123,8 +126,8 @@ class RpcServer:
         return port
 
     async def _add_own_services(self, server: grpc.aio.Server) -> None:
-        names = sorted([*self._roles, server_info.SERVICE_NAME])
-        info = server_info.ServerInfoServicer(
+        names = sorted([*self._roles, INFO_SERVICE])
+        info = _ServerInfo(
             self.name,
             services=names,
             features=self._features,
@@ -168,7 +171,7 @@ class RpcServer:
     async def _publish_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if self._serving else statuses.NOT_SERVING
-        for name in ("", server_info.SERVICE_NAME, *self._roles):
+        for name in ("", INFO_SERVICE, *self._roles):
             await self._health.set(name, status)
 
     async def serve_until_signal(
@@ -234,3 +237,43 @@ async def _first(asked: asyncio.Event, until: asyncio.Event | None) -> None:
 
 def _stop_asked(asked: asyncio.Event, again: asyncio.Event) -> None:
     (again if asked.is_set() else asked).set()
+
+
+class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
+    """GetServerInfo, which every server answers with facts that are fixed at its start."""
+
+    def __init__(
+        self,
+        service: str,
+        *,
+        services: Sequence[str],
+        features: Sequence[str],
+        unimplemented: Sequence[str],
+        max_concurrent_rpcs: int,
+        run: str,
+    ) -> None:
+        self._answer = common_pb2.GetServerInfoResponse(
+            service=service,
+            software_version=version("sluice"),
+            contract_version=limits.CONTRACT_VERSION,
+            services=services,
+            features=features,
+            unimplemented_rpcs=unimplemented,
+            max_message_bytes=limits.MAX_MESSAGE_BYTES,
+            max_concurrent_rpcs=max_concurrent_rpcs,
+            run=f"runs/{run}" if run else "",
+        )
+
+    async def GetServerInfo(self, request: object, context: object) -> common_pb2.GetServerInfoResponse:  # noqa: N802
+        """Describe the server."""
+        del request, context
+        return self._answer
+
+
+def _missing_methods(service_name: str, servicer: object) -> Iterator[str]:
+    """Yield the methods of a service that its servicer does not implement, as "package.Service/Method"."""
+    service = descriptor_pool.Default().FindServiceByName(service_name)  # type: ignore[no-untyped-call, unused-ignore]
+    for method in service.methods:
+        owner = next((base for base in type(servicer).__mro__ if method.name in vars(base)), None)
+        if owner is None or owner.__module__.endswith("_pb2_grpc"):
+            yield f"{service_name}/{method.name}"

@@ -1,9 +1,8 @@
-"""What a service tells the people who run it: logs, Prometheus metrics, and the run's curves."""
+"""Logs and metrics of a service."""
 
 from __future__ import annotations
 
-from sluice.telemetry.curves import MetricsWriter
 from sluice.telemetry.logs import configure_logging
-from sluice.telemetry.prometheus import metrics_text, start_metrics_server
+from sluice.telemetry.metrics import MetricsWriter, metrics_text, start_metrics_server
 
 __all__ = ["MetricsWriter", "configure_logging", "metrics_text", "start_metrics_server"]

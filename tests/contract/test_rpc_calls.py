@@ -12,7 +12,7 @@ from trainer_double import SERVICE, start_double
 
 from sluice.config import SecurityConfig
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
-from sluice.rpc.idempotency import IDEMPOTENT_METHODS
+from sluice.rpc.channel import IDEMPOTENT_METHODS
 from sluice.v1 import (  # noqa: F401 - the descriptors of all contracts
     environment_pb2,
     orchestrator_pb2,
