@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.children import MODEL_2M, make_model
 from rollout_svc.engines.base import GenerationRequest, Sampling, Span
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import Version
 from weightsync.staged import ApplyReport, StagedVersion, TensorSpec
 
@@ -43,7 +43,7 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="sluice-bench-", dir="/dev/shm") as scratch:
         model = make_model(Path(scratch) / "model", MODEL_2M)
         staged = [_stage(model, Path(scratch), number) for number in range(1, options.updates + 1)]
-        engine = VllmEngine(str(model), engine_args={"max_model_len": 512})
+        engine = VllmEngine(str(model), VllmOptions(engine_args={"max_model_len": 512}))
         await engine.start()
         try:
             spans, reports = await _update_in_flight(engine, staged, options.tokens)

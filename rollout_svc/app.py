@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
 from rollout_svc.config import RolloutConfig
+from rollout_svc.engines import build_engine
 from rollout_svc.engines.base import InferenceEngine
-from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
@@ -23,53 +22,7 @@ from sluice.v1 import rollout_pb2_grpc
 if TYPE_CHECKING:
     from sluice.openai.server import HttpServer
 
-__all__ = ["SERVICE", "build_engine"]
-
-
-def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> InferenceEngine:
-    """The engine that the settings ask for, not started.
-
-    Raises:
-        ConfigError: if it could not hold the adapters that the run's bound on staleness asks for.
-    """
-    lora = LoraLimits(config.lora.places(max_staleness), config.lora.max_rank) if config.lora.enabled else None
-    if config.engine == "transformers":
-        from rollout_svc.engines.slots.engine import TransformersEngine  # noqa: PLC0415 - imports torch
-
-        return TransformersEngine(
-            model,
-            device=config.device,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            max_running=config.limits.max_running,
-            max_queued=config.limits.max_queued,
-            kv_cache_bytes=config.kv_cache_bytes,
-            kv_policy=config.kv_policy,
-            threads=config.threads,
-            drain_deadline_s=config.deadlines.pause_s,
-            lora=lora,
-        )
-    from rollout_svc.engines.vllm.engine import VllmEngine  # noqa: PLC0415 - only where vLLM is wanted
-
-    if config.threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(config.threads)  # vLLM's processes read it when they start
-    chosen = {
-        "max_model_len": config.max_model_len,
-        "max_num_seqs": config.limits.max_running,
-        "kv_cache_memory_bytes": config.kv_cache_bytes,
-        "dtype": None if config.dtype == "auto" else config.dtype,
-    }
-    given = {name: value for name, value in chosen.items() if value is not None}
-    return VllmEngine(
-        model,
-        engine_args=given | config.engine_args,
-        kv_policy=config.kv_policy,
-        patch=config.patch_on_device,
-        start_deadline_s=config.deadlines.start_s,
-        phase_deadline_s=config.deadlines.apply_s,
-        drain_deadline_s=config.deadlines.pause_s,
-        lora=lora,
-    )
+__all__ = ["SERVICE"]
 
 
 async def serve(common: CommonConfig, config: RolloutConfig) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.engines.model_files import check_length
-from rollout_svc.engines.vllm.arguments import check_names, lora_arguments
 from sluice.allocation import Allocation
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
-from sluice.models import check_model, sizes_on_disk
+from sluice.models import check_model
 
 __all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDeadlines"]
 
@@ -24,11 +22,11 @@ PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parall
 """Arguments of vLLM whose product is the number of an engine's processes."""
 
 
-INSTEAD = {
-    "vllm": 'install it (`pip install -e ".[gpu]"`), or set rollout.engine to transformers',
-    "transformers": "install it, or set rollout.engine to vllm",
+ENGINES: Mapping[str, str] = {
+    "vllm": "rollout_svc.engines.vllm",
+    "transformers": "rollout_svc.engines.slots",
 }
-"""What to do where an engine's package is missing."""
+"""The package of each engine, a `rollout_svc.engines.EnginePackage`. A new engine is a package, a line here and a name in `RolloutConfig.engine`."""
 
 
 class LimitsConfig(Section):
@@ -178,46 +176,14 @@ class RolloutConfig(Section):
         return given
 
     def check_start(self, run: CommonConfig) -> None:
-        """Refuse what no replica could start with; see `Section.check_start`."""
-        check_replica(run, self)
-
-
-def check_replica(run: CommonConfig, config: RolloutConfig) -> None:
-    """Refuse settings that the engine would fail on while it starts.
-
-    Raises:
-        ConfigError: if the model cannot be one or does not fit the engine's sizes, or the engine is not installed.
-    """
-    check_model(run.model)
-    places = config.lora.places(run.max_staleness) if config.lora.enabled else 0
-    if importlib.util.find_spec(config.engine) is None:
-        raise ConfigError(f"rollout.engine is {config.engine}, which is not installed here: {INSTEAD[config.engine]}")
-    if config.engine == "vllm":
-        _check_arguments(config, places)
-    sizes = sizes_on_disk(run.model)
-    if sizes is None:
-        return
-    tensor = config.engine_args.get("tensor_parallel_size", 1)
-    if config.engine == "vllm" and sizes.heads is not None and sizes.heads % tensor:
-        raise ConfigError(
-            f"vLLM cannot share the {sizes.heads} attention heads of {run.model} over {tensor} devices: set"
-            " rollout.engine_args.tensor_parallel_size, or t of the allocation, to a divisor of it"
-        )
-    if config.engine == "transformers" and config.max_model_len is not None and sizes.positions is not None:
-        try:
-            check_length(run.model, config.max_model_len, sizes.positions)
-        except ValueError as error:
-            raise ConfigError(f"rollout.{error}") from error
-
-
-def _check_arguments(config: RolloutConfig, places: int) -> None:
-    """Refuse arguments of vLLM that are ours to set, and ranks that it has no buffers for."""
-    try:
-        check_names(config.engine_args, set(config.engine_args))
-        if places:
-            lora_arguments(LoraLimits(places, config.lora.max_rank), on_cpu=False)
-    except EngineError as error:
-        raise ConfigError(f"rollout: {error}") from error
+        """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""
+        check_model(run.model)
+        if importlib.util.find_spec(self.engine) is None:
+            others = " or ".join(sorted(ENGINES.keys() - {self.engine}))
+            raise ConfigError(
+                f"rollout.engine is {self.engine}, which is not installed here: install it, or set rollout.engine to {others}"
+            )
+        importlib.import_module(ENGINES[self.engine]).check(run, self)
 
 
 CONFIG = RolloutConfig

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks.pause import plain_copy
 from benchmarks.weights.models import neighbour
 from rollout_svc.engines.base import GenerationRequest, InferenceEngine, Sampling
-from rollout_svc.engines.slots.engine import TransformersEngine
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import Version
 from weightsync.staged import StagedVersion, TensorSpec
 
@@ -83,14 +83,14 @@ async def measure_pauses(model: Path, shared: Path, *, updates: int, concurrency
         concurrency: Requests under way.
     """
     staged = stage_files(model, shared, updates)
-    vllm = VllmEngine(str(model), engine_args={"max_model_len": 512})
+    vllm = VllmEngine(str(model), VllmOptions(engine_args={"max_model_len": 512}))
     await vllm.start()
     try:
         reloads = [await _reload(vllm, each, shared) for each in staged]
         pauses, totals = await _under_load(vllm, staged, concurrency)
     finally:
         await vllm.stop()
-    slots = TransformersEngine(str(model), max_model_len=512, max_running=concurrency)
+    slots = TransformersEngine(str(model), SlotOptions(max_model_len=512, max_running=concurrency))
     await slots.start()
     try:
         slot_pauses, slot_totals = await _under_load(slots, staged, concurrency)

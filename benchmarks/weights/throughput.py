@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from benchmarks.weights.models import neighbour
 from benchmarks.weights.pauses import Load
 from benchmarks.weights.stack import WeightStack, receiving, serves, weight_service
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import Version
 from weightsync.receiver import PolicyMode, WeightReceiver
 
@@ -45,7 +45,7 @@ async def measure_throughput(
     Returns:
         `rate_ratio`, `bound` (1 - apply time / interval), `over_bound` and what they were computed from.
     """
-    engine = VllmEngine(str(model), engine_args={"max_model_len": 512})
+    engine = VllmEngine(str(model), VllmOptions(engine_args={"max_model_len": 512}))
     await engine.start()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)

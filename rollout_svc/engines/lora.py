@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from rollout_svc.config import LoraConfig
 from rollout_svc.engines.base import EngineError
 from sluice.versions import Version
 from weightsync.staged import ApplyReport, StagedAdapter
 
-__all__ = ["AdapterInfo", "LoraEngine", "LoraLimits", "check_adapter"]
+__all__ = ["AdapterInfo", "LoraEngine", "LoraLimits", "check_adapter", "lora_limits"]
 
 PREFIX, A_END, B_END = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """How PEFT names the two factors of a module's adapter in its files."""
@@ -43,6 +44,15 @@ class LoraLimits:
 
     max_loras: int
     max_rank: int
+
+
+def lora_limits(config: LoraConfig, max_staleness: int) -> LoraLimits | None:
+    """Return what an engine has to hold by the settings; None where adapters are off.
+
+    Raises:
+        ConfigError: if `max_loras` is too small for the run's bound on staleness.
+    """
+    return LoraLimits(config.places(max_staleness), config.max_rank) if config.enabled else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,21 @@ import pytest_asyncio
 from small_models import CONTEXT, save_model
 
 from rollout_svc.engines.base import InferenceEngine
-from rollout_svc.engines.slots.engine import TransformersEngine
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 
 
 def vllm(model: Path, kv_policy: str) -> InferenceEngine:
     return VllmEngine(
-        str(model), engine_args={"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20}, kv_policy=kv_policy
+        str(model),
+        VllmOptions(engine_args={"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20}, kv_policy=kv_policy),
     )
 
 
 def transformers(model: Path, kv_policy: str) -> InferenceEngine:
-    return TransformersEngine(str(model), max_model_len=CONTEXT, kv_cache_bytes=32 << 20, kv_policy=kv_policy)
+    return TransformersEngine(
+        str(model), SlotOptions(max_model_len=CONTEXT, kv_cache_bytes=32 << 20, kv_policy=kv_policy)
+    )
 
 
 FACTORIES: dict[str, Callable[[Path, str], InferenceEngine]] = {

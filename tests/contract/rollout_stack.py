@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.engines.base import InferenceEngine, PauseMode
-from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.http import create_app
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -51,7 +51,9 @@ def save_chat_model(directory: Path) -> Path:
 
 def build_engine(model: Path) -> InferenceEngine:
     """An engine that starts at once, in this process."""
-    return TransformersEngine(str(model), device="cpu", max_model_len=CONTEXT, max_running=PLACES, threads=1)
+    return TransformersEngine(
+        str(model), SlotOptions(device="cpu", max_model_len=CONTEXT, max_running=PLACES, threads=1)
+    )
 
 
 @asynccontextmanager

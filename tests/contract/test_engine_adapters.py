@@ -24,8 +24,8 @@ from rollout_svc.engines.base import (
     Span,
 )
 from rollout_svc.engines.lora import LoraEngine, LoraLimits
-from rollout_svc.engines.slots.engine import TransformersEngine
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import BASE, Version
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -41,11 +41,11 @@ LIMITS = LoraLimits(max_loras=4, max_rank=8)
 
 def vllm(model: Path) -> LoraEngine:
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20}
-    return VllmEngine(str(model), engine_args=arguments, lora=LIMITS)
+    return VllmEngine(str(model), VllmOptions(engine_args=arguments), LIMITS)
 
 
 def transformers(model: Path) -> LoraEngine:
-    return TransformersEngine(str(model), max_model_len=CONTEXT, kv_cache_bytes=32 << 20, lora=LIMITS)
+    return TransformersEngine(str(model), SlotOptions(max_model_len=CONTEXT, kv_cache_bytes=32 << 20), LIMITS)
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ async def test_a_restarted_engine_holds_what_was_wanted_of_the_one_before(engine
 
 
 async def test_an_engine_without_adapters_says_which_setting_it_lacks(models):
-    engine = TransformersEngine(str(models.base), max_model_len=CONTEXT, kv_cache_bytes=32 << 20)
+    engine = TransformersEngine(str(models.base), SlotOptions(max_model_len=CONTEXT, kv_cache_bytes=32 << 20))
     await engine.start()
     try:
         with pytest.raises(EngineError, match=r"set rollout\.lora\.enabled = true"):
@@ -335,7 +335,7 @@ async def test_live_weights_are_still_compared_beneath_adapters(engine, models):
 @pytest.mark.slow
 async def test_tensor_parallel_workers_serve_adapters_together(models):
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": 2}
-    engine = VllmEngine(str(models.base), engine_args=arguments, lora=LIMITS)
+    engine = VllmEngine(str(models.base), VllmOptions(engine_args=arguments), LIMITS)
     await engine.start()
     try:
         for number in (0, 1):

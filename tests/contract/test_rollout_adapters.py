@@ -25,7 +25,7 @@ from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
 from rollout_svc.engines.base import PauseMode
 from rollout_svc.engines.lora import LoraLimits
-from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
@@ -112,7 +112,9 @@ class Replica:
 
 @pytest.fixture
 async def replica(base: Path, adapters: list[Path], tmp_path: Path) -> AsyncIterator[Replica]:
-    engine = TransformersEngine(str(base), max_model_len=CONTEXT, kv_cache_bytes=32 << 20, threads=1, lora=LIMITS)
+    engine = TransformersEngine(
+        str(base), SlotOptions(max_model_len=CONTEXT, kv_cache_bytes=32 << 20, threads=1), LIMITS
+    )
     await engine.start()
     async with running_stack(tmp_path / "outputs", model=str(base)) as sync:
         common = CommonConfig(run=RUN, model=str(base), peers=PeersConfig(weightsync=sync.target))

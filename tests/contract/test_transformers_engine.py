@@ -40,7 +40,7 @@ from rollout_svc.engines.base import (
     Sampling,
 )
 from rollout_svc.engines.slots.batch import SlotBatch
-from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from sluice.versions import BASE, Version
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ def ask(sampling: Sampling = FREE, name: str = "request", **more: Any) -> Genera
 
 @asynccontextmanager
 async def running(model: Path, **settings: Any) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(str(model), **settings)
+    engine = TransformersEngine(str(model), SlotOptions(**settings))
     await engine.start()
     try:
         yield engine
@@ -165,7 +165,7 @@ class TestModels:
     )
     async def test_settings_that_cannot_work_are_refused(self, models, settings, remedy):
         with pytest.raises(EngineError, match=remedy):
-            await TransformersEngine(str(models.base), **settings).start()
+            await TransformersEngine(str(models.base), SlotOptions(**settings)).start()
 
     async def test_a_directory_without_a_model_is_refused(self, tmp_path):
         with pytest.raises(EngineError, match="cannot load"):
@@ -350,7 +350,7 @@ class TestFailures:
             assert engine.status().healthy
 
     async def test_stopping_ends_every_request(self, models):
-        engine = TransformersEngine(str(models.base), max_running=1)
+        engine = TransformersEngine(str(models.base), SlotOptions(max_running=1))
         await engine.start()
         tasks = [asyncio.create_task(engine.agenerate(ask(LONG, str(i)))) for i in range(3)]
         await until_tokens(engine, 3)

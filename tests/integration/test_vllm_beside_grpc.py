@@ -17,7 +17,7 @@ PROGRAM = """
 import asyncio, gc, sys
 import grpc, psutil
 from rollout_svc.engines.base import GenerationRequest, Sampling
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 
 async def used():
     server = grpc.aio.server()
@@ -40,7 +40,7 @@ async def main(model, closed):
         await close(*pair)
         del pair
     arguments = {"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}
-    engine = VllmEngine(model, engine_args=arguments, start_method="fork")
+    engine = VllmEngine(model, VllmOptions(engine_args=arguments, start_method="fork"))
     await engine.start()
     spawned = any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True))
     result = await engine.agenerate(GenerationRequest("request", [5, 9], Sampling(max_tokens=4, ignore_eos=True)))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, recompute, save_model, staged
 
 from rollout_svc.engines.base import GenerationRequest, Sampling
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import Version
 
 pytestmark = [
@@ -30,7 +30,7 @@ PROMPT = [5, 9, 17, 33, 64]
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[VllmEngine, Path]]:
     model = save_model(tmp_path_factory.mktemp("device") / "base", 0, dtype=torch.bfloat16)
     arguments = {"max_model_len": CONTEXT, "gpu_memory_utilization": 0.2}
-    started = VllmEngine(str(model), engine_args=arguments, patch=True)
+    started = VllmEngine(str(model), VllmOptions(engine_args=arguments, patch=True))
     await started.start()
     yield started, model
     await started.stop()

@@ -18,7 +18,7 @@ import torch
 from small_models import CONTEXT, VOCABULARY, recompute, save_model, staged
 
 from rollout_svc.engines.base import EngineError, GenerationRequest, Sampling
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import BASE, Version
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -41,7 +41,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(model: Path) -> AsyncIterator[VllmEngine]:
-    started = VllmEngine(str(model), engine_args=ARGUMENTS)
+    started = VllmEngine(str(model), VllmOptions(engine_args=ARGUMENTS))
     await started.start()
     yield started
     await started.stop()
@@ -95,7 +95,7 @@ async def test_seeds_of_long_prompts_beside_each_other_are_served(engine, seed):
 
 
 async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_version(model, second):
-    engine = VllmEngine(str(model), engine_args=ARGUMENTS)
+    engine = VllmEngine(str(model), VllmOptions(engine_args=ARGUMENTS))
     before = engine_processes(os.getpid())
     await engine.start()
     await engine.apply(staged(second, Version(1, 3)))
@@ -124,7 +124,7 @@ async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_
 
 
 async def test_a_restart_without_the_staged_file_serves_the_base(model, second, tmp_path):
-    engine = VllmEngine(str(model), engine_args=ARGUMENTS, start_method="fork")
+    engine = VllmEngine(str(model), VllmOptions(engine_args=ARGUMENTS, start_method="fork"))
     await engine.start()
     version = staged(second, Version(1, 3))
     moved = tmp_path / "gone.safetensors"
@@ -138,9 +138,9 @@ async def test_a_restart_without_the_staged_file_serves_the_base(model, second, 
 
 OWNER = """
 import asyncio, sys
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 async def main():
-    engine = VllmEngine(sys.argv[1], engine_args={"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}, start_method=sys.argv[2])
+    engine = VllmEngine(sys.argv[1], VllmOptions(engine_args={"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}, start_method=sys.argv[2]))
     await engine.start()
     print("started", flush=True)
     await asyncio.sleep(600)

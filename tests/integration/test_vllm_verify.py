@@ -11,9 +11,9 @@ import pytest_asyncio
 import torch
 from small_models import CONTEXT, recompute, save_model, staged
 
-from rollout_svc.engines import vllm_args
 from rollout_svc.engines.base import GenerationRequest, Sampling
-from rollout_svc.engines.vllm import VllmEngine
+from rollout_svc.engines.vllm import arguments as vllm_arguments
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import Version
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -31,9 +31,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["tp1", "tp2"])
 async def engine(request: pytest.FixtureRequest, models: list[Path]) -> AsyncIterator[VllmEngine]:
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": request.param}
-    started = VllmEngine(str(models[0]), engine_args=arguments, double_buffer=request.param == 2)
+    started = VllmEngine(str(models[0]), VllmOptions(engine_args=arguments, double_buffer=request.param == 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_args, "WORKER_EXTENSION", altering_worker.NAME)
+        patch.setattr(vllm_arguments, "WORKER_EXTENSION", altering_worker.NAME)
         await started.start()
     yield started
     await started.stop()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, load, recompute, save_model, staged, versions_of
 
 from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Sample, Sampling, Span
-from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion
 
@@ -38,7 +38,9 @@ async def started(
     model: Path, *, kv_policy: str = "recompute", double_buffer: bool = True, **arguments: object
 ) -> AsyncIterator[VllmEngine]:
     defaults = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20}
-    engine = VllmEngine(str(model), engine_args=defaults | arguments, kv_policy=kv_policy, double_buffer=double_buffer)
+    engine = VllmEngine(
+        str(model), VllmOptions(engine_args=defaults | arguments, kv_policy=kv_policy, double_buffer=double_buffer)
+    )
     await engine.start()
     try:
         yield engine

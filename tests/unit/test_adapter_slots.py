@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_svc.app import build_engine
 from rollout_svc.config import LoraConfig, RolloutConfig
+from rollout_svc.engines import build_engine
 from rollout_svc.engines.adapter_slots import Adapter, AdaptersFullError, AdapterSlots, UnknownAdapterError
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.lora import LoraLimits

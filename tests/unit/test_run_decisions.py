@@ -13,7 +13,7 @@ from small_models import save_model
 from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
-from rollout_svc.app import build_engine
+from rollout_svc.engines import build_engine
 from sluice.config import load_run
 from sluice.config.decide import decided
 from trainer_svc.objectives.step_warnings import mismatch_warning

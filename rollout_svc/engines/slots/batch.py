@@ -39,12 +39,10 @@ class BatchLimits:
     Attributes:
         running: Most samples in a step.
         prefill_tokens: Most prompt tokens, padding included, between two steps; a longer prompt goes alone.
-        threads: CPU threads of a step; None leaves PyTorch's choice.
     """
 
     running: int
     prefill_tokens: int
-    threads: int | None
 
 
 class SlotBatch:

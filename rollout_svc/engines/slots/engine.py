@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import structlog
@@ -31,7 +32,7 @@ from rollout_svc.engines.slots.requests import LiveRequest
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["TransformersEngine"]
+__all__ = ["SlotOptions", "TransformersEngine"]
 
 LEAST_COALESCE_S = 0.001
 """A stream wakes no more often than this; an engine step takes longer."""
@@ -44,11 +45,11 @@ MOST_LOGITS_BYTES = 2 << 30
 log = structlog.get_logger()
 
 
-class TransformersEngine(AdapterCommands):
-    """Batched sampling with a static KV cache, in process as a library or behind the service.
+@dataclass(frozen=True)
+class SlotOptions:
+    """How the engine computes, and how much at a time.
 
-    Args:
-        model: Directory or hub id of the base model.
+    Attributes:
         device: "auto" takes CUDA where there is one.
         dtype: "auto" takes the model's own.
         max_model_len: Most tokens of prompt and continuation; None takes the model's own limit.
@@ -56,35 +57,36 @@ class TransformersEngine(AdapterCommands):
         max_queued: Most samples that wait; more raise EngineBusyError.
         kv_cache_bytes: Most memory of keys and values; None takes 1 GiB, or more if one sample needs it.
         kv_policy: What happens to keys and values of running samples at an update: "keep" or "recompute".
-        prefill_tokens: Most prompt tokens between two steps.
-        threads: CPU threads; None leaves PyTorch's choice.
+        prefill_tokens: Most prompt tokens, padding included, between two steps; a longer prompt goes alone.
+        threads: CPU threads of a step; None leaves PyTorch's choice.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_running: int = 256
+    max_queued: int = 65_536
+    kv_cache_bytes: int | None = None
+    kv_policy: Literal["keep", "recompute"] = "keep"
+    prefill_tokens: int = 4096
+    threads: int | None = None
+    drain_deadline_s: float = 600.0
+
+
+class TransformersEngine(AdapterCommands):
+    """Batched sampling with a static KV cache, in process as a library or behind the service.
+
+    Args:
+        model: Directory or hub id of the base model.
+        options: How to compute and how much at a time.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
     """
 
     info: ModelInfo
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_running: int | None = None,
-        max_queued: int = 65_536,
-        kv_cache_bytes: int | None = None,
-        kv_policy: Literal["keep", "recompute"] = "keep",
-        prefill_tokens: int = 4096,
-        threads: int | None = None,
-        drain_deadline_s: float = 600.0,
-        lora: LoraLimits | None = None,
-    ) -> None:
-        self._model, self._device, self._dtype = model, device, dtype
-        self._max_model_len, self._max_queued = max_model_len, max_queued
-        self._limits = BatchLimits(max_running or 256, prefill_tokens, threads)
-        self._kv_cache_bytes, self._recompute = kv_cache_bytes, kv_policy == "recompute"
-        self._drain_deadline_s = drain_deadline_s
+    def __init__(self, model: str, options: SlotOptions | None = None, lora: LoraLimits | None = None) -> None:
+        self._model, self._options = model, options or SlotOptions()
         self._commands = asyncio.Lock()
         self._running: SlotLoop | None = None
         self._base: BaseModel | None = None
@@ -92,7 +94,7 @@ class TransformersEngine(AdapterCommands):
         self._resume_from: StagedVersion | None = None
         self._live: dict[str, set[LiveRequest]] = {}
         self._adapters = Adapters(
-            SlotAdapterHost(lambda: self._loop, self._base_shapes, self._requests), lora, drain_deadline_s
+            SlotAdapterHost(lambda: self._loop, self._base_shapes, self._requests), lora, self._options.drain_deadline_s
         )
 
     # --- life -----------------------------------------------------------------------------------------------------
@@ -148,21 +150,22 @@ class TransformersEngine(AdapterCommands):
             await asyncio.to_thread(loop.stop)
 
     def _build(self) -> SlotLoop:
-        model = SlotModel(self._model, self._device, self._dtype, self._max_model_len)
+        model = SlotModel(self._model, self._options.device, self._options.dtype, self._options.max_model_len)
         model.check()
         self._base = read_base_model(model.directory)
         self._decoder = _tokenizer(str(model.directory))
         self.info = model.info
         one_sample = model.kv_shape.position_bytes * model.info.max_model_len
-        budget = self._kv_cache_bytes or max(DEFAULT_KV_CACHE_BYTES, one_sample)
+        budget = self._options.kv_cache_bytes or max(DEFAULT_KV_CACHE_BYTES, one_sample)
         if budget < one_sample:
             raise EngineError(
                 f"kv_cache_bytes is {budget}, but one sample of {model.info.max_model_len} tokens takes {one_sample}; "
                 "raise it or lower max_model_len"
             )
-        batch = SlotBatch(model, SlotCache(model.kv_shape, budget), self._limits, self._decoder)
+        limits = BatchLimits(self._options.max_running, self._options.prefill_tokens)
+        batch = SlotBatch(model, SlotCache(model.kv_shape, budget), limits, self._decoder)
         weights = InPlaceWeights(model.module, self._base)
-        return SlotLoop(batch, weights, threads=self._limits.threads, recompute=self._recompute)
+        return SlotLoop(batch, weights, threads=self._options.threads, recompute=self._options.kv_policy == "recompute")
 
     @property
     def _loop(self) -> SlotLoop:
@@ -247,8 +250,10 @@ class TransformersEngine(AdapterCommands):
     def _submit(self, request: GenerationRequest) -> LiveRequest:
         loop = self._loop
         _check(request, self.info, has_tokenizer=self._decoder is not None)
-        if loop.queued + request.n > self._max_queued:
-            raise EngineBusyError(f"{loop.queued} samples wait already, at most {self._max_queued} may; retry later")
+        if loop.queued + request.n > self._options.max_queued:
+            raise EngineBusyError(
+                f"{loop.queued} samples wait already, at most {self._options.max_queued} may; retry later"
+            )
         with self._adapters.entering(request.adapter) as adapter:
             live = LiveRequest(request, self.info, adapter)
             self._live.setdefault(request.request_id, set()).add(live)
@@ -278,14 +283,14 @@ class TransformersEngine(AdapterCommands):
             loop = self._loop
             paused = await asyncio.wrap_future(loop.call(lambda: loop.pause(mode)))
             try:
-                async with asyncio.timeout(self._drain_deadline_s):
+                async with asyncio.timeout(self._options.drain_deadline_s):
                     await asyncio.wrap_future(paused)
             except BaseException as error:
                 await asyncio.wrap_future(loop.call(loop.resume))
                 if not isinstance(error, TimeoutError):
                     raise
                 raise EngineError(
-                    f"requests did not end within {self._drain_deadline_s:.0f} s; pause with KEEP"
+                    f"requests did not end within {self._options.drain_deadline_s:.0f} s; pause with KEEP"
                 ) from error
 
     async def resume(self) -> None:
@@ -358,7 +363,7 @@ class TransformersEngine(AdapterCommands):
         """Report load and version; cheap."""
         loop = self._running
         if loop is None:
-            return EngineStatus(BASE, 0, 0, 0.0, 0, 0, self._limits.running, paused=False, healthy=False)
+            return EngineStatus(BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)
         return EngineStatus(
             version=self._adapters.version or loop.version,
             running=len(loop.batch.rows),
@@ -366,7 +371,7 @@ class TransformersEngine(AdapterCommands):
             kv_cache_usage=loop.batch.kv_usage,
             generated_tokens=loop.batch.generated_tokens,
             prompt_tokens=loop.batch.prompt_tokens,
-            max_running=self._limits.running,
+            max_running=self._options.max_running,
             paused=loop.paused is not None,
             healthy=not loop.broken,
         )

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import structlog
@@ -35,7 +36,7 @@ from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["VllmEngine"]
+__all__ = ["VllmEngine", "VllmOptions"]
 
 VERIFY_PHASES = 10
 """A comparison of all weights may take so many times as long as a step of an update."""
@@ -46,17 +47,16 @@ LEAST_COALESCE_S = 0.001
 log = structlog.get_logger()
 
 
-class VllmEngine(AdapterCommands):
-    """Inference with vLLM, in process as a library or behind the service.
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """How vLLM is started, and how its weights change.
 
-    Args:
-        model: Directory or hub id of the base model.
+    Attributes:
         engine_args: Fields of vLLM's ``AsyncEngineArgs``, such as ``tensor_parallel_size`` or ``quantization``.
-        kv_policy: What happens to the keys and values of requests under way when the weights change: "keep" them
+        kv_policy: What happens to the keys and values of requests in progress when the weights change: "keep" them
             (cheap, later tokens attend to what older weights wrote) or "recompute" them.
         double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
             weights' memory once more; otherwise the pause lasts as long as copying and packing.
-        lora: How many adapters it holds beside the weights, and of which rank; None serves none.
         patch: On an accelerator, bring in only the values that differ from the version before; see
             `weightsync.engine.vllm_patch` on how far that is tested.
         start_deadline_s: How long loading may take.
@@ -66,35 +66,35 @@ class VllmEngine(AdapterCommands):
             forks at every start. Both spawn where gRPC is in use in this process: a fork of it may hang.
     """
 
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    kv_policy: Literal["keep", "recompute"] = "keep"
+    double_buffer: bool = True
+    patch: bool = False
+    start_deadline_s: float = 600.0
+    phase_deadline_s: float = 120.0
+    drain_deadline_s: float = 600.0
+    start_method: Literal["auto", "fork", "spawn"] = "auto"
+
+
+class VllmEngine(AdapterCommands):
+    """Inference with vLLM, in process as a library or behind the service.
+
+    Args:
+        model: Directory or hub id of the base model.
+        options: How to start vLLM and how to change its weights.
+        lora: How many adapters it holds beside the weights, and of which rank; None serves none.
+    """
+
     info: ModelInfo
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        engine_args: Mapping[str, Any] | None = None,
-        kv_policy: Literal["keep", "recompute"] = "keep",
-        double_buffer: bool = True,
-        patch: bool = False,
-        lora: LoraLimits | None = None,
-        start_deadline_s: float = 600.0,
-        phase_deadline_s: float = 120.0,
-        drain_deadline_s: float = 600.0,
-        start_method: Literal["auto", "fork", "spawn"] = "auto",
-    ) -> None:
-        self._model = model
-        self._engine_args = dict(engine_args or {})
-        self._lora = lora
-        self._start_deadline_s = start_deadline_s
-        self._phase_deadline_s = phase_deadline_s
-        self._drain_deadline_s = drain_deadline_s
-        self._start_method = start_method
+    def __init__(self, model: str, options: VllmOptions | None = None, lora: LoraLimits | None = None) -> None:
+        self._model, self._options, self._lora = model, options or VllmOptions(), lora
         self._processes: VllmProcesses | None = None
         self._weights = Weights(
-            clear_cache=kv_policy == "recompute",
-            double_buffer=double_buffer,
-            patch=patch,
-            deadline_s=phase_deadline_s,
+            clear_cache=self._options.kv_policy == "recompute",
+            double_buffer=self._options.double_buffer,
+            patch=self._options.patch,
+            deadline_s=self._options.phase_deadline_s,
         )
         self._seeds = True
         self._commands = asyncio.Lock()
@@ -104,8 +104,8 @@ class VllmEngine(AdapterCommands):
         self._live: dict[str, set[TrackedRequest]] = {}
         self._generated = 0
         self._prompted = 0
-        host = VllmAdapterHost(lambda: self._llm, self._weights, self._tracked, phase_deadline_s)
-        self._adapters = Adapters(host, lora, phase_deadline_s)
+        host = VllmAdapterHost(lambda: self._llm, self._weights, self._tracked, self._options.phase_deadline_s)
+        self._adapters = Adapters(host, lora, self._options.phase_deadline_s)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class VllmEngine(AdapterCommands):
             EngineError: with the remedy, if it cannot.
         """
         async with self._commands:
-            await self._start(fork=self._start_method != "spawn")
+            await self._start(fork=self._options.start_method != "spawn")
 
     async def restart(self) -> Version:
         """Build the engine anew after it died, on the version last applied if its staged file is still there.
@@ -129,7 +129,7 @@ class VllmEngine(AdapterCommands):
         """
         async with self._commands:
             await self._shut_down()
-            await self._start(fork=self._start_method == "fork")
+            await self._start(fork=self._options.start_method == "fork")
             staged, self._weights.staged = self._weights.staged, None
             if staged is not None and staged.path.is_file():
                 await self._switch(staged)
@@ -143,7 +143,11 @@ class VllmEngine(AdapterCommands):
 
     async def _start(self, *, fork: bool) -> None:
         self._processes = await launch(
-            self._model, self._engine_args, fork=fork, deadline_s=self._start_deadline_s, lora=self._lora
+            self._model,
+            self._options.engine_args,
+            fork=fork,
+            deadline_s=self._options.start_deadline_s,
+            lora=self._lora,
         )
         model_config = self._processes.config.model_config
         directory = await asyncio.to_thread(model_directory, self._model, model_config.revision)
@@ -154,7 +158,9 @@ class VllmEngine(AdapterCommands):
         self._broken, self._paused = "", None
         self._adapters.begin()
         llm = self._processes.llm
-        await step(llm, "labelling the base weights", llm.update_weight_version(str(BASE)), self._phase_deadline_s)
+        await step(
+            llm, "labelling the base weights", llm.update_weight_version(str(BASE)), self._options.phase_deadline_s
+        )
         log.info("vllm started", model=self._model, dtype=self.info.dtype, max_model_len=self.info.max_model_len)
 
     async def _shut_down(self) -> None:
@@ -302,9 +308,9 @@ class VllmEngine(AdapterCommands):
                 llm.collective_rpc("sluice_zero_kv"),
             )
             for work in clean:
-                await step(llm, "cleaning the KV cache", work, self._phase_deadline_s)
+                await step(llm, "cleaning the KV cache", work, self._options.phase_deadline_s)
             if self._paused is None:
-                await step(llm, "resuming", llm.resume_generation(), self._phase_deadline_s)
+                await step(llm, "resuming", llm.resume_generation(), self._options.phase_deadline_s)
 
     # --- pausing --------------------------------------------------------------------------------------------------
 
@@ -318,10 +324,10 @@ class VllmEngine(AdapterCommands):
             llm = self._llm
             work = llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
             try:
-                await step(llm, "pausing", work, self._drain_deadline_s)
+                await step(llm, "pausing", work, self._options.drain_deadline_s)
             except HalfLoadedError as error:
                 if not llm.errored:
-                    await step(llm, "resuming", llm.resume_generation(), self._phase_deadline_s)
+                    await step(llm, "resuming", llm.resume_generation(), self._options.phase_deadline_s)
                 raise EngineError(f"{error}; a pause with KEEP waits for no request") from error
             self._paused = mode
 
@@ -330,7 +336,7 @@ class VllmEngine(AdapterCommands):
         async with self._commands:
             self._paused = None
             llm = self._llm
-            await step(llm, "resuming", llm.resume_generation(), self._phase_deadline_s)
+            await step(llm, "resuming", llm.resume_generation(), self._options.phase_deadline_s)
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -366,7 +372,7 @@ class VllmEngine(AdapterCommands):
             EngineError: if they could not be compared.
         """
         async with self._commands:
-            deadline_s = VERIFY_PHASES * self._phase_deadline_s
+            deadline_s = VERIFY_PHASES * self._options.phase_deadline_s
             found = await verify(self._llm, self._weights.files(staged), share, deadline_s)
             self._weights.suspect |= bool(found.tensors)
             if found.unchecked:
