@@ -25,8 +25,8 @@ from weightsync.publish.shard_source import ShardSource
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import WeightReceiver
 from weightsync.service.delivery import WeightDeliveryServicer
+from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.runs import Runs
-from weightsync.service.service import WeightSyncServicer
 
 RUN = "test-run"
 RESOURCE = f"runs/{RUN}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import tempfile
 from collections.abc import AsyncIterator, Coroutine
@@ -19,18 +20,24 @@ from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
 from weightsync.format.names import run_resource
 from weightsync.relay.relay import Relay, RelayCycleError, RelaySyncServicer, advertised_address
-from weightsync.service.allocator import keep_freed_memory
 from weightsync.service.delivery import WeightDeliveryServicer
+from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.runs import Runs
-from weightsync.service.service import WeightSyncServicer
 
 __all__ = ["SERVICE", "Serving", "build_runs", "serve", "serving"]
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+"""Parameters of mallopt(3)."""
+
+_KEPT_BYTES = 256 << 20
+_LARGEST_KEPT_BYTES = 32 << 20
 
 _UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT}
 
 
-def build_runs(common: CommonConfig, config: WeightSyncConfig) -> Runs:
-    """The runs of a service as its settings describe them."""
+def build_runs(common: CommonConfig, config: WeightSyncConfig, upstream: Relay | None = None) -> Runs:
+    """Build the runs of a service as its settings describe them."""
 
     def directory_of(run: str) -> Path:
         if config.directory is not None:
@@ -38,10 +45,10 @@ def build_runs(common: CommonConfig, config: WeightSyncConfig) -> Runs:
         return common.output_dir / run / "weights"
 
     def model_of(run: str) -> str:
-        """Another run's base model is not known here; its versions hold weights alone."""
+        # Another run's base model is not known here; its versions hold weights alone.
         return common.model if run == common.run else ""
 
-    return Runs(config, directory_of, model_of)
+    return Runs(config, directory_of, model_of, upstream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +75,14 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
     Raises:
         ConfigError: if the settings do not work, such as those of relays that feed each other.
     """
-    runs = build_runs(common, config)
     async with AsyncExitStack() as stack:
+        relay: Relay | None = None
+        if config.upstream is not None:
+            relay = Relay(await stack.enter_async_context(connect(config.upstream, common.security)), config.upstream)
+        runs = build_runs(common, config, relay)
         stack.push_async_callback(runs.close)
         server = RpcServer("weightsync", config.server, common.security)
-        relay = None if config.upstream is None else await _build_relay(stack, common, config.upstream, runs)
-        ingest = WeightSyncServicer(runs) if config.upstream is None else RelaySyncServicer(runs, config.upstream)
+        ingest = WeightSyncServicer(runs) if relay is None else RelaySyncServicer(runs, relay.target)
         stack.push_async_callback(ingest.close)
         _register(server, ingest, WeightDeliveryServicer(runs, partial(server.require, role="admin")))
         await _open_own_run(runs, common.run)
@@ -99,11 +108,6 @@ def _register(server: RpcServer, ingest: WeightSyncServicer, delivery: WeightDel
     )
 
 
-async def _build_relay(stack: AsyncExitStack, common: CommonConfig, upstream: str, runs: Runs) -> Relay:
-    channel = await stack.enter_async_context(connect(upstream, common.security))
-    return Relay(runs, channel, upstream)
-
-
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) -> AsyncIterator[None]:
     """Run something that has no end of its own beside the block; its failure sets `failed` and is raised at the end."""
@@ -122,9 +126,21 @@ async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) ->
 
 async def serve(common: CommonConfig, config: WeightSyncConfig) -> None:
     """Serve until SIGTERM or SIGINT."""
-    keep_freed_memory()
+    _keep_freed_memory()
     async with serving(common, config) as service:
         await service.server.serve_until_signal(service.failed)
+
+
+def _keep_freed_memory() -> None:
+    """Let the C library keep freed memory in the process, because chunks come and go thousands of times a second.
+
+    glibc's own bounds follow the chunks' size, so that it would give each buffer back to the kernel and fault it in again.
+    Without effect where the library is another one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 async def _open_own_run(runs: Runs, run: str) -> None:

@@ -38,12 +38,12 @@ class Cell:
         return f"{self.victim}-{self.phase}{way}" + ("-anchor" if self.form == "anchor" else "")
 
 
-_PUSH = Point("weightsync.service.incoming:IncomingShard.write", nth=3)
+_PUSH = Point("weightsync.service.upload:Upload.append", nth=3)
 _DELTA_NAME, _DENSE_NAME = r"/\.deltas/v\d+\.\d+$", r"/weights/v\d+\.\d+$"
 _COMMIT = Point("os:rename", match=_DELTA_NAME)
 _COMMITTED = Point("os:rename", "after", match=_DELTA_NAME)
-_WATCH = Point("weightsync.service.runs:Run.publish", "after")
-_SEND = Point("weightsync.service.sending:_read", nth=3)
+_WATCH = Point("weightsync.service.run:Run.publish", "after")
+_SEND = Point("weightsync.service.delivery:_read_chunk", nth=3)
 _PULL = Point("weightsync.format.raw_chunks:RawChunk.check", nth=3)
 _STAGE = Point("weightsync.receive.patching:_decode", nth=3)
 _STAGED = Point("weightsync.receive.shared_area:Claim.publish", "after")
@@ -55,7 +55,7 @@ _TRAINER = (
     Cell("before_push", "trainer", Point("weightsync.publisher:WeightPublisher.encode")),
     Cell("diff", "trainer", Point("weightsync.codec:encode", nth=3)),
     Cell("mid_push", "trainer", Point("weightsync.publish.transfer:wire_chunk", nth=3)),
-    Cell("pushed", "trainer", Point("weightsync.service.push:receive_shard", "after"), at="service"),
+    Cell("pushed", "trainer", Point("weightsync.service.ingest:WeightSyncServicer._receive", "after"), at="service"),
     Cell("commit", "trainer", _COMMIT, at="service"),
     Cell("committed", "trainer", Point("weightsync.publisher:WeightPublisher.publish", "after")),
     Cell("watch", "trainer", _WATCH, at="service"),
@@ -66,7 +66,7 @@ _TRAINER = (
 )
 _SERVICE = (
     Cell("mid_push", "service", _PUSH),
-    Cell("pushed", "service", Point("weightsync.service.incoming:IncomingShard.finish", "after")),
+    Cell("pushed", "service", Point("weightsync.service.upload:Upload.finish", "after")),
     Cell("commit", "service", _COMMIT),
     Cell("committed", "service", _COMMITTED),
     Cell("watch", "service", _WATCH),
@@ -74,7 +74,7 @@ _SERVICE = (
     Cell("stage", "service", _STAGE, at="engine"),
     Cell("apply", "service", _APPLY, at="engine"),
     Cell("report", "service", _REPORTED),
-    Cell("mid_materialize", "service", Point("weightsync.service.materialize:_advance_tensor", nth=3)),
+    Cell("mid_materialize", "service", Point("weightsync.service.dense_files:_advance_tensor", nth=3)),
     Cell("materialize", "service", Point("os:rename", match=_DENSE_NAME)),
     Cell("materialized", "service", Point("os:rename", "after", match=_DENSE_NAME)),
     Cell("remove", "service", Point("os:rename", match=r"/\.trash/v\d+\.\d+\.\d+$")),
@@ -94,7 +94,7 @@ _ENGINE = (
 _RELAY = (
     Cell("push", "relay", _PUSH, at="service", relay=True),
     Cell("commit", "relay", _COMMIT, at="service", relay=True),
-    Cell("watch", "relay", Point("weightsync.relay.upstream:Follower._try"), relay=True),
+    Cell("watch", "relay", Point("weightsync.relay.follower:Follower._try"), relay=True),
     Cell("fetch", "relay", _PUSH, relay=True),
     Cell("keep", "relay", _COMMIT, relay=True),
     Cell("kept", "relay", _COMMITTED, relay=True),
@@ -102,7 +102,7 @@ _RELAY = (
     Cell("pull", "relay", _SEND, relay=True),
     Cell("stage", "relay", _STAGE, at="engine", relay=True),
     Cell("apply", "relay", _APPLY, at="engine", relay=True),
-    Cell("report", "relay", Point("weightsync.relay.forward:Forwarder.put"), relay=True),
+    Cell("report", "relay", Point("weightsync.relay.follower:Forwarder.put"), relay=True),
     Cell("materialize", "relay", Point("os:rename", match=_DENSE_NAME), relay=True),
     Cell("fetch", "service", _SEND, relay=True),
     Cell("keep", "service", _COMMIT, at="relay", relay=True),
@@ -122,7 +122,7 @@ _ANCHORS = (
     Cell("pull", "relay", replace(_SEND, nth=40), relay=True, form="anchor"),
 )
 
-_HAND_OVER = Point("weightsync.service.local_source:LocalSource.copy")
+_HAND_OVER = Point("weightsync.service.upload:Upload.copy")
 _READ_LOCAL = Point("weightsync.receive.local_files:read_local")
 _LOCAL = (
     Cell("push", "trainer", _HAND_OVER, at="service", local_files=True),

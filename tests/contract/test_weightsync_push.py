@@ -18,7 +18,6 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import make_chunk
 from weightsync.publish.shard_source import ShardSource
-from weightsync.service.incoming import IncomingShard
 from weightsync.service.upload import Upload
 
 V1, V2 = Version(1, 1), Version(1, 2)
@@ -160,11 +159,11 @@ async def test_a_stream_that_was_superseded_takes_nothing_from_the_one_that_goes
     older = stack.sync.PushWeights(timeout=30)
     await older.write(begin(0))
     await older.write(chunk(0, 1000))
-    await eventually(lambda: [each.shard.stored for each in run.uploads.values()] == [1000])
+    await eventually(lambda: [each.stored for each in run.uploads.values()] == [1000])
     newer = stack.sync.PushWeights(timeout=30)
     await newer.write(begin(1000))
     await newer.write(chunk(1000, 2000))
-    await eventually(lambda: [each.shard.stored for each in run.uploads.values()] == [2000])
+    await eventually(lambda: [each.stored for each in run.uploads.values()] == [2000])
     damaged = chunk(1000, 2000)
     flip_first_bit(damaged.chunk)
     await older.write(damaged)
@@ -181,7 +180,7 @@ async def test_a_stream_that_was_superseded_takes_nothing_from_the_one_that_goes
 
 def test_an_upload_that_ends_while_the_disk_begins_to_write_is_no_failure(tmp_path: Path) -> None:
     source = ShardSource("model", weights())
-    upload = Upload(IncomingShard(tmp_path / "shard", source.size), source.describe(), 0.0)
+    upload = Upload(tmp_path / "shard", source.describe(), 0.0)
     ticket, _ = upload.take_over()
     upload.append(ticket, 0, source.read(0, 100))
     upload.close()  # as the end of the service does

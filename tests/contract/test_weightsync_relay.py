@@ -103,7 +103,7 @@ async def test_a_broken_pull_goes_on_where_it_broke(root: Node, link: Link, rela
     await push(root, Version(1, 1), tensors)
     size = sum(tensor.nbytes for tensor in tensors.values())
     run = await relay.serving.runs.open(RESOURCE)
-    await eventually(lambda: any(upload.shard.stored > size // 4 for upload in run.uploads.values()))
+    await eventually(lambda: any(upload.stored > size // 4 for upload in run.uploads.values()))
     link.cut()
     await eventually(lambda: relay.newest() == Version(1, 1))
     assert equal_bits(load_file(relay.directory / "v1.1" / "model.safetensors"), tensors)
@@ -148,7 +148,7 @@ async def test_upstream_hears_of_the_relay_and_of_its_replicas(root: Node, relay
         rows = {row.replica: row for row in (await listing(root)).replicas}
         assert rows[own].relay_address == relay.target
         assert not rows["replica"].relay_address
-        await eventually(lambda: run.relays.live(run.ledger.replicas(root.serving.runs.clock()))[own].watchers == 1)
+        await eventually(lambda: [each.watchers for each in run.describe_relays(root.serving.runs.clock())] == [1])
         here, there = await sources(root)
     assert (here.address, here.host, here.watchers) == ("", host_id(), 1)
     assert (there.address, there.host, there.watchers) == (relay.target, host_id(), 1)
@@ -264,7 +264,7 @@ async def test_only_an_administrator_calls_itself_a_relay(tmp_path: Path) -> Non
         async with connect(root.target, security, role="admin") as channel:
             await weightsync_pb2_grpc.WeightDeliveryServiceStub(channel).ReportVersion(request, timeout=30)
         run = await root.serving.runs.open(RESOURCE)
-        assert run.relays.live(run.ledger.replicas(root.serving.runs.clock())).keys() == {"r"}
+        assert [each.address for each in run.describe_relays(root.serving.runs.clock())] == ["evil.example:1"]
 
 
 async def test_a_relay_takes_up_runs_that_upstream_has_and_no_others(root: Node, relay: Node) -> None:

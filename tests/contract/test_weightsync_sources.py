@@ -42,8 +42,8 @@ async def relay(root: Node, tmp_path: Path) -> AsyncIterator[Node]:
 async def listed(root: Node, *relays: Node) -> None:
     """Wait until the root knows its relays."""
     run = await root.serving.runs.open(RESOURCE)
-    names = {f"relay:{relay.target}" for relay in relays}
-    await eventually(lambda: names <= run.relays.live(run.ledger.replicas(root.serving.runs.clock())).keys())
+    addresses = {relay.target for relay in relays}
+    await eventually(lambda: addresses <= {each.address for each in run.describe_relays(root.serving.runs.clock())})
 
 
 async def watchers(node: Node) -> int:

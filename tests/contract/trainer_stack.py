@@ -24,7 +24,7 @@ from trainer_svc.service.trainer import Trainer
 from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import AdapterPublisher, WeightPublisher
-from weightsync.service.service import WeightSyncServicer
+from weightsync.service.ingest import WeightSyncServicer
 
 RUN = "test"
 TINY = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=256)

@@ -44,8 +44,10 @@ class Tree:
     async def settle(self) -> None:
         """Wait until the root knows both relays."""
         run = await self.root.serving.runs.open(RESOURCE)
-        names = {f"relay:{relay.target}" for relay in self.relays}
-        await eventually(lambda: names <= run.relays.live(run.ledger.replicas(self.root.serving.runs.clock())).keys())
+        addresses = {relay.target for relay in self.relays}
+        await eventually(
+            lambda: addresses <= {each.address for each in run.describe_relays(self.root.serving.runs.clock())}
+        )
 
     def received(self) -> list[int]:
         return [link.received for link in self.links]

@@ -15,7 +15,9 @@ from weightsync.format.raw_chunks import RawChunk
 from weightsync.metrics import RELAYED_BYTES
 from weightsync.receive.pull import PullCall, PullError, PullLimits, ShardRange, pull_range
 from weightsync.service.commit import commit_version
-from weightsync.service.runs import Run, Runs, disk_error
+from weightsync.service.errors import translated
+from weightsync.service.run import Run
+from weightsync.service.runs import Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload
 
 __all__ = ["FetchError", "fetch_version"]
@@ -71,22 +73,22 @@ async def _fetch_shard(
         upload = run.uploads.get((version, shard.name))
         if upload is None or upload.announced.digest != shard.digest:  # retention may have dropped it
             upload = await runs.begin_upload(run, version, shard)
-        if upload.shard.complete:
+        if upload.complete:
             return
         ticket, _ = await runs.in_thread(upload.take_over)
         try:
             await pull_range(call, wanted, _UploadSink(runs, run, upload, ticket), runs.threads, limits)
             await runs.in_thread(upload.finish, ticket)
-            if shard.digest in {"", upload.shard.digest}:
+            if shard.digest in {"", upload.digest}:
                 return
-            reason = f"the file has digest {upload.shard.digest}, announced was {shard.digest}"
+            reason = f"the file has digest {upload.digest}, announced was {shard.digest}"
         except PullError as error:
             raise FetchError(str(error)) from error
         except (LayoutError, OffsetError, SupersededError) as error:
             reason = str(error)
         except OSError as error:
             await runs.discard_upload(run, upload, ticket)
-            raise disk_error(error) from error
+            raise translated(error) from error
         await runs.discard_upload(run, upload, ticket)
         pause_s = backoff.fail()
         if backoff.failures > _MOST_RESTARTS:
@@ -105,7 +107,7 @@ class _UploadSink:
     @property
     def position(self) -> int:
         """The next byte that is wanted."""
-        return self._upload.shard.stored
+        return self._upload.stored
 
     def feed(self, chunk: RawChunk) -> None:
         """Check and store the next bytes.
@@ -117,6 +119,6 @@ class _UploadSink:
         data = chunk.check()
         self._upload.append(self._ticket, chunk.offset, data)
         if chunk.crc32c is not None:
-            self._upload.shard.sums.note(chunk.offset, len(data), chunk.crc32c)
+            self._upload.sums.note(chunk.offset, len(data), chunk.crc32c)
         self._upload.active_at = self._runs.clock()
         self._pulled.inc(len(data))

@@ -8,16 +8,15 @@ import socket
 from collections.abc import AsyncIterator
 
 import grpc
-import structlog
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.receive.pull import PullLimits
-from weightsync.relay.upstream import Follower
-from weightsync.service.runs import Run, Runs
-from weightsync.service.service import WeightSyncServicer
-from weightsync.service.source_list import RELAY_PREFIX
+from weightsync.relay.follower import Follower
+from weightsync.service.ingest import WeightSyncServicer
+from weightsync.service.run import RELAY_PREFIX, Run
+from weightsync.service.runs import Runs
 
 __all__ = ["Relay", "RelayCycleError", "RelaySyncServicer", "advertised_address", "relay_name"]
 
@@ -28,15 +27,13 @@ _LONGEST_ADDRESS = 120
 _QUESTION_S = 5.0
 """Seconds that the service behind has to say whether it has a run."""
 
-log = structlog.get_logger(__name__)
-
 
 class RelayCycleError(Exception):
     """Relays feed each other, so that no version can ever reach them."""
 
 
 def advertised_address(configured: str | None, target: str) -> str:
-    """Where others reach a server.
+    """Return where others reach a server.
 
     Args:
         configured: What the operator says, if anything.
@@ -49,32 +46,28 @@ def advertised_address(configured: str | None, target: str) -> str:
 
 
 def relay_name(address: str) -> str:
-    """The name under which a relay reports itself."""
+    """Return the name under which a relay reports itself."""
     return f"{RELAY_PREFIX}{address[-_LONGEST_ADDRESS:]}"
 
 
 class Relay:
-    """Follows upstream in every run that somebody asks for, and passes replicas' reports on.
+    """The service behind a relay: followed in every run that somebody asks for, and sent the replicas' reports.
 
     Args:
-        runs: The runs of this service; the relay makes itself their upstream.
-        channel: To the service behind, with the admin role, which a relay needs to call itself one.
+        channel: To that service, with the admin role, which a relay needs to report as one.
         target: Its address, for messages.
         limits: How long pulls wait.
     """
 
-    def __init__(self, runs: Runs, channel: grpc.aio.Channel, target: str, limits: PullLimits | None = None) -> None:
+    def __init__(self, channel: grpc.aio.Channel, target: str, limits: PullLimits | None = None) -> None:
         self.target = target
-        self._runs = runs
         self._channel = channel
-        self._stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         self._limits = limits or PullLimits()
         self._followers: dict[str, Follower] = {}
         self._group: asyncio.TaskGroup | None = None
         self._following: list[asyncio.Task[None]] = []
         self._address = ""
         self._cycle = asyncio.Event()
-        runs.upstream = self
 
     async def run_forever(self, address: str) -> None:
         """Follow until cancelled.
@@ -83,11 +76,9 @@ class Relay:
             address: Where engines reach this relay.
 
         Raises:
-            RelayCycleError: if upstream leads back to this relay.
+            RelayCycleError: if the service behind leads back to this relay.
         """
         self._address = address
-        for run in self._runs:
-            self._followers.setdefault(run.name, self._follower(run))
         try:
             async with asyncio.TaskGroup() as self._group:
                 for follower in self._followers.values():
@@ -108,9 +99,9 @@ class Relay:
         Raises:
             SluiceError: what the service behind answered, or UNAVAILABLE.
         """
-        request = pb.ListSourcesRequest(run=resource)
+        stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(self._channel)
         try:
-            await self._stub.ListSources(request, timeout=_QUESTION_S)
+            await stub.ListSources(pb.ListSourcesRequest(run=resource), timeout=_QUESTION_S)
         except grpc.aio.AioRpcError as error:
             failure = SluiceError.from_rpc(error)
             if failure.code is grpc.StatusCode.NOT_FOUND:
@@ -118,17 +109,17 @@ class Relay:
             raise failure from error
         return True
 
-    def opened(self, run: Run) -> None:
-        """Follow a run from now on."""
-        self._followers[run.name] = self._follower(run)
+    def follow(self, runs: Runs, run: Run) -> None:
+        """Bring the versions of the service behind into a run from now on."""
+        self._followers[run.name] = Follower(runs, run, self._channel, self._limits)
         if self._group is not None:
             self._begin(self._group, self._followers[run.name])
 
-    def reported(self, run: Run, request: pb.ReportVersionRequest) -> None:
-        """Pass a report on.
+    def report(self, run: Run, request: pb.ReportVersionRequest) -> None:
+        """Forward a replica's report.
 
         Raises:
-            SluiceError: RELAY_CYCLE, if it is this relay's own, which came back by way of upstream.
+            SluiceError: RELAY_CYCLE, if it is this relay's own report, which came back by way of the service behind.
         """
         if self._address and request.replica == relay_name(self._address):
             self._cycle.set()
@@ -138,24 +129,21 @@ class Relay:
         self._followers[run.name].forwarder.put(request)
 
     def lease_s(self, run: Run) -> float:
-        """Seconds that the service behind grants; infinite before its first answer."""
+        """Return the seconds that the service behind grants; infinite before its first answer."""
         follower = self._followers.get(run.name)
         return math.inf if follower is None else follower.forwarder.lease_s
 
     def connected(self, run: str) -> bool:
-        """Whether the service behind answers for the run."""
+        """Return whether the service behind answers for the run."""
         return run in self._followers and self._followers[run].connected
 
     def _begin(self, group: asyncio.TaskGroup, follower: Follower) -> None:
         following = follower.run_forever(relay_name(self._address), self._address)
         self._following.append(group.create_task(following))
 
-    def _follower(self, run: Run) -> Follower:
-        return Follower(self._runs, run, self._channel, self._limits)
-
 
 class RelaySyncServicer(WeightSyncServicer):
-    """Serves what reads of `sluice.v1.WeightSyncService`; what changes versions belongs to the service behind.
+    """Serves the reads of `sluice.v1.WeightSyncService`; versions are changed at the service behind.
 
     Args:
         runs: The runs of this service.

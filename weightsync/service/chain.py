@@ -17,7 +17,7 @@ __all__ = [
     "Form",
     "Forms",
     "Kept",
-    "Step",
+    "PathStep",
     "anchors",
     "damaged_on_the_way",
     "delta_chain",
@@ -39,8 +39,8 @@ class Form(Enum):
     ADAPTER = "adapter"
 
 
-class Step(NamedTuple):
-    """What to take next on the way to a version."""
+class PathStep(NamedTuple):
+    """One form on the way to a version."""
 
     version: Version
     form: Form
@@ -109,7 +109,7 @@ def newest_model(versions: Versions) -> Version | None:
     return max((version for version, forms in versions.items() if not forms.is_adapter), default=None)
 
 
-def next_dense(versions: Versions) -> list[Step] | None:
+def next_dense(versions: Versions) -> list[PathStep] | None:
     """The way to the newest version that can be reached, if that has no dense form yet; None if there is nothing to make."""
     for version in sorted(versions, reverse=True):
         if versions[version].dense_bytes is not None:
@@ -122,7 +122,7 @@ def next_dense(versions: Versions) -> list[Step] | None:
 
 def find_path(
     versions: Versions, target: Version, held: Version | None = None, *, dense: Collection[Version] | None = None
-) -> list[Step] | None:
+) -> list[PathStep] | None:
     """The way to a visible version that has the fewest bytes.
 
     Args:
@@ -137,18 +137,18 @@ def find_path(
     if target == held:
         return []
     if versions[target].is_adapter:
-        return [Step(target, Form.ADAPTER)]
-    best: list[Step] | None = None
+        return [PathStep(target, Form.ADAPTER)]
+    best: list[PathStep] | None = None
     best_bytes = float("inf")
-    chain: list[Step] = []
+    chain: list[PathStep] = []
     chain_bytes = 0
     for version, forms in _towards_the_past(versions, target):
         usable = forms.dense_bytes is not None and (dense is None or version in dense)
         if usable and forms.dense_bytes is not None and chain_bytes + forms.dense_bytes < best_bytes:
-            best, best_bytes = [Step(version, Form.DENSE), *reversed(chain)], chain_bytes + forms.dense_bytes
+            best, best_bytes = [PathStep(version, Form.DENSE), *reversed(chain)], chain_bytes + forms.dense_bytes
         if forms.delta_bytes is None or forms.damaged:
             break
-        chain.append(Step(version, Form.DELTA))
+        chain.append(PathStep(version, Form.DELTA))
         chain_bytes += forms.delta_bytes
         if forms.base == held and chain_bytes < best_bytes:
             return list(reversed(chain))

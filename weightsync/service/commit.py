@@ -14,23 +14,25 @@ from sluice.versions import Version
 from weightsync.format.manifest import ManifestError, check_adapter_config
 from weightsync.metrics import COMMIT_SECONDS, COMMITTED_BYTES
 from weightsync.service.chain import Form
-from weightsync.service.incoming import IncomingShard
+from weightsync.service.errors import FAILURES, translated
 from weightsync.service.ledger import RefusedError
-from weightsync.service.runs import Run, Runs, disk_error, refused
+from weightsync.service.run import Run
+from weightsync.service.runs import Runs
 from weightsync.service.store import is_loadable
 from weightsync.service.stored import StoredVersion, form_of
-from weightsync.service.verify import DigestMismatchError, IncompleteError, NonFiniteError, complete_manifest
+from weightsync.service.upload import Upload
+from weightsync.service.verify import complete_manifest
 
 __all__ = ["commit_version"]
 
-_OF_NO_USE = {"BASE_UNKNOWN", "BASE_DAMAGED", "NON_FINITE", "DIGEST"}
+_USELESS_UPLOADS = {"BASE_UNKNOWN", "BASE_DAMAGED", "NON_FINITE", "DIGEST"}
 """Refusals after which nothing that was pushed of the version can be committed."""
 
 log = structlog.get_logger(__name__)
 
 
 async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.CommitVersionResponse:
-    """Commit a version, or find that it is committed.
+    """Commit a version. If it is committed already, compare and say so.
 
     Raises:
         SluiceError: as the contract says of CommitVersion.
@@ -43,7 +45,7 @@ async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.Com
             return pb.CommitVersionResponse(manifest=known.manifest, duplicate=True)
         run.committing = version
         try:
-            stored = await _store(runs, run, version, announced)
+            stored = await _commit_uploads(runs, run, version, announced)
         finally:
             run.committing = None
     runs.retention_due.set()
@@ -52,7 +54,7 @@ async def commit_version(runs: Runs, run: Run, announced: pb.Manifest) -> pb.Com
 
 
 def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
-    """A repeated commit names the same content: by the version's digest, else by the digests of its shards."""
+    """Check that a repeated commit names the same content: the version's digest, else the digests of its shards."""
     if announced.digest:
         same = announced.digest in {known.manifest.digest, known.pushed.digest}
     else:
@@ -66,14 +68,14 @@ def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
         )
 
 
-async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest) -> StoredVersion:
+async def _commit_uploads(runs: Runs, run: Run, version: Version, announced: pb.Manifest) -> StoredVersion:
     started = time.perf_counter()
     try:
-        stored = await _verify_and_publish(runs, run, version, announced, started)
+        stored = await _verify_and_publish(runs, run, version, announced)
         await runs.drop_uploads(run, version)
-    except (RefusedError, ManifestError, IncompleteError, NonFiniteError, DigestMismatchError, OSError) as error:
-        failure = _failure(error)
-        if failure.reason in _OF_NO_USE or isinstance(error, OSError):
+    except FAILURES as error:
+        failure = translated(error)
+        if failure.reason in _USELESS_UPLOADS or isinstance(error, OSError):
             await runs.drop_uploads(run, version)
         raise failure from error
     seconds = time.perf_counter() - started
@@ -91,23 +93,22 @@ async def _store(runs: Runs, run: Run, version: Version, announced: pb.Manifest)
     return stored
 
 
-async def _verify_and_publish(
-    runs: Runs, run: Run, version: Version, announced: pb.Manifest, started: float
-) -> StoredVersion:
-    """Bring what was pushed into sight, as a whole."""
-    shards = {name: upload.shard for name, upload in run.uploads_of(version).items()}
+async def _verify_and_publish(runs: Runs, run: Run, version: Version, announced: pb.Manifest) -> StoredVersion:
+    """Verify what was pushed, build the version's directory, rename it into sight and tell the watchers."""
+    uploads = run.uploads_of(version)
     base_version, holder = Version.from_proto(announced.base), object()
+    started = time.perf_counter()
     run.ledger.check_push(version)
     base = _check_base(run, version, announced)
     if base_version in run.versions:
         run.ledger.hold(base_version, holder)
     try:
-        manifest = await runs.in_thread(_verify, announced, shards, base)
+        manifest = await runs.in_thread(_verify, announced, uploads, base)
         assembled_bytes = 0 if is_loadable(manifest) else manifest.dense_bytes
         async with runs.room_for(run, assembled_bytes, evict=True) if assembled_bytes else nullcontext():
-            stored = await runs.in_thread(run.store.commit, manifest, shards, started)
+            stored = await runs.in_thread(run.store.commit, manifest, uploads, started)
             run.publish(stored)
-    except RefusedError:  # its base was found damaged meanwhile; a restart must not bring it into sight
+    except RefusedError:  # its base was found damaged in the meantime; a restart must not bring it into sight
         await runs.in_thread(run.store.remove, version)
         raise
     finally:
@@ -115,24 +116,8 @@ async def _verify_and_publish(
     return stored
 
 
-def _failure(error: Exception) -> SluiceError:
-    """Why a version was not committed, as the contract words it."""
-    match error:
-        case RefusedError():
-            return refused(error)
-        case ManifestError():
-            return SluiceError.invalid_argument("manifest", str(error))
-        case IncompleteError():
-            return SluiceError.failed_precondition("SHARDS_MISSING", str(error))
-        case NonFiniteError():
-            return SluiceError.failed_precondition("NON_FINITE", str(error))
-        case OSError():
-            return disk_error(error)
-    return SluiceError.data_loss("DIGEST", str(error))
-
-
 def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manifest | None:
-    """The manifest of the version that a delta is based on; None for other kinds.
+    """Return the manifest of the version that a delta is based on; None for other kinds.
 
     Raises:
         RefusedError: BASE_UNKNOWN or BASE_DAMAGED.
@@ -150,8 +135,8 @@ def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manife
     return run.versions[base].manifest
 
 
-def _verify(announced: pb.Manifest, shards: Mapping[str, IncomingShard], base: pb.Manifest | None) -> pb.Manifest:
-    manifest = complete_manifest(announced, shards, base)
+def _verify(announced: pb.Manifest, uploads: Mapping[str, Upload], base: pb.Manifest | None) -> pb.Manifest:
+    manifest = complete_manifest(announced, uploads, base)
     check_adapter_config(manifest)
     manifest.commit_time.GetCurrentTime()
     return manifest

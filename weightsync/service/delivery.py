@@ -1,12 +1,14 @@
-"""The side of the service that gives versions out: watch, pull, report."""
+"""The side of the service that gives versions out: watch, find the way to a version, pull, report."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -14,26 +16,28 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
+from weightsync.format.chunks import ChunkSums, fill_chunk, next_cut
 from weightsync.host import host_id
-from weightsync.service.runs import Run, Runs
-from weightsync.service.sending import send_file, write_within
-from weightsync.service.source_list import RELAY_PREFIX
+from weightsync.service.chain import PathStep, damaged_on_the_way, find_path
+from weightsync.service.run import RELAY_PREFIX, Run
+from weightsync.service.runs import Runs
 from weightsync.service.stored import StoredForm
-from weightsync.service.update_path import describe_step, path_to, pulled_form
 
 __all__ = ["WeightDeliveryServicer"]
 
+Q = TypeVar("Q")
+R = TypeVar("R")
+
 _MOST_REPLICA_CHARACTERS = 128
-_MOST_ERROR_CHARACTERS = 2000
 
 
 class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
     """Serves `sluice.v1.WeightDeliveryService`.
 
     Args:
-        runs: What it gives out.
-        require_admin: Raises `SluiceError` where a call comes without the admin's token: engines load what a relay gives
-            them, so not everybody may call itself one.
+        runs: The runs of this service.
+        require_admin: Raises `SluiceError` if a call comes without the admin's token. Engines load what a relay gives
+            them, so only the admin may report as one.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
         """Announce the newest version, now and whenever there is a newer one.
 
-        A watcher has no queue: whoever is slow finds the newest when it comes back.
+        A watcher has no queue: a slow one finds the newest version when it reads again.
         """
         run = await self._runs.find(request.run)
         known = Version.from_proto(request.known) if request.HasField("known") else None
@@ -69,6 +73,48 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             self._watchers -= 1
             run.watchers -= 1
 
+    async def GetUpdatePath(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
+        self,
+        request: pb.GetUpdatePathRequest,
+        context: grpc.aio.ServicerContext[pb.GetUpdatePathRequest, pb.GetUpdatePathResponse],
+    ) -> None:
+        """Send the manifests that lead to a version. Its forms stay until they are sent, and a little longer."""
+        run = await self._runs.find(request.run)
+        wanted = Version.from_proto(request.version) if request.HasField("version") else None
+        held = Version.from_proto(request.held) if request.HasField("held") else None
+        path = _find_path(run, wanted, held)
+        with self._held(run, [step.version for step in path]):
+            for step in path:
+                response = await self._runs.in_thread(_describe_step, run, step)
+                await self._write(context, response)
+
+    async def PullWeights(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
+        self,
+        request: pb.PullWeightsRequest,
+        context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
+    ) -> None:
+        """Send bytes of one shard, read in a thread while the chunk before is sent."""
+        run = await self._runs.find(request.run)
+        form = _pulled_form(run, request)
+        path, begin, end = _find_range(form, request)
+        sums = form.sums_of(request.shard)
+        in_thread = self._runs.in_thread
+        with self._held(run, [Version.from_proto(request.version)]):
+            file = await in_thread(FileIO, path)
+            reading: asyncio.Future[pb.PullWeightsResponse] | None = None
+            try:
+                if begin < end:
+                    reading = in_thread(_read_chunk, file, sums, begin, end)
+                while reading is not None:
+                    response = await reading
+                    begin = next_cut(begin, end)
+                    reading = in_thread(_read_chunk, file, sums, begin, end) if begin < end else None
+                    await self._write(context, response)
+            finally:
+                if reading is not None:
+                    reading.cancel()
+                file.close()
+
     async def ListSources(  # noqa: N802 - gRPC's name
         self,
         request: pb.ListSourcesRequest,
@@ -80,52 +126,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         own = pb.WeightSource(
             host=host_id(), watchers=run.watchers, newest=None if newest is None else newest.to_proto()
         )
-        relays = run.relays.sources(run.ledger.replicas(self._runs.clock()))
-        return pb.ListSourcesResponse(sources=[own, *relays])
-
-    async def PullWeights(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
-        self,
-        request: pb.PullWeightsRequest,
-        context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
-    ) -> None:
-        """Send bytes of one shard."""
-        run = await self._runs.find(request.run)
-        version = Version.from_proto(request.version)
-        base = Version.from_proto(request.base) if request.HasField("base") else None
-        form = pulled_form(run, version, base)
-        path, end = _find_range(form, request)
-        with self._held(run, [version]):
-            sums = form.sums_of(request.shard)
-            await send_file(self._runs, path, sums, context, begin=request.offset, end=end)
-
-    async def GetUpdatePath(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
-        self,
-        request: pb.GetUpdatePathRequest,
-        context: grpc.aio.ServicerContext[pb.GetUpdatePathRequest, pb.GetUpdatePathResponse],
-    ) -> None:
-        """Send the manifests that lead to a version; its forms stay until they are sent, and a little longer."""
-        run = await self._runs.find(request.run)
-        wanted = Version.from_proto(request.version) if request.HasField("version") else None
-        held = Version.from_proto(request.held) if request.HasField("held") else None
-        path = path_to(run, wanted, held)
-        with self._held(run, [step.version for step in path]):
-            for step in path:
-                response = await self._runs.in_thread(describe_step, run, step)
-                await write_within(context, response, self._runs.config.chunk_idle_s)
-
-    @contextmanager
-    def _held(self, run: Run, versions: list[Version]) -> Iterator[None]:
-        """Keep versions while they are sent, and from retention until the caller comes back for their next part."""
-        holder = object()
-        for version in versions:
-            run.ledger.hold(version, holder)
-        try:
-            yield
-        finally:
-            until = self._runs.clock() + self._runs.config.linger_s
-            for version in versions:
-                run.ledger.release(version, holder)
-                run.ledger.linger(version, until)
+        return pb.ListSourcesResponse(sources=[own, *run.describe_relays(self._runs.clock())])
 
     async def ReportVersion(  # noqa: N802 - gRPC's name
         self,
@@ -137,30 +138,16 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             raise SluiceError.invalid_argument("replica", f"give a name of 1 to {_MOST_REPLICA_CHARACTERS} characters")
         if request.phase == pb.REPLICA_PHASE_UNSPECIFIED:
             raise SluiceError.invalid_argument("phase", "say what became of the version")
-        names_relay = bool(request.relay_address) or request.replica.startswith(RELAY_PREFIX)
-        if names_relay and self._require_admin is not None:
+        is_relay = bool(request.relay_address) or request.replica.startswith(RELAY_PREFIX)
+        if is_relay and self._require_admin is not None:
             self._require_admin(context)
         run = await self._runs.find(request.run)
-        about = Version.from_proto(request.version)
-        serving = Version.from_proto(request.serving) if request.HasField("serving") else None
         lease_s = self._runs.config.lease_s
         if self._runs.upstream is not None:
-            self._runs.upstream.reported(run, request)
+            self._runs.upstream.report(run, request)
             lease_s = min(lease_s, self._runs.upstream.lease_s(run))
         self._check_room(run, request.replica)
-        run.relays.note(request)
-        run.ledger.report(
-            request.replica,
-            serving=about if request.phase == pb.REPLICA_PHASE_SERVING else serving,
-            staged=about if request.phase == pb.REPLICA_PHASE_STAGED else None,
-            error=request.error[:_MOST_ERROR_CHARACTERS],
-            now=self._runs.clock(),
-            lease_s=lease_s,
-        )
-        live = run.ledger.replicas(self._runs.clock())
-        run.timings = {name: timings for name, timings in run.timings.items() if name in live}
-        if request.HasField("timings"):
-            run.timings[request.replica] = request.timings
+        run.report(request, self._runs.clock(), lease_s)
         response = pb.ReportVersionResponse()
         response.lease.FromNanoseconds(int(lease_s * 1e9))
         return response
@@ -174,29 +161,119 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                 self._runs.config.heartbeat_s,
             )
 
+    @contextmanager
+    def _held(self, run: Run, versions: list[Version]) -> Iterator[None]:
+        """Keep versions while they are sent, and from retention until the caller asks for their next part."""
+        holder = object()
+        for version in versions:
+            run.ledger.hold(version, holder)
+        try:
+            yield
+        finally:
+            until = self._runs.clock() + self._runs.config.linger_s
+            for version in versions:
+                run.ledger.release(version, holder)
+                run.ledger.linger(version, until)
+
+    async def _write(self, context: grpc.aio.ServicerContext[Q, R], response: R) -> None:
+        """Write one message of a stream.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if the caller does not read.
+        """
+        seconds = self._runs.config.chunk_idle_s
+        try:
+            async with asyncio.timeout(seconds):
+                await context.write(response)
+        except TimeoutError as error:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "PULL_IDLE",
+                f"nobody read for {seconds:g} s (weightsync.chunk_idle_s): pull from where it broke",
+            ) from error
+
 
 async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> AsyncIterator[pb.WatchVersionsResponse]:
-    fresh = True
+    """Yield each newer version, and a sign of life at the start and whenever there was no news for a while."""
+    quiet = True
     while True:
         changed, newest = run.changed, run.ledger.newest
         if newest is not None and (known is None or newest > known):
             known = newest
             yield pb.WatchVersionsResponse(manifest=run.versions[newest].manifest)
-            fresh = False
+            quiet = False
             continue
-        if fresh:  # tells the watcher at once that it is heard
+        if quiet:
             yield pb.WatchVersionsResponse()
-            fresh = False
+            quiet = False
             continue
         try:
             async with asyncio.timeout(heartbeat_s):
                 await changed.wait()
         except TimeoutError:
-            fresh = True
+            quiet = True
 
 
-def _find_range(form: StoredForm, request: pb.PullWeightsRequest) -> tuple[Path, int]:
-    """The shard's file and the end of the range that is wanted."""
+def _find_path(run: Run, wanted: Version | None, held: Version | None) -> list[PathStep]:
+    """Return what leads from what the caller holds to a version, the newest if none is wanted.
+
+    Raises:
+        SluiceError: NOT_FOUND, or DATA_LOSS if a damaged delta is in the way.
+    """
+    target = run.find(wanted).version
+    path = find_path(run.ledger.committed, target, held)
+    if path is None:
+        damaged = damaged_on_the_way(run.ledger.committed, target) or "an older version"
+        raise SluiceError.data_loss(
+            "DELTA_DAMAGED",
+            f"version {target} cannot be reached, because the delta of {damaged} gave other bytes than announced, or NaN:"
+            " keep serving, the trainer's next version is an anchor; to have it now, push an anchor",
+        )
+    return path
+
+
+def _describe_step(run: Run, step: PathStep) -> pb.GetUpdatePathResponse:
+    """Return one step with its files as this host sees them. Blocking."""
+    form = run.find(step.version).form(step.form)
+    if form is None:
+        raise SluiceError.not_found(
+            "NO_SUCH_VERSION", f"version {step.version} lost its {step.form.value} form: ask again"
+        )
+    response = pb.GetUpdatePathResponse(manifest=form.manifest)
+    for shard, path in form.files.items():
+        status = path.stat()
+        response.files.add(shard=shard, path=str(path.absolute()), device=status.st_dev, inode=status.st_ino)
+    return response
+
+
+def _pulled_form(run: Run, request: pb.PullWeightsRequest) -> StoredForm:
+    """Return the form whose shards a pull asks for.
+
+    Raises:
+        SluiceError: NOT_FOUND, or FAILED_PRECONDITION NO_DELTA.
+    """
+    version = Version.from_proto(request.version)
+    stored = run.find(version)
+    if request.HasField("base"):
+        delta, base = stored.delta, Version.from_proto(request.base)
+        if delta is None or Version.from_proto(delta.manifest.base) != base:
+            based = "is held whole only" if delta is None else f"is based on {Version.from_proto(delta.manifest.base)}"
+            raise SluiceError.failed_precondition(
+                "NO_DELTA", f"version {version} {based}, there is no delta from {base}: ask GetUpdatePath for the way"
+            )
+        return delta
+    whole = stored.dense or stored.adapter
+    if whole is None:
+        raise SluiceError.not_found(
+            "NO_DENSE_FORM",
+            f"version {version} is held as a delta only, and its dense form is still being made or was given up:"
+            " ask GetUpdatePath for the way to it",
+        )
+    return whole
+
+
+def _find_range(form: StoredForm, request: pb.PullWeightsRequest) -> tuple[Path, int, int]:
+    """Return the shard's file, and the first byte of the wanted range and the one after its last."""
     path = form.files.get(request.shard)
     if path is None:
         raise SluiceError.not_found(
@@ -208,4 +285,16 @@ def _find_range(form: StoredForm, request: pb.PullWeightsRequest) -> tuple[Path,
     end = request.offset + request.length if request.length else size
     if request.offset > size or end > size:
         raise SluiceError.invalid_argument("offset", f"the range ends beyond the shard's {size} bytes")
-    return path, end
+    return path, request.offset, end
+
+
+def _read_chunk(file: FileIO, sums: ChunkSums, begin: int, end: int) -> pb.PullWeightsResponse:
+    wanted = next_cut(begin, end) - begin
+    data = os.pread(file.fileno(), wanted, begin)
+    if len(data) < wanted:
+        raise SluiceError.data_loss(
+            "SHARD_SHORT", f"the stored file ends at byte {begin + len(data)}: push a new version"
+        )
+    response = pb.PullWeightsResponse()
+    fill_chunk(response.chunk, begin, data, sums.of(begin, data))
+    return response

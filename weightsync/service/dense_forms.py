@@ -1,4 +1,4 @@
-"""Makes the dense form of each run's newest version in the background, one at a time, off the way of commits and pulls."""
+"""Makes the dense form of each run's newest version in the background, one at a time, beside commits and pulls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 import structlog
 
@@ -16,21 +18,18 @@ from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end
 from weightsync.format.layout import LayoutError
 from weightsync.metrics import DENSE_SECONDS
-from weightsync.service.chain import Step, next_dense
-from weightsync.service.materialize import DamagedDeltaError, StoppedError, materialize
+from weightsync.service.chain import PathStep, next_dense
+from weightsync.service.dense_files import DamagedDeltaError, StoppedError, apply_deltas
+from weightsync.service.run import Run
 from weightsync.service.stored import StoredForm
 
-if TYPE_CHECKING:
-    from weightsync.service.run import Run
-    from weightsync.service.runs import Runs
-
-__all__ = ["DenseForms"]
+__all__ = ["DenseForms", "Reserve"]
 
 _MOST_FILES = 256
 """Delta files that are mapped at once; a longer chain is taken in several passes. Far below the usual limit of 1024."""
 
 _STOP_S = 30.0
-"""A build looks whether it shall stop after each block that it writes; a disk that takes longer for one does not answer."""
+"""Seconds to wait for a build to stop: it looks after each tensor, so a disk that takes longer does not answer."""
 
 _NICENESS = 10
 """The thread gives way to those that serve."""
@@ -38,17 +37,27 @@ _NICENESS = 10
 log = structlog.get_logger(__name__)
 
 
+class Reserve(Protocol):
+    """Reserves room on the disk for as long as a block lasts."""
+
+    def __call__(self, run: Run, need: int, *, evict: bool) -> AbstractAsyncContextManager[None]:
+        """Reserve `need` bytes; raise `SluiceError` if there are not that many."""
+        ...
+
+
 class DenseForms:
     """The work for all runs of a service; one thread does it.
 
     Args:
-        runs: The runs.
-        delay_s: Seconds from a commit to the begin of its dense form.
+        reserve: Reserves room for a dense form.
+        ended: Called after each attempt: versions that it held may be removed now.
+        delay_s: Seconds from a commit until its dense form is begun.
         retry_s: Seconds after which a failed attempt is repeated.
     """
 
-    def __init__(self, runs: Runs, delay_s: float, retry_s: float) -> None:
-        self._runs = runs
+    def __init__(self, reserve: Reserve, ended: Callable[[], None], *, delay_s: float, retry_s: float) -> None:
+        self._reserve = reserve
+        self._ended = ended
         self._delay_s = delay_s
         self._retry_s = retry_s
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -90,39 +99,47 @@ class DenseForms:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _follow(self, run: Run) -> None:
+        """Make dense forms until the newest version that can be reached has one."""
         try:
             await asyncio.sleep(self._delay_s)
             while (path := next_dense(run.ledger.committed)) is not None:
-                pause_s = self._delay_s if await self._make(run, path) else self._retry_s
-                await asyncio.sleep(pause_s)
+                settled = await self._make(run, path)
+                await asyncio.sleep(self._delay_s if settled else self._retry_s)
         finally:
             del self._tasks[run.name]
 
-    async def _make(self, run: Run, path: list[Step]) -> bool:
-        """Make one dense form; whether that is settled, for good or ill, and needs no repetition."""
+    async def _make(self, run: Run, path: list[PathStep]) -> bool:
+        """Make one dense form; return whether it was made, or a damaged delta makes that impossible."""
         forms = [form for step in path if (form := run.versions[step.version].form(step.form)) is not None]
         source, deltas = forms[0], _limited(forms[1:])
-        build = self._builds[run.name] = _Build(source.manifest.size_bytes)
+        build = self._builds[run.name] = _Build(source, deltas)
         for step in path:
             run.ledger.hold(step.version, build)
         try:
-            return await self._attempt(run, source, deltas, build, path[len(deltas)])
+            return await self._attempt(run, build, path[len(deltas)])
         finally:
             for step in path:
                 run.ledger.release(step.version, build)
             del self._builds[run.name]
             build.ended.set()
-            self._runs.retention_due.set()
+            self._ended()
 
-    async def _attempt(
-        self, run: Run, source: StoredForm, deltas: list[StoredForm], build: _Build, target: Step
-    ) -> bool:
+    async def _attempt(self, run: Run, build: _Build, target: PathStep) -> bool:
         version, started = target.version, time.perf_counter()
+
+        def work() -> StoredForm:
+            building = run.store.build_dense(version)
+            try:
+                manifest = apply_deltas(build.source, build.deltas, building, build.stop)
+                return run.store.publish_dense(manifest, building)
+            finally:
+                run.store.drop_building(version)
+
         try:
-            async with self._runs.room_for(run, build.size, evict=False):
+            async with self._reserve(run, build.source.manifest.size_bytes, evict=False):
                 build.has_room = True
-                form = await self._in_thread(run, source, deltas, build, target)
-                run.add_dense(version, form)
+                working = asyncio.get_running_loop().run_in_executor(self._thread, work)
+                run.add_dense(version, await run_to_end(working, on_cancel=build.stop.set))
         except DamagedDeltaError as error:
             run.ledger.mark_damaged(error.version)
             log.error(  # noqa: TRY400 - where it was found says nothing, the version does
@@ -137,7 +154,7 @@ class DenseForms:
             return False
         except (OSError, SluiceError, LayoutError) as error:
             log.warning(
-                "no dense form yet; deltas are served on",
+                "no dense form could be made; deltas are still served",
                 run=run.name,
                 version=str(version),
                 error=str(error),
@@ -147,45 +164,32 @@ class DenseForms:
             return False
         seconds = time.perf_counter() - started
         DENSE_SECONDS.observe(seconds)
-        log.info("dense form made", run=run.name, version=str(version), deltas=len(deltas), seconds=round(seconds, 3))
+        log.info(
+            "dense form made", run=run.name, version=str(version), deltas=len(build.deltas), seconds=round(seconds, 3)
+        )
         return True
-
-    async def _in_thread(
-        self, run: Run, source: StoredForm, deltas: list[StoredForm], build: _Build, target: Step
-    ) -> StoredForm:
-        """Do the work; when this ends, however it ends, the thread has."""
-
-        def work() -> StoredForm:
-            building = run.store.build_dense(target.version)
-            try:
-                manifest = materialize(source, deltas, building, build.stop)
-                return run.store.publish_dense(manifest, building)
-            finally:
-                run.store.drop_building(target.version)
-
-        working = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        return await run_to_end(working, on_cancel=build.stop.set)
 
 
 class _Build:
-    """One dense form under construction."""
+    """One dense form under construction: an older dense form, the deltas to apply to it, and how far it is."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, source: StoredForm, deltas: list[StoredForm]) -> None:
+        self.source = source
+        self.deltas = deltas
         self.has_room = False
         self.stop = threading.Event()
         self.ended = asyncio.Event()
 
 
 def _limited(deltas: list[StoredForm]) -> list[StoredForm]:
-    """As many deltas from the first on as may be open at once; always one."""
-    files, taken = 0, 0
+    """Return as many deltas, from the first on, as may be open at once; at least one."""
+    files, count = 0, 0
     for delta in deltas:
         files += len(delta.files)
-        if taken and files > _MOST_FILES:
+        if count and files > _MOST_FILES:
             break
-        taken += 1
-    return deltas[:taken]
+        count += 1
+    return deltas[:count]
 
 
 def _give_way() -> None:

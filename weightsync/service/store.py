@@ -4,12 +4,12 @@
                              model-00001-of-0000N + index), config.json, tokenizer..., manifest.json; or an adapter,
                              a directory that PEFT loads: adapter_model.safetensors, adapter_config.json, manifest.json
     <root>/.deltas/v1.43/    delta form: one file per shard, manifest.json
-    <root>/.incoming/v1.44/  shards on their way in, and forms under construction
-    <root>/.building/v1.43/  dense forms that are made of deltas, under construction
+    <root>/.incoming/v1.44/  shards that are being pushed, and forms under construction
+    <root>/.building/v1.43/  dense forms under construction that are made of deltas
     <root>/.model/           what each dense directory shares: config, tokenizer
 
-A form is built under ``.incoming`` and renamed into sight, its manifest written last; it is renamed out of sight before
-it is removed. So a crash at any point leaves whole versions and rubbish that the next start sweeps away.
+A form is built under ``.incoming`` and renamed into sight, its manifest written last. Before a form is removed it is
+renamed out of sight. A crash at any point therefore leaves whole versions, and rubbish that the next start removes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import structlog
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 
 from sluice.host_files import remove_tree
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.manifest import MANIFEST_FILE, ManifestError, entry_name, is_whole, to_json
 from weightsync.format.names import parse_version_directory, version_directory
-from weightsync.service.assemble import assemble
 from weightsync.service.chain import Form, is_reachable
-from weightsync.service.disk import sync_directory, write_synced
-from weightsync.service.incoming import IncomingShard
-from weightsync.service.model_files import collect_model_files, link_into
+from weightsync.service.dense_files import assemble
 from weightsync.service.stored import (
     PUSHED_FILE,
     StoredForm,
@@ -42,13 +41,21 @@ from weightsync.service.stored import (
     file_names,
     form_of,
     read_form,
+    stored_form,
     weight_index,
 )
+from weightsync.service.upload import Upload
 
 __all__ = ["RunStore", "StoreLockedError", "is_loadable"]
 
-ADAPTER_CONFIG_FILE = "adapter_config.json"
+_ADAPTER_CONFIG_FILE = "adapter_config.json"
 """PEFT's name for it."""
+
+_MODEL_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+_NOT_OF_THE_MODEL = {"manifest.json", "trainer_state.json"}
+_WEIGHT_INDEX = ".index.json"
+_LARGEST_MODEL_FILE_BYTES = 256 << 20
+"""Larger files are no configuration; the largest tokenizers have some 40 MB."""
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +69,7 @@ class RunStore:
 
     Args:
         root: The directory; made when the first shard comes.
-        model: Base model, whose config and tokenizer go with each version; empty: none.
+        model: Base model, whose config and tokenizer are copied into each version; empty: none.
     """
 
     def __init__(self, root: Path, model: str) -> None:
@@ -79,8 +86,8 @@ class RunStore:
         self._lock: int | None = None
         self._numbers = itertools.count()
 
-    def recover(self) -> list[StoredVersion]:
-        """Sweep away what a crash left behind, and read the versions that are whole and can be reached.
+    def read_versions(self) -> list[StoredVersion]:
+        """Remove what a crash left behind, and return the versions that are whole and can be reached.
 
         Raises:
             StoreLockedError: if another process keeps the same directory.
@@ -119,8 +126,8 @@ class RunStore:
             else:
                 yield version, form
 
-    def open_shard(self, version: Version, name: str, size: int) -> IncomingShard:
-        """Begin a shard anew.
+    def begin_upload(self, version: Version, announced: pb.Shard, now: float) -> Upload:
+        """Begin a shard at its beginning.
 
         Raises:
             StoreLockedError: if another process keeps the same directory.
@@ -129,15 +136,15 @@ class RunStore:
         self.root.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         # A number of its own: a stream that was superseded may still be writing to the file before.
-        unique = f"{name}.{next(self._numbers)}"
-        return IncomingShard(self._incoming / version_directory(version) / unique, size)
+        unique = f"{announced.name}.{next(self._numbers)}"
+        return Upload(self._incoming / version_directory(version) / unique, announced, now)
 
-    def commit(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard], started: float) -> StoredVersion:
+    def commit(self, manifest: pb.Manifest, uploads: Mapping[str, Upload], started: float) -> StoredVersion:
         """Build a form's directory and rename it into sight.
 
         Args:
             manifest: A manifest that was completed, with its commit time.
-            shards: Its uploaded files by name; moved.
+            uploads: Its shards by name; their files are moved.
             started: When the commit began, by `time.perf_counter`.
 
         Raises:
@@ -147,47 +154,47 @@ class RunStore:
         building = self._incoming / version_directory(version) / ".building"
         remove_tree(building)
         building.mkdir()
-        stored = self._place_weights(manifest, shards, building)
+        given_out = self._place_weights(manifest, uploads, building)
         if form is Form.ADAPTER:
-            write_synced(building / ADAPTER_CONFIG_FILE, manifest.adapter_config)
-        if stored is not manifest:
-            write_synced(building / PUSHED_FILE, to_json(manifest))
-        stored.commit_time_taken.FromNanoseconds(int((time.perf_counter() - started) * 1e9))
-        final = self._publish(version, form, stored, building)
-        files = {shard: final / name for shard, name in file_names(stored).items()}
-        sums = {shard.name: shards[shard.name].sums for shard in stored.shards} if stored is manifest else {}
-        return StoredVersion(version).with_form(StoredForm(final, stored, manifest, files, sums))
+            _write_synced(building / _ADAPTER_CONFIG_FILE, manifest.adapter_config)
+        if given_out is not manifest:
+            _write_synced(building / PUSHED_FILE, to_json(manifest))
+        given_out.commit_time_taken.FromNanoseconds(int((time.perf_counter() - started) * 1e9))
+        final = self._publish(version, form, given_out, building)
+        sums = {name: upload.sums for name, upload in uploads.items()} if given_out is manifest else {}
+        return StoredVersion(version).with_form(stored_form(final, given_out, manifest, sums))
+
+    def _place_weights(self, manifest: pb.Manifest, uploads: Mapping[str, Upload], building: Path) -> pb.Manifest:
+        """Put the weights into the directory; return the manifest of what lies there."""
+        if not is_loadable(manifest):
+            stem = "model" if form_of(manifest) is Form.DENSE else "adapter_model"
+            return assemble(manifest, uploads, building / f"{stem}.safetensors")
+        for shard, name in file_names(manifest).items():
+            uploads[shard].path.rename(building / name)
+        return manifest
 
     def _publish(self, version: Version, form: Form, manifest: pb.Manifest, building: Path) -> Path:
         """Complete a directory and rename it to where it belongs."""
         if form is Form.DENSE:
             if len(manifest.shards) > 1:
-                write_synced(building / "model.safetensors.index.json", weight_index(manifest))
+                _write_synced(building / "model.safetensors.index.json", weight_index(manifest))
             with self._collecting:
                 if self._model_files is None:
-                    self._model_files = collect_model_files(self._model, self._model_copies)
-            link_into(self._model_files, building)
-        write_synced(building / MANIFEST_FILE, to_json(manifest))
-        sync_directory(building)
+                    self._model_files = _collect_model_files(self._model, self._model_copies)
+            _link_into(self._model_files, building)
+        _write_synced(building / MANIFEST_FILE, to_json(manifest))
+        _sync_directory(building)
         parent = self._deltas if form is Form.DELTA else self.root
         if not parent.exists():
             parent.mkdir()
-            sync_directory(self.root)
+            _sync_directory(self.root)
         final = parent / version_directory(version)
         building.rename(final)
-        sync_directory(parent)
+        _sync_directory(parent)
         return final
 
-    def _place_weights(self, manifest: pb.Manifest, shards: Mapping[str, IncomingShard], building: Path) -> pb.Manifest:
-        if not is_loadable(manifest):
-            stem = "model" if form_of(manifest) is Form.DENSE else "adapter_model"
-            return assemble(manifest, shards, building / f"{stem}.safetensors")
-        for shard, name in file_names(manifest).items():
-            shards[shard].path.rename(building / name)
-        return manifest
-
     def build_dense(self, version: Version) -> Path:
-        """An empty directory in which a dense form can be made of deltas.
+        """Make an empty directory in which a dense form can be made of deltas.
 
         Raises:
             OSError: if the disk does not take it.
@@ -204,15 +211,14 @@ class RunStore:
             OSError: if the disk does not take it.
         """
         final = self._publish(Version.from_proto(manifest.version), Form.DENSE, manifest, building)
-        files = {shard: final / name for shard, name in file_names(manifest).items()}
-        return StoredForm(final, manifest, manifest, files)
+        return stored_form(final, manifest, manifest)
 
     def drop_building(self, version: Version) -> None:
         """Remove a dense form that was not finished."""
         remove_tree(self._building / version_directory(version))
 
     def drop_incoming(self, version: Version) -> None:
-        """Remove what came in of a version and was not committed."""
+        """Remove what was pushed of a version and was not committed."""
         remove_tree(self._incoming / version_directory(version))
 
     def remove(self, version: Version) -> None:
@@ -228,7 +234,7 @@ class RunStore:
         if not directory.exists():
             return
         self._trash.mkdir(exist_ok=True)
-        # A number of its own: two forms of a version may go at the same time.
+        # A number of its own: two forms of a version may be removed at the same time.
         doomed = self._trash / f"{directory.name}.{next(self._numbers)}"
         try:
             directory.rename(doomed)
@@ -240,10 +246,10 @@ class RunStore:
             remove_tree(doomed)
 
     def _take_lock(self) -> None:
-        """Two services in one directory would sweep away each other's shards."""
+        """Keep other services out: two in one directory would remove each other's shards."""
         if self._lock is not None:
             return
-        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -260,7 +266,7 @@ class RunStore:
             self._lock = None
 
     def free_bytes(self) -> int:
-        """Bytes that the disk has left."""
+        """Return the bytes that the disk has left."""
         existing = next(path for path in (self.root, *self.root.absolute().parents) if path.exists())
         return shutil.disk_usage(existing).free
 
@@ -275,3 +281,81 @@ def is_loadable(manifest: pb.Manifest) -> bool:
     return (len(manifest.shards) == 1 or manifest.kind != pb.VERSION_KIND_ADAPTER) and all(
         is_whole(tensor) and entry_name(tensor) == tensor.name for shard in manifest.shards for tensor in shard.tensors
     )
+
+
+def _collect_model_files(model: str, target: Path) -> list[Path]:
+    """Copy the small files that make a version's directory loadable: config, generation config, tokenizer.
+
+    Args:
+        model: Hugging Face directory, or a hub id that is in this machine's hub cache; nothing is downloaded.
+        target: Directory that receives the copies; emptied before.
+
+    Returns:
+        The copies, none if the model is not at hand: versions then hold weights alone.
+    """
+    remove_tree(target)
+    if not model:
+        log.info("versions will hold weights alone, because no base model is set")
+        return []
+    source = _locate(model)
+    if source is None:
+        log.warning(
+            "versions will hold weights alone, because the base model's directory was not found",
+            model=model,
+            remedy="set model to a directory that this host can read, or put the hub snapshot into its cache",
+        )
+        return []
+    target.mkdir(parents=True)
+    return [_copy_synced(path, target / path.name) for path in sorted(source.iterdir()) if _is_model_file(path)]
+
+
+def _locate(model: str) -> Path | None:
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (HFValidationError, OSError):  # a name that is no hub id, or nothing in the cache
+        return None
+
+
+def _is_model_file(path: Path) -> bool:
+    return (
+        path.is_file()
+        and path.suffix in _MODEL_SUFFIXES
+        and path.name not in _NOT_OF_THE_MODEL
+        and not path.name.endswith(_WEIGHT_INDEX)
+        and path.stat().st_size <= _LARGEST_MODEL_FILE_BYTES
+    )
+
+
+def _link_into(copies: list[Path], directory: Path) -> None:
+    """Give a version's directory hard links to the model's files; copy them where the file system has no links."""
+    for copy in copies:
+        try:
+            os.link(copy, directory / copy.name)
+        except OSError:  # some network file systems; if the disk is full, the copy says so
+            _copy_synced(copy, directory / copy.name)
+
+
+def _copy_synced(source: Path, target: Path) -> Path:
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+    return target
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    """Bring a directory's names to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

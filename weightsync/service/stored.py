@@ -13,7 +13,16 @@ from weightsync.format.chunks import ChunkSums
 from weightsync.format.manifest import MANIFEST_FILE, ManifestError, from_json
 from weightsync.service.chain import Form, Forms
 
-__all__ = ["PUSHED_FILE", "StoredForm", "StoredVersion", "file_names", "form_of", "read_form", "weight_index"]
+__all__ = [
+    "PUSHED_FILE",
+    "StoredForm",
+    "StoredVersion",
+    "file_names",
+    "form_of",
+    "read_form",
+    "stored_form",
+    "weight_index",
+]
 
 PUSHED_FILE = "pushed.json"
 """Manifest as the trainer pushed it, kept where the shards were assembled into another file."""
@@ -169,9 +178,24 @@ def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
         raise ManifestError(f"a {form_of(manifest).value} form does not belong here")
     pushed_path = directory / PUSHED_FILE
     pushed = from_json(pushed_path.read_text()) if pushed_path.exists() else manifest
-    files = {shard: directory / name for shard, name in file_names(manifest).items()}
+    form = stored_form(directory, manifest, pushed)
     for shard in manifest.shards:
-        path = files[shard.name]
+        path = form.files[shard.name]
         if path.stat().st_size != shard.size_bytes:
             raise ManifestError(f"{path.name} has {path.stat().st_size} bytes, expected {shard.size_bytes}")
-    return StoredForm(directory, manifest, pushed, files)
+    return form
+
+
+def stored_form(
+    directory: Path, manifest: pb.Manifest, pushed: pb.Manifest, sums: Mapping[str, ChunkSums] | None = None
+) -> StoredForm:
+    """Describe a form that lies in a directory.
+
+    Args:
+        directory: Where it lies.
+        manifest: What its files are.
+        pushed: What was pushed.
+        sums: Checksums of its shards' chunks, where they are known.
+    """
+    files = {shard: directory / name for shard, name in file_names(manifest).items()}
+    return StoredForm(directory, manifest, pushed, files, dict(sums or {}))
