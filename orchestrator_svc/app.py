@@ -12,6 +12,7 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
+from orchestrator_svc.envs.scoring import Scorer
 from orchestrator_svc.episodes import EpisodeRunner
 from orchestrator_svc.generation import PolicyEngine
 from orchestrator_svc.journal import Journal, JournalError
@@ -19,7 +20,6 @@ from orchestrator_svc.pinned_evaluation import PinnedEvaluation
 from orchestrator_svc.recorder import Recorder
 from orchestrator_svc.replica import Replica
 from orchestrator_svc.replicas import ReplicaPool
-from orchestrator_svc.rewards.scorer import Scorer
 from orchestrator_svc.run import Run
 from orchestrator_svc.run_parts import RunParts
 from orchestrator_svc.run_status import RunStatus
@@ -29,7 +29,7 @@ from orchestrator_svc.signals import Signal
 from orchestrator_svc.staleness import StalenessBound
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import TrainerLink
-from orchestrator_svc.workflows.choose import choose_workflow
+from orchestrator_svc.workflows import choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError

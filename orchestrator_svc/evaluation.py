@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.scoring import Scorer
 from orchestrator_svc.episodes import score_records
-from orchestrator_svc.rewards.scorer import Scorer
-from orchestrator_svc.workflows.base import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
+from orchestrator_svc.workflows import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 

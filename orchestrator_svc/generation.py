@@ -13,7 +13,7 @@ import structlog
 
 from orchestrator_svc.replica import Replica
 from orchestrator_svc.replicas import ReplicaPool
-from orchestrator_svc.workflows.base import derived_seed
+from orchestrator_svc.workflows import derived_seed
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Version

@@ -1,24 +1,49 @@
-"""A single-turn environment over any data set of questions and answers."""
+"""A single-turn environment over any data set of questions and answers, with reward functions to begin with."""
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from orchestrator_svc.datasets.question_answer import load_questions
 from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.envs.loading import load_attribute
-from orchestrator_svc.rewards.functions import REWARDS
+from sluice.config import ConfigError
 
-__all__ = ["QuestionAnswer"]
+__all__ = ["REWARDS", "QuestionAnswer", "exact_reward", "math_reward"]
+
+
+def exact_reward(completion: str, answer: str) -> float:
+    """Return 1 if the completion is the answer, white space around it aside; else 0."""
+    return float(completion.strip() == answer.strip())
+
+
+def math_reward(completion: str, answer: str) -> float:
+    """Return 1 if the last mathematical expression of the completion equals the answer, else 0 (math-verify).
+
+    The library's own time limits rely on signals and are switched off: the scoring process has one.
+    """
+    from math_verify import parse, verify  # noqa: PLC0415 - brings sympy, which is slow to import
+
+    gold = parse(answer, parsing_timeout=None)
+    if not gold:
+        gold = parse(f"${answer}$", parsing_timeout=None)
+    found = parse(completion, parsing_timeout=None)
+    return float(verify(gold, found, timeout_seconds=None))
+
+
+REWARDS: Mapping[str, Callable[[str, str], float]] = {"exact": exact_reward, "math": math_reward}
+"""Reward functions by the name that settings give them."""
 
 
 class QuestionAnswer:
     """Asks the questions of a data set and scores answers with a reward function.
 
     Args:
-        dataset: A ``.jsonl`` file, a directory with one per split, or a hub id.
-        question: Field of the question.
+        dataset: A ``.jsonl`` file, a directory with one per split, or a hub id (needs the package `datasets`).
+        question: Field of the question: a text, or messages.
         answer: Field of the answer.
         reward: ``exact``, ``math``, or ``module:function`` of (completion, answer).
         system: System message; none if empty.
@@ -44,24 +69,63 @@ class QuestionAnswer:
         self._system, self._configuration, self._limit = system, name, limit
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """The questions of a split in an order by the seed."""
-        found = load_questions(
-            self._dataset,
-            split,
-            question=self._question,
-            answer=self._answer,
-            name=self._configuration,
-            limit=self._limit,
-        )
-        random.Random(seed).shuffle(found)  # noqa: S311 - an order, not a secret
-        return found
+        """Return the questions of a split in an order that the seed determines; a single file is all of its splits.
+
+        Raises:
+            ConfigError: if the data set cannot be read or a row lacks a field.
+        """
+        tasks: list[Task] = []
+        for index, row in enumerate(_rows(self._dataset, split, self._configuration)):
+            if self._limit is not None and index >= self._limit:
+                break
+            if self._question not in row or self._answer not in row:
+                raise ConfigError(
+                    f"row {index} of {self._dataset} has the fields {', '.join(row)}, not {self._question!r} and"
+                    f" {self._answer!r}: set environment_args question and answer"
+                )
+            task_id = str(row.get("id", f"{split}-{index}"))
+            tasks.append(Task(task_id, {"question": row[self._question], "answer": str(row[self._answer])}))
+        random.Random(seed).shuffle(tasks)  # noqa: S311 - an order, not a secret
+        return tasks
 
     def messages(self, task: Task) -> Sequence[Message]:
-        """The question, after the system message."""
+        """Return the question, after the system message."""
         question = task.data["question"]
         asked = list(question) if not isinstance(question, str) else [{"role": "user", "content": question}]
         return [{"role": "system", "content": self._system}, *asked] if self._system else asked
 
     def score(self, task: Task, completion: str) -> float:
-        """The reward function's word."""
+        """Return what the reward function says of a completion."""
         return float(self._reward(completion, task.data["answer"]))
+
+
+def _rows(dataset: str, split: str, name: str | None) -> Iterable[Mapping[str, Any]]:
+    path = Path(dataset)
+    if path.is_dir():
+        path /= f"{split}.jsonl"
+    if path.suffix == ".jsonl" or path.exists():
+        return _jsonl(path)
+    from datasets import load_dataset  # noqa: PLC0415 - slow to import, needed for hub data sets alone
+
+    try:
+        rows: Iterable[Mapping[str, Any]] = load_dataset(dataset, name, split=split)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load data set {dataset!r}, split {split!r}: {error}") from error
+    return rows
+
+
+def _jsonl(path: Path) -> Iterable[Mapping[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"line {number} of {path} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"line {number} of {path} is not a JSON object")
+        yield row

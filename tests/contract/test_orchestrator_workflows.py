@@ -16,8 +16,7 @@ from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.eval_command import COMMAND
 from orchestrator_svc.generation import PolicyEngine
 from orchestrator_svc.replicas import ReplicaPool
-from orchestrator_svc.workflows.base import EpisodeData, Sampling
-from orchestrator_svc.workflows.multi_turn import MultiTurn
+from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2

@@ -11,9 +11,7 @@ from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironme
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.task_stream import TaskStream
-from orchestrator_svc.workflows.choose import choose_workflow
-from orchestrator_svc.workflows.multi_turn import MultiTurn
-from orchestrator_svc.workflows.single_turn import SingleTurn
+from orchestrator_svc.workflows import MultiTurn, SingleTurn, choose_workflow
 from sluice.config import ConfigError
 
 CALLS = EnvironmentCalls(threads=1, deadline_s=5.0)

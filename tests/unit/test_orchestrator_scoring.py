@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator_svc.config import RewardConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.rewards.functions import exact_reward, math_reward
-from orchestrator_svc.rewards.scorer import Scorer
+from orchestrator_svc.envs.question_answer import exact_reward, math_reward
+from orchestrator_svc.envs.scoring import Scorer
 
 ENVIRONMENT = """
 import os, time

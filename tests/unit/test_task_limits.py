@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.workflows.base import EpisodeData, Sampling, chat_messages, sampling_params
+from orchestrator_svc.workflows import EpisodeData, Sampling, chat_messages, sampling_params
 from sluice.v1 import tokens_pb2
 from sluice.versions import Version
 

@@ -1,9 +1,11 @@
-"""Scores completions in worker processes. One that fails or is late is missing, never 0, and its process is killed."""
+"""Score completions in worker processes. A reward that fails or is late is missing, never 0, and its process is killed."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -13,8 +15,8 @@ import structlog
 from pebble import ProcessExpired, ProcessPool
 
 from orchestrator_svc.config import RewardConfig
-from orchestrator_svc.envs.base import Task
-from orchestrator_svc.rewards import worker
+from orchestrator_svc.envs.base import SingleTurnEnvironment, Task
+from orchestrator_svc.envs.loading import load_environment
 
 __all__ = ["Scorer"]
 
@@ -26,6 +28,9 @@ _STOP_S = 3.0
 _TASKS_PER_WORKER = 1 << 16
 """Scorings after which a worker is replaced: a reward function that leaks must not fill the memory."""
 
+_environment: SingleTurnEnvironment | None = None
+"""In a worker process: the environment, constructed once."""
+
 
 class Scorer:
     """A pool of scoring processes; use it as an async context.
@@ -34,6 +39,9 @@ class Scorer:
         environment: Reference of the environment whose `score` is called.
         arguments: Its keyword arguments.
         config: Workers, time limit and retries.
+
+    Attributes:
+        failures: Failed scorings by kind: "timeout", "crash", "error"; "missing" counts the rewards that were given up.
     """
 
     def __init__(self, environment: str, arguments: Mapping[str, Any], config: RewardConfig) -> None:
@@ -41,37 +49,33 @@ class Scorer:
         self._config = config
         # A server process forks workers that have no gRPC threads; replacing a killed one is then quick.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["orchestrator_svc.rewards.worker"])
+        context.set_forkserver_preload([__name__])
         self._pool = ProcessPool(
             max_workers=config.workers,
             max_tasks=_TASKS_PER_WORKER,
-            initializer=worker.initialise,
+            initializer=_initialise_worker,
             initargs=[environment, dict(arguments)],
             context=context,
         )
 
     async def __aenter__(self) -> Self:
-        """Itself."""
+        """Return itself."""
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Stop the workers."""
-        await self.close()
+        """Stop the workers; what is still being scored is given up."""
+        self._pool.stop()
+        await asyncio.to_thread(self._pool.join, _STOP_S)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[float | None]:
-        """Rewards of some completions of a task; None where it is missing.
+        """Return the rewards of some completions of a task; None where a reward is missing.
 
-        All are scored in one go; if that fails, each on its own, so that one bad completion spoils no other.
+        All are scored in one call. If that fails, each is scored on its own, so that one bad completion spoils no other.
         """
         together = await self._attempt(task, completions)
         if together is not None:
             return list(together)
         return [await self._alone(task, each) for each in completions]
-
-    async def close(self) -> None:
-        """Stop the workers; what is still being scored is given up."""
-        self._pool.stop()
-        await asyncio.to_thread(self._pool.join, _STOP_S)
 
     async def _alone(self, task: Task, completion: str) -> float | None:
         for _ in range(self._config.retries):
@@ -84,7 +88,7 @@ class Scorer:
 
     async def _attempt(self, task: Task, completions: Sequence[str]) -> list[float] | None:
         future = self._pool.schedule(
-            worker.score,
+            _score_in_worker,
             args=[task.task_id, dict(task.data), list(completions)],
             timeout=self._config.time_limit_s,
         )
@@ -105,3 +109,28 @@ class Scorer:
         else:
             return rewards
         return None
+
+
+def _initialise_worker(reference: str, arguments: Mapping[str, Any]) -> None:
+    """Construct the environment in a worker process; leave Ctrl-C to the parent."""
+    global _environment  # noqa: PLW0603 - a worker process is this object's lifetime
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    environment = load_environment(reference, arguments)
+    if not isinstance(environment, SingleTurnEnvironment):
+        raise TypeError(f"environment {reference} has no score(task, completion)")
+    _environment = environment
+
+
+def _score_in_worker(task_id: str, data: Mapping[str, Any], completions: Sequence[str]) -> list[float]:
+    """Return the rewards of some completions of one task.
+
+    Raises:
+        ValueError: if one is not finite.
+    """
+    if _environment is None:
+        raise RuntimeError("the scoring process was not initialised")
+    task = Task(task_id, data)
+    rewards = [float(_environment.score(task, completion)) for completion in completions]
+    if not all(map(math.isfinite, rewards)):
+        raise ValueError(f"score of task {task_id} is not finite: {rewards}")
+    return rewards

@@ -1,1 +1,0 @@
-"""Data sets of single-turn tasks: questions with their answers."""

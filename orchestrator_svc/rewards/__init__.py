@@ -1,1 +1,0 @@
-"""Rewards: worker processes that score with a time limit, and reward functions to begin with."""

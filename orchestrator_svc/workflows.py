@@ -1,0 +1,384 @@
+"""How an episode runs: a task in, trajectories out, sampled by an engine that hides replicas and versions.
+
+`SingleTurn` asks one question and takes n answers; `MultiTurn` talks to an environment turn by turn. Settings may name any
+other class with `arun_episode`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.envs.base import Episode, Message, MultiTurnEnvironment, SingleTurnEnvironment, Task
+from orchestrator_svc.envs.calls import EnvironmentCalls
+from orchestrator_svc.envs.loading import load_attribute
+from sluice.config import ConfigError
+from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
+from sluice.versions import Version
+
+__all__ = [
+    "EpisodeData",
+    "EpisodeEngine",
+    "MultiTurn",
+    "RolloutWorkflow",
+    "Sampling",
+    "SingleTurn",
+    "chat_messages",
+    "choose_workflow",
+    "derived_seed",
+    "sampling_params",
+]
+
+log = structlog.get_logger(__name__)
+
+
+class EpisodeEngine(Protocol):
+    """What a workflow samples from."""
+
+    async def agenerate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
+        """Sample; if a replica fails, another one continues."""
+        ...
+
+    async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
+        """Return the token ids of text or messages, or of messages that continue given ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an episode is sampled.
+
+    Attributes:
+        temperature: Softmax temperature; 0 is greedy, for evaluation only.
+        max_tokens: Most tokens per turn, where the task does not set its own limit.
+        stop: Strings that end a turn.
+        ignore_eos: Whether a turn continues past the token that ends it.
+        seeded: Whether requests carry a seed.
+    """
+
+    temperature: float
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seeded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeData:
+    """What a workflow is asked for.
+
+    Attributes:
+        task: The task.
+        group_id: Group that its episodes belong to.
+        episodes: Attempts wanted.
+        sampling: How to sample.
+        version: Oldest version that may sample.
+        request_prefix: Begins the ids of all requests, unique to this attempt; empty lets the server choose the ids.
+        seed: Seed of the group's random numbers.
+    """
+
+    task: Task
+    group_id: str
+    episodes: int
+    sampling: Sampling
+    version: Version
+    request_prefix: str
+    seed: int
+
+
+class RolloutWorkflow(Protocol):
+    """Runs the episodes of one task."""
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Run `data.episodes` attempts.
+
+        Returns:
+            One record per trajectory, with tokens and conversation; with the reward if the workflow knows it, else the
+            environment scores the last message. Fewer than wanted if some attempts failed.
+
+        Raises:
+            SluiceError: if the group as a whole cannot be run.
+        """
+        ...
+
+
+def choose_workflow(
+    config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment, calls: EnvironmentCalls
+) -> RolloutWorkflow:
+    """Return the workflow that the settings name; ``auto`` chooses by what the environment can do.
+
+    Args:
+        config: Settings of the orchestrator.
+        environment: Whose episodes it runs.
+        calls: Runs the code of a multi-turn environment.
+
+    Raises:
+        ConfigError: if the workflow does not fit the environment, or is not found.
+    """
+    single = isinstance(environment, SingleTurnEnvironment)
+    name = config.workflow if config.workflow != "auto" else "single_turn" if single else "multi_turn"
+    if name == "single_turn" and isinstance(environment, SingleTurnEnvironment):
+        return SingleTurn(environment)
+    if name == "multi_turn" and isinstance(environment, MultiTurnEnvironment):
+        return MultiTurn(environment, config.max_turns, calls)
+    if name in {"single_turn", "multi_turn"}:
+        raise ConfigError(
+            f'workflow {name} does not fit environment {environment.name}: set orchestrator.workflow = "auto"'
+        )
+    workflow: RolloutWorkflow = load_attribute(name, "workflow")(environment, config)
+    if not hasattr(workflow, "arun_episode"):
+        raise ConfigError(f"workflow {name} has no arun_episode(engine, data)")
+    return workflow
+
+
+class SingleTurn:
+    """Asks once and takes every sample as an episode; the environment scores them.
+
+    The whole group travels in one request, so that the replica shares the prompt among its samples.
+
+    Args:
+        environment: Poses the messages.
+    """
+
+    def __init__(self, environment: SingleTurnEnvironment) -> None:
+        self._environment = environment
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Sample all episodes at once."""
+        messages = chat_messages(self._environment.messages(data.task))
+        response = await engine.agenerate(
+            rollout_pb2.GenerateRequest(
+                request_id=data.request_prefix,
+                conversation=tokens_pb2.Conversation(messages=messages),
+                sampling=sampling_params(data, turn=0),
+                n=data.episodes,
+                min_policy_version=data.version.to_proto(),
+                return_text=True,
+            )
+        )
+        prompt = response.prompt_token_ids
+        return [
+            _record(
+                data,
+                sample.index,
+                [*messages, tokens_pb2.ChatMessage(role="assistant", content=sample.text)],
+                token_ids=[*prompt, *sample.token_ids],
+                mask_runs=[len(prompt), len(sample.token_ids)],
+                logprobs=sample.logprobs,
+                version_spans=sample.version_spans,
+                finish_reason=sample.finish_reason,
+            )
+            for sample in response.samples
+        ]
+
+
+class MultiTurn:
+    """Runs the episodes of a group side by side, turn by turn.
+
+    Sampled ids are kept: what follows is appended to them, they are never encoded again.
+
+    Args:
+        environment: Opens episodes and answers turns.
+        max_turns: Most assistant turns; an episode that needs more is truncated.
+        calls: Runs the environment's code, each call with a deadline.
+    """
+
+    def __init__(self, environment: MultiTurnEnvironment, max_turns: int, calls: EnvironmentCalls) -> None:
+        self._environment, self._max_turns, self._calls = environment, max_turns, calls
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Run all episodes; those that fail are left out."""
+        outcomes = await asyncio.gather(
+            *(self._attempt(engine, data, index) for index in range(data.episodes)), return_exceptions=True
+        )
+        records = []
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, BaseException):
+                if not isinstance(outcome, Exception):
+                    raise outcome
+                log.warning("episode failed", group=data.group_id, episode=index, error=repr(outcome))
+            else:
+                records.append(outcome)
+        if not records:
+            raise SluiceError.aborted("EPISODES_FAILED", f"every episode of group {data.group_id} failed; see the log")
+        return records
+
+    async def _attempt(self, engine: EpisodeEngine, data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRecord:
+        episode = await self._calls.run(self._environment.reset, data.task, data.seed + index)
+        transcript = _Transcript(data, index)
+        await transcript.append_messages(engine, episode.messages)
+        for turn in range(self._max_turns):
+            text = await transcript.sample_turn(engine, turn)
+            if await self._ended(engine, transcript, episode, text, turn):
+                break
+        return transcript.record()
+
+    async def _ended(
+        self, engine: EpisodeEngine, transcript: _Transcript, episode: Episode, text: str, turn: int
+    ) -> bool:
+        """Let the environment answer a turn; return whether the episode has ended."""
+        answer = await self._calls.run(episode.step, text)
+        if answer.reward is not None:
+            transcript.rewards.append(tokens_pb2.TurnReward(turn=turn, reward=answer.reward))
+        cut_off = transcript.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
+        if answer.done or cut_off or turn == self._max_turns - 1:
+            if answer.truncated or not answer.done:
+                transcript.finish_reason = tokens_pb2.FINISH_REASON_LENGTH
+            return True
+        await transcript.append_messages(engine, answer.messages)
+        return False
+
+
+@dataclass
+class _Transcript:
+    """One episode's tokens and messages as they grow."""
+
+    data: EpisodeData
+    index: int
+    ids: list[int] = field(default_factory=list)
+    mask_runs: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tokens_pb2.VersionSpan] = field(default_factory=list)
+    turn_runs: list[int] = field(default_factory=list)
+    rewards: list[tokens_pb2.TurnReward] = field(default_factory=list)
+    messages: list[tokens_pb2.ChatMessage] = field(default_factory=list)
+    finish_reason: tokens_pb2.FinishReason.ValueType = tokens_pb2.FINISH_REASON_UNSPECIFIED
+
+    async def append_messages(self, engine: EpisodeEngine, messages: Iterable[Message]) -> None:
+        """Append messages of the environment, up to where the assistant begins."""
+        new = chat_messages(messages)
+        request = rollout_pb2.TokenizeRequest(
+            conversation=tokens_pb2.Conversation(messages=new), add_generation_prompt=True
+        )
+        if self.ids:
+            request.continues.ids.extend(self.ids)
+        ids = await engine.tokenize(request)
+        if ids[: len(self.ids)] != self.ids:
+            raise SluiceError.data_loss("NOT_APPENDED", "Tokenize changed the ids that it was to continue")
+        self.mask_runs.append(len(ids) - len(self.ids))
+        self.ids = ids
+        self.messages.extend(new)
+
+    async def sample_turn(self, engine: EpisodeEngine, turn: int) -> str:
+        """Sample one turn of the assistant and append it; return its text."""
+        response = await engine.agenerate(
+            rollout_pb2.GenerateRequest(
+                request_id=f"{self.data.request_prefix}/{self.index}.{turn}" if self.data.request_prefix else "",
+                token_ids=tokens_pb2.TokenIds(ids=self.ids),
+                sampling=sampling_params(self.data, turn, self.index),
+                n=1,
+                min_policy_version=self.data.version.to_proto(),
+                return_text=True,
+            )
+        )
+        sample = response.samples[0]
+        base = len(self.logprobs)
+        for span in sample.version_spans:
+            if not self.spans or self.spans[-1].policy_version != span.policy_version:
+                self.spans.append(tokens_pb2.VersionSpan(start=base + span.start, policy_version=span.policy_version))
+        self.ids.extend(sample.token_ids)
+        self.mask_runs.append(len(sample.token_ids))
+        self.turn_runs.append(len(sample.token_ids))
+        self.logprobs.extend(sample.logprobs)
+        self.finish_reason = sample.finish_reason
+        self.messages.append(tokens_pb2.ChatMessage(role="assistant", content=sample.text))
+        return sample.text
+
+    def record(self) -> orchestrator_pb2.TrajectoryRecord:
+        """Return the trajectory; its reward is the sum of its turns' rewards, missing if no turn had one."""
+        return _record(
+            self.data,
+            self.index,
+            self.messages,
+            token_ids=self.ids,
+            mask_runs=self.mask_runs,
+            logprobs=self.logprobs,
+            version_spans=self.spans,
+            finish_reason=self.finish_reason,
+            reward=sum(each.reward for each in self.rewards) if self.rewards else None,
+            turn_rewards=self.rewards,
+            turn_runs=self.turn_runs,
+        )
+
+
+def _record(
+    data: EpisodeData,
+    index: int,
+    messages: Iterable[tokens_pb2.ChatMessage],
+    **fields: Any,  # noqa: ANN401 - those of the message Trajectory
+) -> orchestrator_pb2.TrajectoryRecord:
+    """Return the record of one episode; `fields` are those of its trajectory that only the workflow knows."""
+    name = f"{data.group_id}-{index}"
+    trajectory = tokens_pb2.Trajectory(
+        trajectory_id=name,
+        task_id=data.task.task_id,
+        group_id=data.group_id,
+        episode_id=name,
+        temperature=data.sampling.temperature,
+        **fields,
+    )
+    return orchestrator_pb2.TrajectoryRecord(
+        trajectory=trajectory, conversation=tokens_pb2.Conversation(messages=messages)
+    )
+
+
+def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb2.SamplingParams:
+    """Return the sampling of one request; the samples of one request use consecutive seeds."""
+    params = tokens_pb2.SamplingParams(
+        temperature=data.sampling.temperature,
+        max_tokens=data.sampling.max_tokens if data.task.max_tokens is None else data.task.max_tokens,
+        stop=data.sampling.stop,
+        ignore_eos=data.sampling.ignore_eos,
+    )
+    if data.sampling.seeded:
+        params.seed = derived_seed(data.seed, data.group_id, episode, turn)
+    return params
+
+
+def derived_seed(*parts: object) -> int:
+    """Return a seed of 47 bits that the parts determine; seeds of different parts have nothing in common."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
+    return int.from_bytes(digest) >> 1
+
+
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+
+
+def chat_messages(messages: Iterable[Message]) -> list[tokens_pb2.ChatMessage]:
+    """Return messages in their wire form.
+
+    Raises:
+        ValueError: if a message has no role, an unknown field, or a field that is not text.
+    """
+    return [_chat_message(message) for message in messages]
+
+
+def _chat_message(message: Message) -> tokens_pb2.ChatMessage:
+    unknown = sorted(set(message) - _MESSAGE_FIELDS)
+    if unknown or "role" not in message:
+        problem = f"the unknown fields {', '.join(unknown)}" if unknown else "no role"
+        raise ValueError(f"a message of the environment has {problem}; known are {', '.join(sorted(_MESSAGE_FIELDS))}")
+    texts: dict[str, Any] = {name: message.get(name) or "" for name in ("role", "content", "name", "tool_call_id")}
+    texts["reasoning"] = message.get("reasoning") or message.get("reasoning_content") or ""
+    for name, value in texts.items():
+        if not isinstance(value, str):
+            raise ValueError(f"field {name} of a message is {type(value).__name__}, not text")  # noqa: TRY004 - one kind
+    return tokens_pb2.ChatMessage(**texts, tool_calls=[_tool_call(call) for call in message.get("tool_calls") or ()])
+
+
+def _tool_call(call: Mapping[str, Any]) -> tokens_pb2.ToolCall:
+    """Read a tool call, in the form of the OpenAI API or flat; arguments may be text or an object."""
+    function = call.get("function", call)
+    if not function.get("name"):
+        raise ValueError("one of the tool_calls of a message has no name")
+    arguments = function.get("arguments") or "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return tokens_pb2.ToolCall(id=call.get("id") or "", name=function["name"], arguments=text)

@@ -1,1 +1,0 @@
-"""Workflows: how an episode runs, from a task to trajectories."""
