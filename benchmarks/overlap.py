@@ -116,7 +116,7 @@ class _Simulation:
             scheduler.start(number, number, present)
             self.left[number] = self.work.answer_tokens[number]
             self.began[number] = present.number
-        while len(self.queue) < QUEUED and (batch := scheduler.form().batch) is not None:
+        while len(self.queue) < QUEUED and (batch := scheduler.make_batch()) is not None:
             self.queue.append(batch)
         if self.queue and self.trained_at == math.inf:
             self.trained_at = self.now + self.work.train_s[self.queue[0].sequence_no - 1]

@@ -14,12 +14,10 @@ from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.scoring import Scorer
 from orchestrator_svc.episodes import EpisodeRunner
-from orchestrator_svc.generation import PolicyEngine
 from orchestrator_svc.journal import Journal, JournalError
 from orchestrator_svc.pinned_evaluation import PinnedEvaluation
 from orchestrator_svc.recorder import Recorder
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
 from orchestrator_svc.run import Run
 from orchestrator_svc.run_parts import RunParts
 from orchestrator_svc.run_status import RunStatus

@@ -8,11 +8,10 @@ from collections import Counter, deque
 
 import structlog
 
-from orchestrator_svc.accounting import Reason
 from orchestrator_svc.episodes import ScoredGroup
 from orchestrator_svc.journal import DrawnTask, Recovery
 from orchestrator_svc.run_parts import RunParts, group_name
-from orchestrator_svc.scheduler import Stage
+from orchestrator_svc.scheduler import Reason, Stage
 from orchestrator_svc.step_summary import versions_of
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2

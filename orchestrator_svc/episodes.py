@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from orchestrator_svc.accounting import Reason
 from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.scoring import Scorer
+from orchestrator_svc.scheduler import Reason
 from orchestrator_svc.step_summary import sampled_tokens
 from orchestrator_svc.workflows import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
 from sluice.v1 import orchestrator_pb2

@@ -93,8 +93,7 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     from orchestrator_svc.envs.scoring import Scorer  # noqa: PLC0415
     from orchestrator_svc.eval_replica import RUN, started_replica, wait_ready  # noqa: PLC0415
     from orchestrator_svc.evaluation import EvalPlan, evaluate  # noqa: PLC0415
-    from orchestrator_svc.generation import PolicyEngine  # noqa: PLC0415
-    from orchestrator_svc.replicas import ReplicaPool  # noqa: PLC0415
+    from orchestrator_svc.replicas import PolicyEngine, ReplicaPool  # noqa: PLC0415
     from orchestrator_svc.workflows import choose_workflow  # noqa: PLC0415
 
     environment = load_environment(config.environment, config.environment_args)

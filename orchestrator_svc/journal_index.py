@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator_svc.accounting import Accounting
-from orchestrator_svc.scheduler import Batch, Group, Stage
+from orchestrator_svc.scheduler import Accounting, Batch, Group, Stage
 from orchestrator_svc.segments import Location
 from sluice.versions import Version
 

@@ -13,9 +13,7 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.scoring import Scorer
 from orchestrator_svc.evaluation import EvalPlan, EvalResult, evaluate
-from orchestrator_svc.generation import PolicyEngine
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
 from orchestrator_svc.workflows import RolloutWorkflow
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2

@@ -1,36 +1,174 @@
-"""The pool of rollout replicas: found by address or name, polled, chosen by load, evicted and taken back."""
+"""The rollout replicas: what each one last said, which of them get work, and generation that survives their failures.
+
+`Replica` is one of them, `ReplicaPool` finds, polls and chooses them, `PolicyEngine` samples through the pool: at any replica
+that serves a version that is new enough, and at another one if it fails.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.resolve_targets import check_address, resolve_targets
+from orchestrator_svc.replica_addresses import check_address, resolve_targets
+from orchestrator_svc.workflows import derived_seed
 from sluice.config import SecurityConfig
-from sluice.rpc import SluiceError
-from sluice.versions import Version
+from sluice.rpc import SluiceError, connect
+from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
+from sluice.versions import BASE, Version
 
-__all__ = ["ReplicaPool"]
-
-_Answer = TypeVar("_Answer")
+__all__ = ["GenerationCounts", "PolicyEngine", "Replica", "ReplicaPool", "append_sample"]
 
 log = structlog.get_logger(__name__)
 
+_Answer = TypeVar("_Answer")
 
-class ReplicaPool:
-    """Knows which replicas there are and which of them may take work.
+_FIRST_COOLDOWN_S = 0.2
+_LONGEST_COOLDOWN_S = 10.0
+"""Seconds without work after a failed request, doubled with each further failure: a replica may answer polls and still fail."""
+
+_READY = {rollout_pb2.REPLICA_STATE_SERVING, rollout_pb2.REPLICA_STATE_PAUSED}
+"""A paused replica takes work too: a pause is short (an update) or an operator's wish, and requests queue there."""
+
+_ELSEWHERE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""Failures that another replica, or the same one later, may not repeat."""
+
+_INTERRUPTED = {
+    tokens_pb2.FINISH_REASON_ABORT,
+    tokens_pb2.FINISH_REASON_ERROR,
+    tokens_pb2.FINISH_REASON_VERSION_RETIRED,
+}
+"""Ends that are not the policy's: the sample is continued from its tokens."""
+
+_CONTINUATIONS = 8
+"""How often one sample is continued before its group fails."""
+
+_BUSY_RETRY_S = 0.5
+
+
+class Replica:
+    """One rollout replica: its channel, its last status, and whether it gets work.
 
     Args:
-        addresses: Configured addresses; names stand for all that they resolve to, looked up again and again.
+        target: Its address.
+        security: Tokens and TLS.
+        evict_after: Failed polls in a row after which it gets no work.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, target: str, security: SecurityConfig, evict_after: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.target = target
+        self.status = rollout_pb2.GetStatusResponse()
+        self.model = rollout_pb2.GetModelResponse()
+        self.version: Version = BASE
+        self.in_flight = 0
+        self.calls: set[asyncio.Future[Any]] = set()
+        self.seen = False
+        self._channel = connect(target, security)
+        self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
+        self.admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
+        self._evict_after, self._clock = evict_after, clock
+        self._failed_polls = 0
+        self._failed_work = 0
+        self._rest_until = 0.0
+        self._last_error = "has not answered yet"
+
+    @property
+    def name(self) -> str:
+        """Its own name; its address until it answered once."""
+        return self.status.replica or self.target
+
+    @property
+    def evicted(self) -> bool:
+        """Whether it failed too many polls in a row to get work."""
+        return self._failed_polls >= self._evict_after
+
+    def cancel_calls(self) -> None:
+        """Cancel the calls under way; whoever made them makes them elsewhere."""
+        for call in self.calls:
+            call.cancel()
+
+    async def poll(self, deadline_s: float) -> None:
+        """Ask for its status; remember a failure rather than raise it."""
+        try:
+            if not self.model.model:
+                self.model = await self.rollout.GetModel(rollout_pb2.GetModelRequest(), timeout=deadline_s)
+            status = await self.admin.GetStatus(rollout_pb2.GetStatusRequest(), timeout=deadline_s)
+        except grpc.aio.AioRpcError as error:
+            self._failed_polls += 1
+            self._last_error = str(SluiceError.from_rpc(error))
+            if self.evicted:
+                self.model.Clear()  # whatever comes back may serve another model
+            return
+        self.status = status
+        self.version = Version.from_proto(status.policy_version)
+        self.seen, self._failed_polls = True, 0
+
+    def work_failed(self, error: SluiceError) -> None:
+        """Record a failed request: the replica gets no work for a while."""
+        self._last_error = str(error)
+        rest = min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2**self._failed_work)
+        self._failed_work += 1
+        self._rest_until = self._clock() + rest
+
+    def work_succeeded(self, version: Version) -> None:
+        """Record a request that succeeded; `version` sampled its last token."""
+        self._failed_work = 0
+        self._rest_until = 0.0
+        self.version = max(self.version, version)
+
+    def why_not(self, wanted: Version | None = None) -> str:
+        """Return why it gets no work; empty if it does."""
+        if not self.seen or self.evicted:
+            return f"does not answer: {self._last_error}"
+        if self.status.state not in _READY:
+            return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
+        if self._clock() < self._rest_until:
+            return f"failed lately: {self._last_error}"
+        if wanted is not None and self.version < wanted:
+            return f"serves version {self.version}, wanted is {wanted} or newer"
+        return ""
+
+    def describe(self, wanted: Version | None = None) -> orchestrator_pb2.Replica:
+        """Describe it for operators."""
+        reason = self.why_not(wanted)
+        return orchestrator_pb2.Replica(
+            replica=self.name,
+            address=self.target,
+            policy_version=self.version.to_proto(),
+            eligible=not reason,
+            reason=reason,
+            running=self.in_flight,
+        )
+
+    async def close(self) -> None:
+        """Close its channel."""
+        await self._channel.close()
+
+
+class ReplicaPool:
+    """Finds, polls and chooses replicas; `run` does the first two.
+
+    Args:
+        addresses: Configured addresses. A name stands for all addresses that it resolves to, and is resolved again regularly.
         security: Tokens and TLS.
         config: Intervals and limits.
         on_change: Called when a replica's version or fitness changed.
@@ -55,7 +193,7 @@ class ReplicaPool:
 
     @property
     def replicas(self) -> list[Replica]:
-        """All that are known."""
+        """All known replicas."""
         return list(self._replicas.values())
 
     async def run(self) -> None:
@@ -83,7 +221,7 @@ class ReplicaPool:
                 self._replicas[target] = replica
                 self._pollers[target] = pollers.create_task(self._poll(replica), name=f"poll {target}")
         for target in [each for each in self._replicas if each not in targets]:
-            # Gone from the name service, or its lease is over: forget it once it no longer answers either.
+            # It left the name service, or its lease is over: forget it once it no longer answers either.
             if self._replicas[target].why_not():
                 await self._forget(target)
 
@@ -105,7 +243,7 @@ class ReplicaPool:
             await self._pause(replica)
 
     async def _pause(self, replica: Replica) -> None:
-        """Wait for the next poll: briefly while someone waits for a version that this replica does not serve yet."""
+        """Wait for the next poll: briefly while dispatch waits for a version that this replica does not serve yet."""
         if self._wanted is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.poll_s):
@@ -139,7 +277,7 @@ class ReplicaPool:
         return self._config.lease_s
 
     def heartbeat(self, name: str) -> float:
-        """Renew a lease; returns its seconds.
+        """Renew a lease; return its seconds.
 
         Raises:
             KeyError: if the lease is unknown or over.
@@ -147,7 +285,7 @@ class ReplicaPool:
         return self.register(name, self._leases[name][0])
 
     def wait_for(self, wanted: Version | None) -> None:
-        """Say that dispatch waits for a version (polls become frequent), or no longer does."""
+        """Poll often while dispatch waits for a version; None: it waits for none."""
         self._wanted = wanted
         if wanted is None:
             self._hurry.clear()
@@ -155,13 +293,13 @@ class ReplicaPool:
             self._hurry.set()
 
     def pick(self, wanted: Version, avoid: frozenset[str] = frozenset()) -> Replica | None:
-        """The least loaded replica that serves `wanted` or newer; those to avoid only if there is no other."""
+        """Return the least loaded replica that serves `wanted` or newer; one of `avoid` only if there is no other."""
         fit = [each for each in self._replicas.values() if not each.why_not(wanted)]
         preferred = [each for each in fit if each.target not in avoid] or fit
         return min(preferred, key=lambda each: each.in_flight + each.status.queued, default=None)
 
     async def choose(self, wanted: Version, avoid: frozenset[str] = frozenset()) -> Replica:
-        """As `pick`, waiting until there is one; the caller sets the deadline."""
+        """Wait until `pick` finds a replica and return it; the caller sets the deadline."""
         while (replica := self.pick(wanted, avoid)) is None:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -194,7 +332,7 @@ class ReplicaPool:
             replica.in_flight -= samples
 
     def tokenizer_digest(self) -> str:
-        """Digest of tokenizer and template that the replicas share; empty until one answered.
+        """Return the digest of tokenizer and template that the replicas share; empty until one answered.
 
         Raises:
             ValueError: if they differ.
@@ -212,7 +350,7 @@ class ReplicaPool:
         return dtypes.pop() if len(dtypes) == 1 else ""
 
     def update_metrics(self, newest: Version) -> dict[str, float]:
-        """What the replicas' last updates cost, the slowest of each part, and how many versions the last one is behind."""
+        """Return how long the slowest replica took for each part of its last update, and how many versions the last one lags."""
         ready = [each for each in self.replicas if not each.why_not()]
         timings = [each.status.last_update for each in ready if each.status.HasField("last_update")]
         if not timings:
@@ -224,7 +362,7 @@ class ReplicaPool:
         }
 
     def generated_tokens(self) -> int:
-        """Tokens that the replicas sampled since each of them started."""
+        """Return the tokens that the replicas sampled since each of them started."""
         return sum(each.status.generated_tokens for each in self.replicas)
 
 
@@ -239,3 +377,160 @@ def _is_address(text: str) -> bool:
         log.warning("a replica is left out (peers.rollout)", reason=str(error))
         return False
     return True
+
+
+@dataclass
+class GenerationCounts:
+    """Counts of what was generated so far.
+
+    Attributes:
+        requests: Answered requests.
+        spanning: Requests with a sample whose tokens carry more than one policy version.
+        tokens: Sampled tokens.
+        retried: Attempts that failed and were made again elsewhere.
+        continued: Samples that were interrupted and continued.
+    """
+
+    requests: int = 0
+    spanning: int = 0
+    tokens: int = 0
+    retried: int = 0
+    continued: int = 0
+
+    def of_policy(self) -> Counter[str]:
+        """Return requests, spanning requests and tokens by name."""
+        return Counter(requests=self.requests, spanning=self.spanning, tokens=self.tokens)
+
+
+class PolicyEngine:
+    """Samples from the policy through the pool; what workflows are given.
+
+    Args:
+        pool: The replicas.
+        run: Name of the run; empty leaves it unchecked.
+        deadline_s: Seconds for one request at one replica.
+        only: Use this replica alone, for an evaluation that is pinned to one version.
+    """
+
+    def __init__(self, pool: ReplicaPool, run: str, deadline_s: float, only: Replica | None = None) -> None:
+        self.counts = GenerationCounts()
+        self._pool, self._run, self._deadline_s, self._only = pool, run, deadline_s, only
+
+    def pinned(self, replica: Replica) -> PolicyEngine:
+        """Return the same engine restricted to one replica, with counts of its own."""
+        return PolicyEngine(self._pool, self._run, self._deadline_s, replica)
+
+    async def agenerate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
+        """Sample all continuations of a prompt; the caller sets the deadline of the whole.
+
+        Raises:
+            SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
+        """
+        request.run = f"runs/{self._run}" if self._run else ""
+        response = await self._anywhere(request, request.n or 1, self._generate_at(request))
+        for sample in response.samples:
+            await self._continue(request, response.prompt_token_ids, sample)
+        self.counts.requests += 1
+        self.counts.tokens += sum(len(sample.token_ids) for sample in response.samples)
+        self.counts.spanning += any(len(sample.version_spans) > 1 for sample in response.samples)
+        return response
+
+    async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
+        """Return the token ids of text or messages, by the model's own tokenizer and template."""
+
+        async def call(replica: Replica) -> rollout_pb2.TokenizeResponse:
+            answer: rollout_pb2.TokenizeResponse = await replica.rollout.Tokenize(request, timeout=self._deadline_s)
+            return answer
+
+        answer = await self._anywhere(rollout_pb2.GenerateRequest(), 0, call)
+        return list(answer.token_ids)
+
+    def _generate_at(
+        self, request: rollout_pb2.GenerateRequest
+    ) -> Callable[[Replica], Awaitable[rollout_pb2.GenerateResponse]]:
+        async def call(replica: Replica) -> rollout_pb2.GenerateResponse:
+            answer: rollout_pb2.GenerateResponse = await replica.rollout.Generate(request, timeout=self._deadline_s)
+            replica.work_succeeded(newest_version(answer.samples))
+            return answer
+
+        return call
+
+    async def _anywhere(
+        self, request: rollout_pb2.GenerateRequest, samples: int, call: Callable[[Replica], Awaitable[_Answer]]
+    ) -> _Answer:
+        """Make a call at one replica after the other until one answers."""
+        wanted = Version.from_proto(request.min_policy_version)
+        avoid: frozenset[str] = frozenset()
+        while True:
+            replica = self._only or await self._pool.choose(wanted, avoid)
+            try:
+                return await self._pool.call(replica, samples, call)
+            except SluiceError as failure:
+                if not _retryable(failure):
+                    raise
+                error = failure
+            self.counts.retried += 1
+            # One warning for a replica that fails, not one for each of its requests.
+            tell = log.debug if replica.why_not() else log.warning
+            tell("request is repeated at another replica", replica=replica.name, error=str(error))
+            avoid = frozenset({replica.target})
+            if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED or self._only is not None:
+                await asyncio.sleep(error.retry_after_s or _BUSY_RETRY_S)
+            else:
+                replica.work_failed(error)
+
+    async def _continue(
+        self, request: rollout_pb2.GenerateRequest, prompt: Iterable[int], sample: rollout_pb2.GeneratedSample
+    ) -> None:
+        """Continue a sample in place until it ends by itself."""
+        prompt_ids = list(prompt)
+        for _ in range(_CONTINUATIONS):
+            if sample.finish_reason not in _INTERRUPTED:
+                return
+            self.counts.continued += 1
+            more = rollout_pb2.GenerateRequest()
+            more.CopyFrom(request)
+            more.n = 1
+            more.request_id = (
+                f"{request.request_id}/{sample.index}+{len(sample.token_ids)}" if request.request_id else ""
+            )
+            more.token_ids.ids[:] = [*prompt_ids, *sample.token_ids]
+            if request.sampling.HasField("seed"):
+                # The samples of one request share its seed and differ by their index, which a request of one loses.
+                more.sampling.seed = derived_seed(request.sampling.seed, sample.index, len(sample.token_ids))
+            if request.sampling.HasField("max_tokens"):
+                more.sampling.max_tokens = request.sampling.max_tokens - len(sample.token_ids)
+                if more.sampling.max_tokens < 1:
+                    sample.finish_reason = tokens_pb2.FINISH_REASON_LENGTH
+                    return
+            answer = await self._anywhere(more, 1, self._generate_at(more))
+            append_sample(sample, answer.samples[0])
+        raise SluiceError.aborted(
+            "INTERRUPTED", f"a sample was interrupted {_CONTINUATIONS} times; is a replica failing?"
+        )
+
+
+def append_sample(sample: rollout_pb2.GeneratedSample, more: rollout_pb2.GeneratedSample) -> None:
+    """Append the tokens of a continuation, with their log-probabilities and versions."""
+    base = len(sample.token_ids)
+    for span in more.version_spans:
+        if not sample.version_spans or sample.version_spans[-1].policy_version != span.policy_version:
+            sample.version_spans.add(start=base + span.start, policy_version=span.policy_version)
+    sample.token_ids.extend(more.token_ids)
+    sample.logprobs.extend(more.logprobs)
+    sample.text += more.text
+    sample.finish_reason = more.finish_reason
+    sample.stop_string = more.stop_string
+
+
+def newest_version(samples: Iterable[rollout_pb2.GeneratedSample]) -> Version:
+    """Return the newest version among the tokens of some samples; (0, 0) if there are none."""
+    versions = [Version.from_proto(s.policy_version) for sample in samples for s in sample.version_spans]
+    return max(versions, default=Version(0, 0))
+
+
+def _retryable(error: SluiceError) -> bool:
+    if error.code in _ELSEWHERE or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return True
+    # A replica that restarted serves an older version than it last said; another one will do, or the same one later.
+    return error.code is grpc.StatusCode.FAILED_PRECONDITION and "VERSION" in error.reason

@@ -13,13 +13,12 @@ from typing import Any
 
 import structlog
 
-from orchestrator_svc.accounting import Reason
 from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.journal import JournalError
 from orchestrator_svc.milestones import Milestones
 from orchestrator_svc.pinned_evaluation import PinnedEvaluation
 from orchestrator_svc.run_parts import RunParts
-from orchestrator_svc.scheduler import Stage
+from orchestrator_svc.scheduler import Reason, Stage
 from orchestrator_svc.training import Training
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2

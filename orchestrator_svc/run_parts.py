@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.episodes import EpisodeRunner
-from orchestrator_svc.generation import PolicyEngine
 from orchestrator_svc.journal import Journal
 from orchestrator_svc.recent import RecentTrajectories
 from orchestrator_svc.recorder import Recorder
-from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
 from orchestrator_svc.run_status import RunStatus
 from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.signals import Signal

@@ -9,8 +9,7 @@ from typing import TypeAlias
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator_svc.events import EventLog
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.replicas import Replica, ReplicaPool
 from orchestrator_svc.scheduler import Scheduler, Stage
 from orchestrator_svc.waiting_shares import HeldTime, ShareSince, bottleneck
 from sluice.v1 import orchestrator_pb2

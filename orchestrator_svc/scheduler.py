@@ -1,22 +1,20 @@
-"""Groups from dispatch to training: when one more may start, what makes a batch, and what became of each.
+"""Groups from dispatch to training: when one more may start, which make a batch, and what became of each.
 
-A pure state machine: no clock, no I/O. Every group ends as applied or dropped; `accounting` says the same of every
-trajectory. See `staleness` for the bound and `formation` for the order.
+A pure state machine: no clock, no I/O. Every group ends as applied or dropped; `Accounting` says the same of every
+trajectory. `choose` picks the groups of a batch (windowed first in, first out); see `staleness` for the bound.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from orchestrator_svc.accounting import Accounting, Reason
-from orchestrator_svc.formation import Candidate, choose, window_size
 from orchestrator_svc.staleness import Lineage, StalenessBound
 from sluice.versions import Version
 
-__all__ = ["Batch", "Formation", "Group", "OnStale", "Scheduler", "Stage"]
+__all__ = ["Accounting", "Batch", "Candidate", "Group", "OnStale", "Reason", "Scheduler", "Stage", "choose"]
 
 
 class Stage(enum.Enum):
@@ -67,17 +65,73 @@ class Batch:
     groups: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Formation:
-    """Outcome of an attempt to make a batch.
+class Reason:
+    """Why a trajectory or a group was not trained; the trainer's reports bring further reasons."""
+
+    STALE = "STALE"
+    MISSING_REWARD = "MISSING_REWARD"
+    NO_TOKENS = "NO_TOKENS"
+    FILTERED = "FILTERED"
+    EPISODE_FAILED = "EPISODE_FAILED"
+    EPISODE_DEADLINE = "EPISODE_DEADLINE"
+    JOURNAL_DAMAGED = "JOURNAL_DAMAGED"
+    REPORT_LOST = "REPORT_LOST"
+    RUN_ENDED = "RUN_ENDED"
+
+
+@dataclass
+class Accounting:
+    """What became of every trajectory: trained once, or counted under the reason why not.
+
+    Counts of a batch are kept apart, so that those of a rolled-back batch can be taken back.
 
     Attributes:
-        batch: The batch; None if it has to wait.
-        stale: Groups that were dropped on the way because no batch may train them any more.
+        accepted: Trajectories that were generated and scored.
+        failed_groups: Groups that ended without a trajectory, by reason.
     """
 
-    batch: Batch | None
-    stale: tuple[Group, ...] = ()
+    accepted: int = 0
+    failed_groups: Counter[str] = field(default_factory=Counter)
+    _dropped: Counter[str] = field(default_factory=Counter)
+    _trained_by_batch: dict[int, int] = field(default_factory=dict)
+    _dropped_by_batch: dict[int, Counter[str]] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> int:
+        """Trajectories that took part in an optimizer step of the present weights' history."""
+        return sum(self._trained_by_batch.values())
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Trajectories that were accepted and not trained, by reason."""
+        return sum(self._dropped_by_batch.values(), Counter(self._dropped))
+
+    def accept(self, trajectories: int) -> None:
+        """Count trajectories that were generated and scored."""
+        self.accepted += trajectories
+
+    def drop(self, reason: str, trajectories: int) -> None:
+        """Count trajectories that were given up before they were in a batch."""
+        if trajectories:
+            self._dropped[reason] += trajectories
+
+    def apply(self, batch: int, trained: int, dropped: Mapping[str, int]) -> None:
+        """Count the trajectories of an applied batch."""
+        self._trained_by_batch[batch] = trained
+        self._dropped_by_batch[batch] = Counter(dropped)
+
+    def roll_back(self, number: int) -> None:
+        """Forget what batches after version `number` trained: the weights returned to it."""
+        for batch in [each for each in self._trained_by_batch if each > number]:
+            del self._trained_by_batch[batch], self._dropped_by_batch[batch]
+
+    def applied_batches(self) -> list[int]:
+        """Sequence numbers of the batches that were applied."""
+        return list(self._trained_by_batch)
+
+    def undecided(self) -> int:
+        """Accepted trajectories that are neither trained nor dropped yet."""
+        return self.accepted - self.trained - sum(self.dropped.values())
 
 
 class Scheduler:
@@ -129,13 +183,13 @@ class Scheduler:
         return unbatched >= (self.max_steps - self.next_batch + 1) * self.bound.batch_groups
 
     def wanted_version(self) -> Version | None:
-        """The oldest version that may sample one more group; None while none may start."""
+        """Return the oldest version that may sample one more group; None while none may start."""
         if not self.is_open or self.at_capacity or self.satisfied or self.count(Stage.RUNNING) >= self.max_running:
             return None
         return Version(self.epoch, self.bound.oldest_usable(self.applied, len(self.groups)))
 
     def start(self, number: int, position: int, version: Version) -> Group:
-        """A group was dispatched to a replica that serves `version`.
+        """Add a group that was dispatched to a replica that serves `version`.
 
         Raises:
             ValueError: if no group may start, the version is too old, or the number is taken.
@@ -148,7 +202,7 @@ class Scheduler:
         return group
 
     def finish(self, number: int, versions: Iterable[Version], trajectories: int) -> None:
-        """A group's trajectories were accepted: it is ready for a batch."""
+        """Make a group ready for a batch: its trajectories were accepted."""
         group = self.groups[number]
         group.versions = tuple(sorted(set(versions))) or group.versions
         group.trajectories = trajectories
@@ -157,7 +211,7 @@ class Scheduler:
         self.accounting.accept(trajectories)
 
     def drop(self, number: int, reason: str) -> Group:
-        """A group that is in no batch is given up."""
+        """Give up a group that is in no batch."""
         group = self._remove_group(number)
         if group.stage is Stage.RUNNING:
             self.accounting.failed_groups[reason] += 1
@@ -166,18 +220,24 @@ class Scheduler:
         return group
 
     def drop_trajectories(self, reason: str, count: int) -> None:
-        """Some trajectories of a group were accepted and given up at once, such as those without a reward."""
+        """Count trajectories that were accepted and given up at once, such as those without a reward."""
         self.accounting.accept(count)
         self.accounting.drop(reason, count)
 
-    def form(self) -> Formation:
-        """Make the next batch if its groups are there, dropping those that came too late for it."""
+    def drop_stale(self) -> tuple[Group, ...]:
+        """Drop and return the ready groups that no batch may train any more, because they came too late for the next one."""
         number = self.next_batch
-        stale = self._drop_stale(number)
-        if number > self.max_steps:
-            return Formation(None, stale)
-        if self.count(Stage.READY) < self.bound.batch_groups:
-            return Formation(None, stale)
+        if self._on_stale is OnStale.TRUNCATE or self._stale_sought_for == number:
+            return ()
+        self._stale_sought_for = number
+        late = [group for group in self.groups.values() if group.stage is Stage.READY and group.last_batch < number]
+        return tuple(self.drop(group.number, Reason.STALE) for group in late)
+
+    def make_batch(self) -> Batch | None:
+        """Make the next batch if its groups are there, after `drop_stale`; return None if it has to wait."""
+        number = self.next_batch
+        if number > self.max_steps or self.count(Stage.READY) < self.bound.batch_groups:
+            return None
         waiting = [group for group in self.groups.values() if group.stage is not Stage.BATCHED]
         # Where stale tokens are cut rather than dropped, a late group is due at once.
         earliest = number if self._on_stale is OnStale.TRUNCATE else 0
@@ -187,16 +247,16 @@ class Scheduler:
         ]
         chosen = choose(candidates, number, self.bound.batch_groups, self._window)
         if chosen is None:
-            return Formation(None, stale)
+            return None
         for group in waiting:
             if group.stage is Stage.RUNNING:
                 group.passed += sum(each > group.number for each in chosen)
         batch = Batch(number, f"batch-{number}-epoch-{self.epoch}", tuple(chosen))
         self._add(batch)
-        return Formation(batch, stale)
+        return batch
 
     def apply(self, sequence_no: int, trained: int, dropped: Mapping[str, int]) -> Batch:
-        """The trainer applied a batch.
+        """Remove a batch that the trainer applied, and its groups.
 
         Args:
             sequence_no: The batch, the oldest one that was made.
@@ -216,7 +276,7 @@ class Scheduler:
         return batch
 
     def recover(self, epochs: Iterable[tuple[int, Version]], ready: Iterable[Group], accounting: Accounting) -> None:
-        """Take up what an earlier process left; `open_epoch` follows and brings the batches.
+        """Take over what an earlier process left; `open_epoch` or `rejoin_epoch` follows and brings the batches.
 
         Args:
             epochs: Earlier epochs with the versions that they began from.
@@ -230,7 +290,7 @@ class Scheduler:
         self.accounting = accounting
 
     def open_epoch(self, epoch: int, origin: Version, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
-        """A trainer began an epoch; the batches after the version it began from have to be applied (again).
+        """Begin an epoch of the trainer: the batches after the version that it restored have to be applied (again).
 
         Args:
             epoch: The new epoch.
@@ -272,11 +332,11 @@ class Scheduler:
             self._restore(batch, list(groups))
 
     def close_epoch(self) -> None:
-        """The trainer is lost: nobody knows which versions the next epoch will retire, so nothing more may start."""
+        """Start nothing more: the trainer is lost, and nobody knows which versions its next epoch will retire."""
         self.is_open = False
 
     def _restore(self, batch: Batch, groups: list[Group]) -> None:
-        """Put a batch back in its place, or its groups back in line where it no longer holds together."""
+        """Put a batch back in its place; if it is no longer whole or fresh, make its groups ready for another one."""
         for group in groups:
             group.stage = Stage.READY
             self._add_group(group)
@@ -310,9 +370,77 @@ class Scheduler:
         if group.last_batch < self.next_batch:
             self._stale_sought_for = 0
 
-    def _drop_stale(self, number: int) -> tuple[Group, ...]:
-        if self._on_stale is OnStale.TRUNCATE or self._stale_sought_for == number:
-            return ()
-        self._stale_sought_for = number
-        late = [group for group in self.groups.values() if group.stage is Stage.READY and group.last_batch < number]
-        return tuple(self.drop(group.number, Reason.STALE) for group in late)
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A live group that is in no batch yet.
+
+    Attributes:
+        group: Its number; lower ones were dispatched earlier.
+        ready: Whether it is scored; otherwise its episodes are under way.
+        last_batch: The last batch that may train it.
+        passed: Younger groups that were batched while it was under way.
+    """
+
+    group: int
+    ready: bool
+    last_batch: int
+    passed: int = 0
+
+
+def window_size(batch_groups: int, fraction: float) -> int:
+    """W: at most W - 1 younger groups may pass the oldest unfinished one."""
+    return max(1, int(fraction * batch_groups))
+
+
+def choose(candidates: Sequence[Candidate], batch: int, size: int, window: int) -> list[int] | None:
+    """Choose the groups of a batch, or wait.
+
+    Args:
+        candidates: The live groups in no batch, in order of dispatch.
+        batch: Sequence number of the batch to make.
+        size: Groups per batch.
+        window: W of `window_size`.
+
+    Returns:
+        Numbers of the chosen groups in order of dispatch; None to wait for groups under way. It never waits unless
+        one is under way whose finish (or end by its deadline) changes the answer.
+    """
+    ready = [each for each in candidates if each.ready]
+    if len(ready) < size:
+        return None
+    first_in = ready[:size]
+    most_urgent = sorted(ready, key=lambda each: (each.last_batch, each.group))[:size]
+    for picked in (first_in, most_urgent):
+        if _fits(candidates, picked, batch, size):
+            return None if _overtakes(candidates, picked, window) else sorted(each.group for each in picked)
+    if any(
+        not each.ready and each.last_batch <= _tightest(candidates, most_urgent, batch, size) for each in candidates
+    ):
+        return None
+    return sorted(each.group for each in most_urgent)
+
+
+def _overloaded(candidates: Sequence[Candidate], picked: Sequence[Candidate], batch: int, size: int) -> list[int]:
+    """Deadlines by which more groups are due than the batches until then can hold, if `picked` is the next batch."""
+    chosen = {each.group for each in picked}
+    due = sorted(each.last_batch for each in candidates if each.group not in chosen)
+    # The i-th most urgent of the rest needs ceil(i / size) further batches.
+    return [deadline for place, deadline in enumerate(due) if deadline < batch + 1 + place // size]
+
+
+def _fits(candidates: Sequence[Candidate], picked: Sequence[Candidate], batch: int, size: int) -> bool:
+    return not _overloaded(candidates, picked, batch, size)
+
+
+def _tightest(candidates: Sequence[Candidate], picked: Sequence[Candidate], batch: int, size: int) -> int:
+    return max(_overloaded(candidates, picked, batch, size))
+
+
+def _overtakes(candidates: Sequence[Candidate], picked: Sequence[Candidate], window: int) -> bool:
+    """Whether more younger groups would pass the oldest unfinished one than the window allows."""
+    oldest = next((each for each in candidates if not each.ready), None)
+    if oldest is None:
+        return False
+    younger = sum(each.group > oldest.group for each in picked)
+    return younger > 0 and oldest.passed + younger > window - 1

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from orchestrator_svc.accounting import Reason
 from orchestrator_svc.batch_message import batch_header, give_advantages
 from orchestrator_svc.journal import JournalError, Recovery
 from orchestrator_svc.run_parts import RunParts, group_name
-from orchestrator_svc.scheduler import Batch, Group, OnStale
+from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason
 from orchestrator_svc.step_summary import StepSummary, summarise
 from orchestrator_svc.trainer_link import EpochLostError
 from sluice.rpc import SluiceError
@@ -186,11 +185,10 @@ class Training:
         parts = self._parts
         while True:
             if len(self._at_trainer) < _OUTSTANDING:
-                formation = parts.scheduler.form()
-                if formation.stale:
-                    self._drop_stale(formation.stale)
-                if formation.batch is not None:
-                    return formation.batch
+                if stale := parts.scheduler.drop_stale():
+                    self._drop_stale(stale)
+                if (batch := parts.scheduler.make_batch()) is not None:
+                    return batch
             await parts.changed.wait()
 
     def _drop_stale(self, groups: Sequence[Group]) -> None:

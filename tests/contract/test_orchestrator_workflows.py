@@ -14,8 +14,7 @@ from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.envs.base import Task, Turn
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.eval_command import COMMAND
-from orchestrator_svc.generation import PolicyEngine
-from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
 from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError

@@ -7,8 +7,7 @@ from datetime import timedelta
 import pytest
 
 from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.replica import Replica
-from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.replicas import Replica, ReplicaPool
 from sluice.config import SecurityConfig
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version

@@ -19,7 +19,7 @@ from small_adapters import recompute_adapted, save_adapter
 from small_models import CONTEXT, load, recompute, save_model
 from weightsync_stack import RUN, Stack, running_stack
 
-from orchestrator_svc.generation import append_sample
+from orchestrator_svc.replicas import append_sample
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings

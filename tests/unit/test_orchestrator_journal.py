@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc.accounting import Reason
 from orchestrator_svc.journal import DrawnTask, Journal, JournalError
-from orchestrator_svc.scheduler import Batch
+from orchestrator_svc.scheduler import Batch, Reason
 from orchestrator_svc.segments import SegmentError, SegmentWriter, read_record, segment_numbers, segment_path
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version

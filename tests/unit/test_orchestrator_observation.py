@@ -11,8 +11,8 @@ from orchestrator_svc import events as events_module
 from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.events import EventLog
 from orchestrator_svc.recent import RecentTrajectories
+from orchestrator_svc.replica_addresses import check_address, resolve_targets
 from orchestrator_svc.report import build_report, read_metrics
-from orchestrator_svc.resolve_targets import check_address, resolve_targets
 from orchestrator_svc.staleness import Lineage
 from orchestrator_svc.step_summary import summarise
 from orchestrator_svc.waiting_shares import HeldTime, ShareSince, bottleneck

@@ -9,9 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator_svc.accounting import Reason
-from orchestrator_svc.formation import Candidate, choose
-from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage
+from orchestrator_svc.scheduler import Batch, Candidate, OnStale, Reason, Scheduler, Stage, choose
 from orchestrator_svc.staleness import Lineage, StalenessBound
 from sluice.versions import BASE, Version
 
@@ -115,10 +113,10 @@ class SimulatedRun(RuleBasedStateMachine):
     @rule()
     def make_batch(self):
         waiting = [g.number for g in self.scheduler.groups.values() if g.stage is Stage.RUNNING]
-        formation = self.scheduler.form()
-        if formation.batch is None:
+        self.scheduler.drop_stale()
+        batch = self.scheduler.make_batch()
+        if batch is None:
             return
-        batch = formation.batch
         assert len(batch.groups) == self.scheduler.bound.batch_groups
         self.made[batch.sequence_no] = (batch, [self.scheduler.groups[n] for n in batch.groups])
         assert not set(waiting) & set(batch.groups)
@@ -208,7 +206,7 @@ def run_batch(each: Scheduler, first: int, version: Version) -> Batch:
         each.start(number, number, version)
     for number in numbers:
         each.finish(number, [version], 1)
-    batch = each.form().batch
+    batch = each.make_batch()
     assert batch is not None
     return batch
 
@@ -310,9 +308,8 @@ def test_a_batch_that_a_rollback_made_too_old_is_taken_apart() -> None:
     groups = [each.groups[number] for number in batch.groups]
     each.open_epoch(2, BASE, [(batch, groups)])
     assert not each.batches
-    formation = each.form()
-    assert formation.batch is None
-    assert [group.number for group in formation.stale] == [3, 4]
+    assert [group.number for group in each.drop_stale()] == [3, 4]
+    assert each.make_batch() is None
     assert each.accounting.dropped == {Reason.STALE: 2}
 
 
