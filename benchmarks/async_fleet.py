@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import free_port, service
-from orchestrator_svc.report import read_metrics
+from orchestrator_svc.recorder import read_metrics
 
 __all__ = ["Fleet", "Placement", "fleet"]
 

@@ -20,11 +20,11 @@ from orchestrator_svc.recorder import Recorder
 from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
 from orchestrator_svc.run import Run
 from orchestrator_svc.run_parts import RunParts
-from orchestrator_svc.run_status import RunStatus
 from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.servicer import OrchestratorServicer
 from orchestrator_svc.signals import Signal
 from orchestrator_svc.staleness import StalenessBound
+from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import TrainerLink
 from orchestrator_svc.workflows import choose_workflow
@@ -106,15 +106,15 @@ async def _parts(
     workflow = choose_workflow(config, environment, calls)
     scheduler = _scheduler(common, config)
     journal = _journal(common, config)
-    status = RunStatus(common.run, scheduler, config.max_steps, journal.start)
+    events = EventLog(journal.start)
     changed = Signal()
 
     def on_replica(replica: Replica) -> None:
-        status.replica_changed(replica)
+        events.append(replica_event(replica))
         changed.notify()
 
     pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
-    status.watch_pool(pool)
+    status = RunStatus(common.run, scheduler, pool, config.max_steps, events)
     engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(journal.close)

@@ -10,12 +10,11 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.episodes import EpisodeRunner
 from orchestrator_svc.journal import Journal
-from orchestrator_svc.recent import RecentTrajectories
 from orchestrator_svc.recorder import Recorder
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
-from orchestrator_svc.run_status import RunStatus
 from orchestrator_svc.scheduler import Scheduler
 from orchestrator_svc.signals import Signal
+from orchestrator_svc.status import RunStatus, TrajectoryHistory
 from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.trainer_link import TrainerLink
 from sluice.config import CommonConfig
@@ -50,7 +49,7 @@ class RunParts:
     recorder: Recorder
     environment_calls: EnvironmentCalls
     changed: Signal
-    recent: RecentTrajectories = field(default_factory=RecentTrajectories)
+    recent: TrajectoryHistory = field(default_factory=TrajectoryHistory)
     paused: bool = False
     began: float = field(default_factory=time.monotonic)
     elapsed_before_s: float = 0.0

@@ -7,15 +7,13 @@ import json
 
 import pytest
 
-from orchestrator_svc import events as events_module
+from orchestrator_svc import status as status_module
 from orchestrator_svc.evaluation import EvalResult, EvalSample
-from orchestrator_svc.events import EventLog
-from orchestrator_svc.recent import RecentTrajectories
+from orchestrator_svc.recorder import build_report, read_metrics
 from orchestrator_svc.replica_addresses import check_address, resolve_targets
-from orchestrator_svc.report import build_report, read_metrics
 from orchestrator_svc.staleness import Lineage
+from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
 from orchestrator_svc.step_summary import summarise
-from orchestrator_svc.waiting_shares import HeldTime, ShareSince, bottleneck
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Version
@@ -45,7 +43,7 @@ async def test_watchers_read_the_past_and_the_future_at_their_own_pace() -> None
 
 
 async def test_a_watcher_of_a_long_run_gets_what_is_kept(monkeypatch) -> None:
-    monkeypatch.setattr(events_module, "KEPT", 3)
+    monkeypatch.setattr(status_module, "KEPT", 3)
     log = EventLog()
     log._events = type(log._events)(maxlen=3)
     for step in range(1, 11):
@@ -87,7 +85,7 @@ def names(answer: orchestrator_pb2.ListTrajectoriesResponse) -> list[str]:
 
 
 def test_trajectories_are_listed_newest_first_in_pages() -> None:
-    recent = RecentTrajectories()
+    recent = TrajectoryHistory()
     recent.add(record(f"g{number}-0", step=number, reward=number / 10) for number in range(1, 8))
     request = orchestrator_pb2.ListTrajectoriesRequest(page_size=3)
     first = recent.page(request)
@@ -101,13 +99,13 @@ def test_trajectories_are_listed_newest_first_in_pages() -> None:
     assert (names(last), last.next_page_token) == (["g1-0"], "")
     assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest(step=4))) == ["g4-0"]
     assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest(reward_below=0.25))) == ["g2-0", "g1-0"]
-    with pytest.raises(SluiceError, match="list anew"):
+    with pytest.raises(SluiceError, match="empty one"):
         recent.page(orchestrator_pb2.ListTrajectoriesRequest(page_token="x"))
 
 
 def test_old_trajectories_make_room_by_size() -> None:
     size = record("g1-0").ByteSize()
-    recent = RecentTrajectories(max_bytes=3 * size)
+    recent = TrajectoryHistory(max_bytes=3 * size)
     recent.add(record(f"g{number}-0") for number in range(1, 6))
     assert names(recent.page(orchestrator_pb2.ListTrajectoriesRequest())) == ["g5-0", "g4-0", "g3-0"]
 

@@ -1,0 +1,333 @@
+"""What operators see of a run: its state, its events, its load, and its last trajectories."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import TypeAlias
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.scheduler import Scheduler, Stage
+from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2
+from sluice.versions import Version
+
+__all__ = ["EventLog", "HeldTime", "RunStatus", "ShareSince", "TrajectoryHistory", "bottleneck", "replica_event"]
+
+RunState: TypeAlias = orchestrator_pb2.RunState.ValueType
+
+KEPT = 10_000
+"""Events kept, as the contract says."""
+
+
+_NUMBERS_PER_START = 1 << 32
+"""Sequence numbers of one process: more than it can emit, so that those of the next process are all greater."""
+
+_NOTABLE = 0.1
+"""Share of the time below which waiting is not worth reporting."""
+
+_DEFAULT_PAGE = 50
+_LARGEST_PAGE = 500
+_PAGE_BYTES = 3 << 20
+"""Size of a page in bytes: below the size limit of a message."""
+
+
+class RunStatus:
+    """Keeps the run's state and appends its events.
+
+    Args:
+        run: Name of the run.
+        scheduler: Its groups and batches.
+        pool: Its replicas.
+        max_steps: Batches to apply in all.
+        events: Where events are appended.
+
+    Attributes:
+        trainer_idle: Time in which the trainer had no batch.
+        dispatch_blocked: Time in which the staleness bound, or a version that no replica serves yet, stopped dispatch.
+        rollout_idle: The part of it in which no group was running either.
+    """
+
+    def __init__(self, run: str, scheduler: Scheduler, pool: ReplicaPool, max_steps: int, events: EventLog) -> None:
+        self.events = events
+        self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
+        self.error = ""
+        self.metrics: dict[str, float] = {}
+        self.max_staleness_seen = 0
+        self.running_episodes = 0
+        now = time.monotonic()
+        self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
+        self._load_shares = self.shares()
+        self._run, self._scheduler, self._pool, self._max_steps = run, scheduler, pool, max_steps
+        self._started = Timestamp()
+        self._started.GetCurrentTime()
+        self._bottleneck = ""
+        self._last_load = (now, 0)
+
+    def shares(self) -> tuple[ShareSince, ShareSince, ShareSince]:
+        """Return the shares of time since each was taken last: trainer idle, dispatch blocked, rollout idle."""
+        now = time.monotonic()
+        return (
+            ShareSince(self.trainer_idle, now),
+            ShareSince(self.dispatch_blocked, now),
+            ShareSince(self.rollout_idle, now),
+        )
+
+    def enter(self, state: RunState, message: str = "") -> None:
+        """Change the run's state."""
+        if state == self.state and not message:
+            return
+        self.state = state
+        changed = orchestrator_pb2.RunStateChanged(state=state, message=message)
+        self.events.append(orchestrator_pb2.RunEvent(state_changed=changed))
+
+    def group_scored(self, group_id: str, task_id: str, rewards: list[float]) -> None:
+        """Report a scored group."""
+        scored = orchestrator_pb2.GroupScored(group_id=group_id, task_id=task_id, rewards=rewards)
+        self.events.append(orchestrator_pb2.RunEvent(group_scored=scored))
+
+    def step_finished(self, version: Version, metrics: Mapping[str, float]) -> None:
+        """Report an applied batch."""
+        self.metrics = dict(metrics)
+        self.max_staleness_seen = max(self.max_staleness_seen, int(metrics.get("staleness/max", 0)))
+        finished = orchestrator_pb2.StepFinished(
+            step=version.number, policy_version=version.to_proto(), metrics=self.metrics
+        )
+        self.events.append(orchestrator_pb2.RunEvent(step_finished=finished))
+
+    def evaluation_finished(self, version: Version, environment: str, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation."""
+        finished = orchestrator_pb2.EvaluationFinished(
+            policy_version=version.to_proto(), environment=environment, metrics=metrics
+        )
+        self.events.append(orchestrator_pb2.RunEvent(evaluation_finished=finished))
+
+    def checkpoint_written(self, name: str, version: Version) -> None:
+        """Report a complete checkpoint."""
+        written = orchestrator_pb2.CheckpointWritten(name=name, policy_version=version.to_proto())
+        self.events.append(orchestrator_pb2.RunEvent(checkpoint_written=written))
+
+    def report_load(self) -> None:
+        """Report the load since the last report."""
+        now = time.monotonic()
+        tokens = self._pool.generated_tokens()
+        then, before = self._last_load
+        self._last_load = (now, tokens)
+        idle, blocked, rollout_idle = (share.take(now) for share in self._load_shares)
+        self._bottleneck = bottleneck(idle, rollout_idle)
+        scheduler = self._scheduler
+        load = orchestrator_pb2.LoadReport(
+            # A replica that restarts counts from 0 again.
+            generated_tokens_per_s=max(0, tokens - before) / (now - then) if now > then and before else 0.0,
+            live_groups=len(scheduler.groups),
+            max_live_groups=scheduler.bound.capacity,
+            ready_groups=scheduler.count(Stage.READY),
+            queued_batches=len(scheduler.batches),
+            trainer_idle=idle,
+            dispatch_blocked=blocked,
+            bottleneck=self._bottleneck,
+        )
+        self.events.append(orchestrator_pb2.RunEvent(load=load))
+
+    def describe(self) -> orchestrator_pb2.Run:
+        """Describe the run as it stands."""
+        scheduler, accounting = self._scheduler, self._scheduler.accounting
+        return orchestrator_pb2.Run(
+            name=f"runs/{self._run}",
+            state=self.state,
+            step=scheduler.applied,
+            max_steps=self._max_steps,
+            policy_version=Version(scheduler.epoch, scheduler.applied).to_proto(),
+            live_groups=len(scheduler.groups),
+            max_live_groups=scheduler.bound.capacity,
+            running_episodes=self.running_episodes,
+            max_staleness=scheduler.bound.max_staleness,
+            max_staleness_seen=self.max_staleness_seen,
+            trajectories_accepted=accounting.accepted,
+            trajectories_trained=accounting.trained,
+            trajectories_dropped=dict(accounting.dropped),
+            replicas=[each.describe() for each in self._pool.replicas],
+            error=self.error,
+            start_time=self._started,
+            metrics=self.metrics,
+            bottleneck=self._bottleneck,
+        )
+
+
+def replica_event(replica: Replica) -> orchestrator_pb2.RunEvent:
+    """Return the event of a replica that came, went or changed its version."""
+    return orchestrator_pb2.RunEvent(replica_changed=orchestrator_pb2.ReplicaChanged(replica=replica.describe()))
+
+
+class EventLog:
+    """Events by sequence number: a bounded history that any number of watchers read at their own pace.
+
+    The numbers of the first process begin at 1. Each later process of the run begins above all that its predecessors can
+    have used, so that a watcher that reads on from the last number it saw misses no event.
+
+    Args:
+        start: Number of this process among those of the run, from 1.
+    """
+
+    def __init__(self, start: int = 1) -> None:
+        self._events: deque[orchestrator_pb2.RunEvent] = deque(maxlen=KEPT)
+        self._next = (start - 1) * _NUMBERS_PER_START + 1
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._watchers = 0
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+
+    def append(self, event: orchestrator_pb2.RunEvent) -> None:
+        """Number an event, stamp it with the time and wake the watchers."""
+        event.sequence_no = self._next
+        event.time.GetCurrentTime()
+        self._events.append(event)
+        self._next += 1
+        self._wake()
+
+    def end(self) -> None:
+        """End the log: no event will follow."""
+        self._ended = True
+        self._wake()
+
+    async def follow(self, from_sequence_no: int) -> AsyncIterator[orchestrator_pb2.RunEvent]:
+        """Yield events from a number on, or from the oldest one kept, until the run has ended."""
+        number = max(1, from_sequence_no)
+        self._watchers += 1
+        self._nobody.clear()
+        try:
+            while True:
+                changed = self._changed
+                while number < self._next:
+                    number = max(number, self._next - len(self._events))
+                    yield self._events[number - (self._next - len(self._events))]
+                    number += 1
+                if self._ended:
+                    return
+                await changed.wait()
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._nobody.set()
+
+    async def all_read(self, deadline_s: float) -> bool:
+        """Wait until the watchers have read the end and left; return whether they did in time."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._nobody.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _wake(self) -> None:
+        """Wake all who wait, each once."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class TrajectoryHistory:
+    """The last trajectories whose outcome is known, for ListTrajectories; older ones are in the files.
+
+    Args:
+        max_bytes: Serialised size of all that are kept.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._kept: deque[tuple[int, int, orchestrator_pb2.TrajectoryRecord]] = deque()
+        self._max_bytes, self._bytes, self._next = max_bytes, 0, 1
+
+    def add(self, records: Iterable[orchestrator_pb2.TrajectoryRecord]) -> None:
+        """Add trajectories; forget the oldest beyond the bound."""
+        for record in records:
+            size = record.ByteSize()
+            self._kept.append((self._next, size, record))
+            self._next += 1
+            self._bytes += size
+        while self._bytes > self._max_bytes:
+            self._bytes -= self._kept.popleft()[1]
+
+    def page(self, request: orchestrator_pb2.ListTrajectoriesRequest) -> orchestrator_pb2.ListTrajectoriesResponse:
+        """Return a page, newest first; its token is the number of the last one shown.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT if the token is not one of ours.
+        """
+        if request.page_token and not request.page_token.isdecimal():
+            raise SluiceError.invalid_argument(
+                "page_token", "is not one that ListTrajectories gave: begin with an empty one"
+            )
+        before = int(request.page_token) if request.page_token else self._next
+        wanted = min(request.page_size or _DEFAULT_PAGE, _LARGEST_PAGE)
+        answer = orchestrator_pb2.ListTrajectoriesResponse()
+        taken = last = 0
+        for number, size, record in reversed(self._kept):
+            if number >= before or not _matches(record, request):
+                continue
+            if len(answer.trajectories) == wanted or (answer.trajectories and taken + size > _PAGE_BYTES):
+                answer.next_page_token = str(last)
+                break
+            answer.trajectories.append(record)
+            taken, last = taken + size, number
+        return answer
+
+
+def _matches(record: orchestrator_pb2.TrajectoryRecord, request: orchestrator_pb2.ListTrajectoriesRequest) -> bool:
+    if request.HasField("step") and record.step != request.step:
+        return False
+    if not request.HasField("reward_below"):
+        return True
+    return record.trajectory.HasField("reward") and record.trajectory.reward < request.reward_below
+
+
+class HeldTime:
+    """Adds up the seconds for which a condition held. It has no clock: the caller passes the time.
+
+    Args:
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._holds = False
+        self._since = now
+        self._held = 0.0
+
+    def set(self, holds: bool, now: float) -> None:
+        """Set whether the condition holds from now on."""
+        self._held = self.seconds(now)
+        self._holds, self._since = holds, now
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds for which it held so far."""
+        return self._held + (now - self._since if self._holds else 0.0)
+
+
+class ShareSince:
+    """The share of time in which a condition held since the share was taken last.
+
+    Args:
+        held: What is measured.
+        now: Monotonic seconds.
+    """
+
+    def __init__(self, held: HeldTime, now: float) -> None:
+        self._held = held
+        self._last, self._last_held = now, held.seconds(now)
+
+    def take(self, now: float) -> float:
+        """Return the share since the last call, 0 to 1."""
+        held = self._held.seconds(now)
+        elapsed, gained = now - self._last, held - self._last_held
+        self._last, self._last_held = now, held
+        return min(1.0, gained / elapsed) if elapsed > 0 else 0.0
+
+
+def bottleneck(trainer_idle: float, rollout_idle: float) -> str:
+    """Return who makes the other one wait: "rollout", "trainer", or empty if neither does notably."""
+    if max(trainer_idle, rollout_idle) < _NOTABLE:
+        return ""
+    return "rollout" if trainer_idle >= rollout_idle else "trainer"
