@@ -23,7 +23,7 @@ from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.offline.demonstrations import render_row
+from trainer_svc.offline.examples import render_row
 from trainer_svc.update.policy import PolicyUpdate
 from weightsync.codec import Encoding, encode
 from weightsync.codec.entropy import entropy_bound_bytes

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.offline import dpo_command
+from trainer_svc.offline.cli import DPO
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def facts(said: str) -> list[str]:
 
 def test_two_processes_learn_what_one_learns(words, tmp_path, capsys):
     words = [*words, "--lora.rank", "4"]
-    assert dpo_command.COMMAND.run([*words, "--output", str(tmp_path / "one")]) == 0
+    assert DPO.run([*words, "--output", str(tmp_path / "one")]) == 0
     alone = capsys.readouterr().out
     together = torchrun("dpo", *words, "--output", str(tmp_path / "two"))
     assert facts(together) == facts(alone)

@@ -15,11 +15,10 @@ from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.offline import distill_command
-from trainer_svc.offline.demonstrations import Demonstrations
-from trainer_svc.offline.distill import TeacherLoss, teacher_figures
-from trainer_svc.offline.examples import every_row
-from trainer_svc.offline.frozen import ask_once
+from trainer_svc.offline.batches import every_row, precompute_logprobs
+from trainer_svc.offline.cli import DISTILL
+from trainer_svc.offline.examples import Demonstrations
+from trainer_svc.offline.losses import TeacherLoss, teacher_figures
 
 PROMPT = "<|user|>a<|end|><|assistant|>"
 
@@ -73,7 +72,7 @@ def test_the_divergence_falls(models, tmp_path, capsys, kind):
     rows = write_rows(tmp_path / "rows.jsonl", sampled(source, 512, seed=0))
     words = ["--model", str(student), "--teacher", str(teacher), "--data", str(rows), "--divergence", kind]
     words += ["--output", str(tmp_path / "out"), "--device", "cpu", "--lr", "3e-3", "--max-steps", "30"]
-    assert distill_command.COMMAND.run([*words, "--eval-share", "0.25"]) == 0
+    assert DISTILL.run([*words, "--eval-share", "0.25"]) == 0
     before, after = (line for line in capsys.readouterr().out.splitlines() if line.startswith("held out"))
     fresh = sampled(source, 64, seed=1)
 
@@ -93,7 +92,7 @@ def test_reverse_distillation_draws_each_log_probability_to_the_teachers(models,
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(student))
     data = Demonstrations.load(str(rows), "train", renderer, max_length=64, drop_long=False)
     config = ComputeConfig(device="cpu", lr=1e-4, grad_clip=0.0)
-    asked = every_row(ask_once(TrainEngine(config, teacher), data, "teacher_logprobs"))
+    asked = every_row(precompute_logprobs(TrainEngine(config, teacher), data, "teacher_logprobs"))
     gradients, loss = [], TeacherLoss("reverse")
 
     def squared(outputs, batch):
@@ -129,14 +128,14 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_it_is_loaded(models, 
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": PROMPT, "completion": "x"}])
     words = ["--model", str(student), "--teacher", str(other), "--data", str(rows), "--output", str(tmp_path / "out")]
     with pytest.raises(ConfigError, match="another vocabulary"):
-        distill_command.COMMAND.run(words)
+        DISTILL.run(words)
     with pytest.raises(ConfigError, match="teacher is not set"):
-        distill_command.load_distill(["--model", str(student), "--data", str(rows)])
+        DISTILL.run(["--model", str(student), "--data", str(rows)])
     with pytest.raises(ConfigError, match="teacher: there is no directory /nowhere"):
-        distill_command.COMMAND.run([*words, "--teacher", "/nowhere"])
+        DISTILL.run([*words, "--teacher", "/nowhere"])
     (other / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"teacher: .*/other holds no tokenizer"):
-        distill_command.COMMAND.run(words)
+        DISTILL.run(words)
     words[3] = str(student)
     with pytest.raises(ConfigError, match=r"output: cannot write into .*rows\.jsonl"):
-        distill_command.COMMAND.run([*words, "--output", str(rows / "out")])
+        DISTILL.run([*words, "--output", str(rows / "out")])

@@ -20,13 +20,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
+from trainer_svc.checkpoint.saver import EngineCheckpoints
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import count_loss_tokens
-from trainer_svc.offline import dpo_command, merge_command, reward_model_command, sft_command
-from trainer_svc.offline.sft import fine_tune
-from trainer_svc.offline.sft_config import SftConfig
+from trainer_svc.offline import merge_command
+from trainer_svc.offline.cli import DPO, REWARD_MODEL, SFT
+from trainer_svc.offline.config import SftConfig
+from trainer_svc.offline.runs import fine_tune
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -165,11 +167,11 @@ def test_dropout_acts_in_training_steps_alone(model_dir):
 def test_a_resumed_adapter_goes_on_bit_for_bit(model_dir, tmp_path):
     straight = trained(model_dir, steps=4)
     first = trained(model_dir, steps=2)
-    first.save(tmp_path / "checkpoint")
+    EngineCheckpoints(first).save(tmp_path / "checkpoint")
     assert not any(".base_layer" in name or "embed" in name for name in first.state_tensors())
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "checkpoint" / "hf")
     resumed = engine(model_dir)
-    resumed.load(tmp_path / "checkpoint")
+    EngineCheckpoints(resumed).load(tmp_path / "checkpoint")
     for seed in (2, 3):
         policy_step(resumed, ragged_batch(seed))
     ours, theirs = resumed.state_tensors(), straight.state_tensors()
@@ -227,7 +229,7 @@ def offline_words(model_dir: Path, rows: Path, output: Path) -> list[str]:
 @pytest.mark.slow
 def test_sft_writes_an_adapter_that_has_learned(model_dir, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "yes"), chat("b", "no")] * 8)
-    assert sft_command.COMMAND.run([*offline_words(model_dir, rows, tmp_path / "out"), "--max-steps", "60"]) == 0
+    assert SFT.run([*offline_words(model_dir, rows, tmp_path / "out"), "--max-steps", "60"]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_dir), tmp_path / "out")
     for question, answer in (("a", "yes"), ("b", "no")):
@@ -258,10 +260,10 @@ def test_an_interrupted_run_goes_on_with_the_batches_and_the_dropout_it_would_ha
     with pytest.raises(KilledError):
         fine_tune(SftConfig(**settings), killed_late)
     written = {path.name for path in (tmp_path / "resumed.checkpoints").iterdir()}
-    assert written == {"step_3", "step_6", "settings.json"}
-    with pytest.raises(FileExistsError, match="give --resume to go on"):
+    assert written == {"step_3", "step_6"}
+    with pytest.raises(FileExistsError, match="give --resume to continue"):
         fine_tune(SftConfig(**settings), lambda _: None)
-    with pytest.raises(ConfigError, match=r"began with lr = 0\.01, batch_size = 3: set them so"):
+    with pytest.raises(ConfigError, match=r"written with batch_size = 3, lr = 0\.01: resume with the same settings"):
         fine_tune(SftConfig(**settings | {"resume": True, "lr": 1e-3, "batch_size": 4}), lambda _: None)
     told = []
     fine_tune(SftConfig(**settings, resume=True, eval_every=2), told.append)
@@ -276,7 +278,7 @@ def test_an_interrupted_run_goes_on_with_the_batches_and_the_dropout_it_would_ha
 def test_preferences_are_learned_by_an_adapter(model_dir, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", vowels_preferred(60, 0))
     words = [*offline_words(model_dir, rows, tmp_path / "out"), "--eval-share", "0.2"]
-    assert dpo_command.COMMAND.run(words) == 0
+    assert DPO.run(words) == 0
     evaluated = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held out")]
     assert "loss 0.6931" in evaluated[0]
     assert "accuracy 1.0000" in evaluated[1]
@@ -287,7 +289,7 @@ def test_preferences_are_learned_by_an_adapter(model_dir, tmp_path, capsys):
 def test_a_reward_models_head_is_trained_and_written_with_its_adapter(model_dir, tmp_path, capsys, merge):
     rows = write_rows(tmp_path / "rows.jsonl", vowels_preferred(60, 0))
     words = [*offline_words(model_dir, rows, tmp_path / "out"), "--eval-share", "0.2", "--lora.merge", str(merge)]
-    assert reward_model_command.COMMAND.run(words) == 0
+    assert REWARD_MODEL.run(words) == 0
     evaluated = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held out")]
     assert "accuracy 1.0000" in evaluated[1]
     classifier = AutoModelForSequenceClassification.from_pretrained

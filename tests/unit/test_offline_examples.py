@@ -12,13 +12,9 @@ from tiny_policy import tiny_model
 from transformers import AutoTokenizer
 
 from sluice.render import ChatRenderer
-from trainer_svc.offline.command import load_offline
-from trainer_svc.offline.demonstrations import Demonstrations
-from trainer_svc.offline.distill_config import DistillConfig
-from trainer_svc.offline.dpo_config import DpoConfig
-from trainer_svc.offline.pairs import Preferences
-from trainer_svc.offline.reward_model_config import RewardModelConfig
-from trainer_svc.offline.sft_config import SftConfig
+from trainer_svc.offline.cli import load_offline
+from trainer_svc.offline.config import DistillConfig, DpoConfig, RewardModelConfig, SftConfig
+from trainer_svc.offline.examples import Demonstrations, Preferences
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

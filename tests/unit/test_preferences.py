@@ -19,13 +19,11 @@ from trainer_svc.batch.packing import empty_batch
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.outputs import Outputs
-from trainer_svc.offline import dpo_command, reward_model_command
-from trainer_svc.offline.dpo import PreferenceLoss, preference_figures
-from trainer_svc.offline.dpo_config import DpoConfig
-from trainer_svc.offline.examples import batches, every_row, hold_out
-from trainer_svc.offline.frozen import ask_once
-from trainer_svc.offline.pairs import Preferences, count_pairs
-from trainer_svc.offline.reward_model import ScoreLoss
+from trainer_svc.offline.batches import batches, every_row, hold_out, precompute_logprobs
+from trainer_svc.offline.cli import DPO, REWARD_MODEL
+from trainer_svc.offline.config import DpoConfig
+from trainer_svc.offline.examples import Preferences
+from trainer_svc.offline.losses import PreferenceLoss, ScoreLoss, count_pairs, preference_figures
 from trainer_svc.offline.rows import DataError
 
 QUESTION = {"role": "user", "content": "ab"}
@@ -128,7 +126,7 @@ def test_loss_and_gradient_of_pairs_do_not_depend_on_packing(model_dir, renderer
         def keep(_: object, *__: object, trainer=trainer, taken=taken) -> None:
             taken.append(torch.cat([each.grad.flatten() for each in trainer.network.model.parameters()]))
 
-        rows = next(batches(ask_once(trainer, data, "reference_logprobs"), 9, seed=0))
+        rows = next(batches(precompute_logprobs(trainer, data, "reference_logprobs"), 9, seed=0))
         for row in rows:
             row.reference_logprobs.sub_(0.05 * row.input_ids)  # a reference apart from the policy
         trainer.optimizer.register_step_pre_hook(keep)
@@ -153,7 +151,7 @@ def test_a_rank_without_pairs_keeps_the_others_company(loss):
 def test_at_the_start_policy_and_reference_are_one(model_dir, renderer, tmp_path):
     data = load(write_rows(tmp_path / "r.jsonl", vowels_preferred(5, 1)), renderer)
     trainer = engine(model_dir)
-    rows = every_row(ask_once(trainer, data, "reference_logprobs"))
+    rows = every_row(precompute_logprobs(trainer, data, "reference_logprobs"))
     loss = PreferenceLoss(DpoConfig(model="m", data="d"))
     metrics = trainer.eval_batch(rows, loss, count_pairs, whole_groups=True)
     assert metrics.loss == pytest.approx(0.693147, abs=1e-6)
@@ -167,7 +165,7 @@ def test_a_run_learns_what_is_preferred(model_dir, tmp_path, capsys, objective):
     rows = write_rows(tmp_path / "rows.jsonl", vowels_preferred(80, 0))
     words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
     words += ["--lr", "3e-3", "--max-steps", "20", "--batch-size", "16", "--eval-share", "0.2", "--log-every", "10"]
-    assert dpo_command.COMMAND.run([*words, "--objective", objective]) == 0
+    assert DPO.run([*words, "--objective", objective]) == 0
     lines = capsys.readouterr().out.splitlines()
     before, after = (line for line in lines if line.startswith("held out"))
     assert before.startswith(
@@ -183,7 +181,7 @@ def test_a_reward_model_scores_in_transformers_as_it_was_trained(model_dir, tmp_
     words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
     words += ["--lr", "3e-3", "--max-steps", "20", "--batch-size", "16", "--centering", "0.01"]
     held_out = write_rows(tmp_path / "held_out.jsonl", vowels_preferred(30, 1))
-    assert reward_model_command.COMMAND.run([*words, "--eval-data", str(held_out)]) == 0
+    assert REWARD_MODEL.run([*words, "--eval-data", str(held_out)]) == 0
     evaluated = [line for line in capsys.readouterr().out.splitlines() if line.startswith("held out")]
     assert "accuracy 1.0000" in evaluated[-1]
 
@@ -209,4 +207,4 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
         (["--eval-share", "0.1", "--eval-data", "x.jsonl"], "both say what is held out"),
     ):
         with pytest.raises(ConfigError, match=message):
-            dpo_command.load_dpo(["--model", "m", "--data", str(rows), *words])
+            DPO.run(["--model", "m", "--data", str(rows), *words])

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.offline.demonstrations import Demonstrations
-from trainer_svc.offline.examples import batches
+from trainer_svc.offline.batches import batches
+from trainer_svc.offline.cli import SFT, load_offline
+from trainer_svc.offline.config import SftConfig
+from trainer_svc.offline.examples import Demonstrations
 from trainer_svc.offline.loop import with_length
 from trainer_svc.offline.rows import DataError
-from trainer_svc.offline.sft_command import COMMAND, load_sft
-from trainer_svc.offline.sft_config import SftConfig
 
 
 def chat(question: str, answer: str) -> dict[str, object]:
@@ -42,7 +42,7 @@ def test_a_run_teaches_the_demonstrated_answers(model_dir, tmp_path, capsys):
         f'model = "{model_dir}"\ndata = "{rows}"\noutput = "{tmp_path / "out"}"\nlr = 1e-3\nmax_steps = 80\nbatch_size = 16\n',
         encoding="utf-8",
     )
-    assert COMMAND.run(["@", str(config), "--lr", "1e-2", "--log-every", "40", "--device", "cpu"]) == 0
+    assert SFT.run(["@", str(config), "--lr", "1e-2", "--log-every", "40", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:2]] == [["step", "40/80"], ["step", "80/80"]]
     assert "lr 1.00e-02" in lines[0]
@@ -58,7 +58,7 @@ def test_held_out_demonstrations_are_evaluated_every_so_many_steps(model_dir, tm
     rows = write_rows(tmp_path / "rows.jsonl", [chat(question, "yes") for question in "abcdefghij"])
     words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
     words += ["--lr", "1e-2", "--max-steps", "25", "--batch-size", "4", "--eval-share", "0.2", "--eval-every", "10"]
-    assert COMMAND.run(words) == 0
+    assert SFT.run(words) == 0
     lines = capsys.readouterr().out.splitlines()
     held_out = [line.replace(":", "").split() for line in lines if line.startswith("held out")]
     assert [int(line[3]) for line in held_out] == [0, 10, 20, 25]
@@ -68,8 +68,8 @@ def test_held_out_demonstrations_are_evaluated_every_so_many_steps(model_dir, tm
 
 def test_an_existing_output_is_refused_before_anything_is_trained(model_dir, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
-    with pytest.raises(ConfigError, match="remove it or set output"):
-        COMMAND.run(["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path)])
+    with pytest.raises(ConfigError, match="set output to another directory, or remove it"):
+        SFT.run(["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
         ([chat("a", "b" * 100)], r"r.jsonl:1 has \d+ tokens, more than max_length 50"),
         ([[1]], r"r.jsonl:1 is not a JSON object"),
         ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
-        ([chat("a", "b"), {"messages": [{"content": "x"}]}], "r.jsonl:2 holds messages that are none: KeyError"),
-        ([{"messages": "x"}], "r.jsonl:1 holds messages that are none"),
+        ([chat("a", "b"), {"messages": [{"content": "x"}]}], "r.jsonl:2 contains malformed messages .KeyError"),
+        ([{"messages": "x"}], "r.jsonl:1 contains malformed messages"),
         ([{"messages": [{"role": "user", "content": 7}, *chat("a", "b")["messages"]]}], "0 of the user has int"),
         ([{"messages": [{"role": "usr", "content": "x"}, *chat("a", "b")["messages"]]}], "unknown role usr"),
         ([], r"r\.jsonl is empty: give a file with one JSON object per line"),
@@ -154,7 +154,7 @@ def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
 def test_a_file_that_is_no_text_is_named(model_dir, tmp_path):
     (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    with pytest.raises(DataError, match=r"r\.jsonl:1 is not JSON: 'utf-8' codec"):
+    with pytest.raises(DataError, match=r"r\.jsonl:1 is not JSON .'utf-8' codec"):
         Demonstrations.load(str(tmp_path / "r.jsonl"), "train", renderer, max_length=50, drop_long=False)
 
 
@@ -165,7 +165,7 @@ def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="nobody/nothing is no directory here and not in the cache, and HF_HUB_OFFLINE forbids"
     ):
-        COMMAND.run(words)
+        SFT.run(words)
 
 
 def test_a_missing_file_is_named(model_dir, tmp_path):
@@ -190,14 +190,14 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
     monkeypatch.setenv("SLUICE_SFT__LR", "5e-1")
     monkeypatch.setenv("SLUICE_SFT__BATCH_SIZE", "7")
     monkeypatch.setenv("SLUICE_LOG_LEVEL", "info")
-    settings = load_sft(["@", str(config), "--epochs", "3"])
+    settings = load_offline(SftConfig, ["@", str(config), "--epochs", "3"], "sft")
     assert (settings.lr, settings.batch_size, settings.epochs) == (1e-3, 7, 3.0)
     with pytest.raises(ConfigError, match="did you mean 'epochs'"):
-        load_sft(["@", str(config), "--epoch", "3"])
+        load_offline(SftConfig, ["@", str(config), "--epoch", "3"], "sft")
     with pytest.raises(ConfigError, match="model is not set"):
-        load_sft(["--data", "x.jsonl"])
+        load_offline(SftConfig, ["--data", "x.jsonl"], "sft")
     with pytest.raises(ConfigError, match="there is no directory /not/there"):
-        load_sft(["--data", "x.jsonl", "--model", "/not/there"])
+        load_offline(SftConfig, ["--data", "x.jsonl", "--model", "/not/there"], "sft")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
         (["--eval-data", "r.jsonl", "--eval-split", "dev"], r"eval_split: .*r\.jsonl is a file, which has no splits"),
         (["--schedule", "wsd", "--decay-steps", "9", "--max-steps", "8"], r"more than max_steps \(8\)"),
         (["--data", "none.jsonl"], r"there is no file .*none\.jsonl"),
-        (["--data", "./none"], r"there is no file .*none, and '\./none' is no hub dataset id"),
+        (["--data", "./none"], r"there is no file .*none, and '\./none' is not a hub dataset id"),
         (["--lr", "nan"], "lr: Input should be a finite number"),
         (["--threads", "100000"], "threads: Input should be less than or equal to 1024"),
         (["--batch-size", "10000000000000"], "batch_size: Input should be less than or equal to"),
@@ -219,7 +219,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_loaded(tmp_pat
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "r.jsonl", [chat("a", "b")])
     with pytest.raises(ConfigError, match=message) as refused:
-        load_sft(["--model", "m", "--data", "r.jsonl", *words, "--dry-run"])
+        load_offline(SftConfig, ["--model", "m", "--data", "r.jsonl", *words, "--dry-run"], "sft")
     assert "\n" not in str(refused.value)
 
 
@@ -235,7 +235,7 @@ def test_a_decay_that_the_data_leaves_no_steps_for_is_refused_with_the_steps_tha
 def test_a_run_with_nothing_to_resume_says_so(model_dir, tmp_path, capsys):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
     words = ["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
-    assert COMMAND.run([*words, "--max-steps", "1", "--resume"]) == 0
+    assert SFT.run([*words, "--max-steps", "1", "--resume"]) == 0
     assert "no checkpoint in " in capsys.readouterr().out.splitlines()[0]
 
 
@@ -246,8 +246,8 @@ def test_a_model_of_other_shapes_than_it_says_is_told_in_one_line(model_dir, tmp
     (other / "config.json").write_text(json.dumps(written | {"intermediate_size": 2 * written["intermediate_size"]}))
     words = ["--model", str(other), "--data", str(rows), "--output", str(tmp_path / "out"), "--device", "cpu"]
     with pytest.raises(ConfigError, match=r"^cannot load the model .*/other: .*shape"):
-        COMMAND.run(words)
+        SFT.run(words)
     whole = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(whole[:100])
     with pytest.raises(ConfigError, match=r"^model: the weights in .*/other are not whole \(.*header"):
-        COMMAND.run(words)
+        SFT.run(words)

@@ -1,12 +1,14 @@
-"""The loop of offline training, the same for demonstrations, preferences and teachers: batches in, a model directory out."""
+"""The loop of offline training, the same for every kind: batches in, a model directory out, and what it reports on the way."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -14,24 +16,24 @@ from sluice.config import ConfigError
 from trainer_svc.compute_config import check_decay
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
-from trainer_svc.offline.examples import Data, Examples, batches, every_row
-from trainer_svc.offline.lesson import Lesson
-from trainer_svc.offline.progress import Evaluation, Progress, Report, Resumed, Summary
-from trainer_svc.offline.resuming import RunCheckpoints, checkpoint_directory
-from trainer_svc.offline.settings import OfflineConfig
+from trainer_svc.offline.batches import Data, Examples, batches, every_row
+from trainer_svc.offline.checkpoints import RunCheckpoints, checkpoint_directory
+from trainer_svc.offline.config import OfflineConfig
+from trainer_svc.offline.losses import Training
 
-__all__ = ["step_count", "train", "with_length"]
+__all__ = ["Evaluation", "Progress", "Report", "Resumed", "Summary", "step_count", "train", "with_length"]
+
 
 _Config = TypeVar("_Config", bound=OfflineConfig)
 
 
 def step_count(config: OfflineConfig, examples: int) -> int:
-    """Optimizer steps of a run."""
+    """Return the number of optimizer steps of a run."""
     return config.max_steps or math.ceil(config.epochs * examples / config.batch_size)
 
 
 def with_length(config: _Config, examples: int) -> _Config:
-    """The settings with the number of steps filled in, at which a decay of the learning rate ends.
+    """Return the settings with the number of steps filled in; a decay of the learning rate ends there.
 
     Raises:
         ConfigError: if these steps are too few for the warm-up and the decay.
@@ -47,15 +49,15 @@ def with_length(config: _Config, examples: int) -> _Config:
     return sized
 
 
-def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig, report: Report) -> Summary:
+def train(engine: TrainEngine, training: Training, data: Data, config: OfflineConfig, report: Report) -> Summary:
     """Train and write the model.
 
     Args:
         engine: The model.
-        lesson: What is minimised.
-        data: What to train and to evaluate on.
+        training: What is minimised.
+        data: Examples to train and to evaluate on.
         config: The settings.
-        report: Called every `log_every` steps and with each evaluation, and first of all where a run was to be resumed.
+        report: Called every `log_every` steps, with each evaluation, and first if the run is to be resumed.
 
     Raises:
         FileExistsError: if the output directory exists.
@@ -66,21 +68,22 @@ def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig
     first = checkpoints.resume()
     if config.resume:
         report(Resumed(checkpoint_directory(config.output), first))
-    tally, evaluations = _Tally(lesson, first, steps), []
+    tally, evaluations = _Tally(training, first, steps), []
     start = perf_counter()
     drawn = batches(examples, config.batch_size, config.seed, engine.ranks, first=first)
     for step, rows in zip(range(first, steps), drawn):  # noqa: B905  batches never end
         if held_out is not None and (step % config.eval_every == 0 if config.eval_every else step == 0):
-            evaluations.append(evaluate(engine, lesson, held_out, step))
+            evaluations.append(evaluate(engine, training, held_out, step))
             report(evaluations[-1])
-        tally.add(engine.train_batch(rows, lesson.loss, lesson.weight, whole_groups=lesson.whole_groups))
+        tally.add(engine.train_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups))
         if tally.steps % config.log_every == 0 or tally.steps == steps:
             report(tally.progress())
         checkpoints.after(step + 1)
     if held_out is not None:
-        evaluations.append(evaluate(engine, lesson, held_out, steps))
+        evaluations.append(evaluate(engine, training, held_out, steps))
         report(evaluations[-1])
     seconds = perf_counter() - start
+    checkpoints.before_export()
     engine.export_hf(config.output, getattr(torch, config.save_dtype))
     checkpoints.remove()
     return Summary(
@@ -97,25 +100,25 @@ def train(engine: TrainEngine, lesson: Lesson, data: Data, config: OfflineConfig
     )
 
 
-def evaluate(engine: TrainEngine, lesson: Lesson, examples: Examples, step: int) -> Evaluation:
-    """The loss of all examples under the current weights.
+def evaluate(engine: TrainEngine, training: Training, examples: Examples, step: int) -> Evaluation:
+    """Return the loss of all examples under the current weights.
 
     Args:
         engine: The model.
-        lesson: What is minimised.
+        training: What is minimised.
         examples: The held-out ones.
         step: Optimizer steps done.
     """
     rows = every_row(examples, engine.ranks)
-    metrics = engine.eval_batch(rows, lesson.loss, lesson.weight, whole_groups=lesson.whole_groups)
-    return Evaluation(step, metrics.loss, lesson.figures(metrics.sums))
+    metrics = engine.eval_batch(rows, training.loss, training.weight, whole_groups=training.whole_groups)
+    return Evaluation(step, metrics.loss, training.figures(metrics.sums))
 
 
 class _Tally:
-    """What the steps so far add up to."""
+    """Running totals of the steps so far."""
 
-    def __init__(self, lesson: Lesson, first: int, steps: int) -> None:
-        self._lesson, self._first, self._planned = lesson, first, steps
+    def __init__(self, training: Training, first: int, steps: int) -> None:
+        self._training, self._first, self._planned = training, first, steps
         self._losses: list[float] = []
         self._learning_rate = 0.0
         self._sums: Counter[str] = Counter()
@@ -135,7 +138,7 @@ class _Tally:
         self.learned_tokens += metrics.loss_tokens
 
     def progress(self) -> Progress:
-        """The report on the steps since the last one."""
+        """Return the report on the steps since the last report."""
         now = perf_counter()
         recent = self._losses[self._reported_losses :]
         progress = Progress(
@@ -145,7 +148,7 @@ class _Tally:
             learning_rate=self._learning_rate,
             tokens_per_s=(self.tokens - self._reported_tokens) / (now - self._reported),
             skipped=self.skipped,
-            figures=self._lesson.figures(self._sums),
+            figures=self._training.figures(self._sums),
         )
         self._reported, self._reported_losses, self._reported_tokens = now, len(self._losses), self.tokens
         self._sums.clear()
@@ -157,5 +160,127 @@ class _Tally:
 
 
 def _added(sums: Mapping[str, float]) -> dict[str, float]:
-    """Those that add up over steps."""
+    """Return the sums that add up over steps; maxima do not."""
     return {name: value for name, value in sums.items() if not name.startswith("max_")}
+
+
+# What is reported.
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        step: Optimizer steps done.
+        steps: Optimizer steps in all.
+        loss: Mean loss since the last report.
+        learning_rate: Of the last step.
+        tokens_per_s: Tokens of the data per second since the last report, prompts included.
+        skipped: Steps so far that were skipped as not finite.
+        figures: Other means since the last report, by name.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    tokens_per_s: float
+    skipped: int
+    figures: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """Return the line of progress."""
+        skipped = f"  skipped {self.skipped}" if self.skipped else ""
+        return (
+            f"step {self.step:>{len(str(self.steps))}}/{self.steps}  loss {self.loss:.4f}{_written(self.figures)}  "
+            f"lr {self.learning_rate:.2e}  {self.tokens_per_s:,.0f} tokens/s{skipped}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The held-out examples under the weights after a step.
+
+    Attributes:
+        step: Optimizer steps done.
+        loss: The loss over all held-out examples.
+        figures: Other means, by name.
+    """
+
+    step: int
+    loss: float
+    figures: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """Return the line of an evaluation."""
+        return f"held out after {self.step} steps: loss {self.loss:.4f}{_written(self.figures)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a resumed run begins.
+
+    Attributes:
+        directory: The directory of its checkpoints.
+        step: Optimizer steps that are done; 0 if there is no checkpoint.
+    """
+
+    directory: Path
+    step: int
+
+    def __str__(self) -> str:
+        """Return the first line."""
+        if not self.step:
+            return f"there is no checkpoint in {self.directory}: training starts from the beginning"
+        return f"resumed from {self.directory} after {self.step} steps"
+
+
+Report: TypeAlias = Callable[[Progress | Evaluation | Resumed], None]
+"""Called every `log_every` steps, with each evaluation, and at the start of a run that is to be resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run did.
+
+    Attributes:
+        output: The model directory.
+        steps: Optimizer steps.
+        examples: Examples that were trained on.
+        dropped_long: Examples that were dropped as too long.
+        tokens: Tokens trained on, prompts included.
+        learned_tokens: Tokens that entered the loss.
+        final_loss: Mean loss of the last tenth of the steps that this process made; NaN if it made none.
+        skipped: Steps that were skipped as not finite.
+        train_s: Seconds of training, evaluations included.
+        evaluations: The held-out examples before, during and after training; empty where none are held out.
+    """
+
+    output: Path
+    steps: int
+    examples: int
+    dropped_long: int
+    tokens: int
+    learned_tokens: int
+    final_loss: float
+    skipped: int
+    train_s: float
+    evaluations: tuple[Evaluation, ...]
+
+    def told(self, what: str) -> str:
+        """Return the last line.
+
+        Args:
+            what: What the examples are called, in the plural.
+        """
+        dropped = f" ({self.dropped_long} more were too long)" if self.dropped_long else ""
+        return (
+            f"{self.output}: {self.steps} steps on {self.examples} {what}{dropped}, "
+            f"{self.tokens:,} tokens ({self.learned_tokens:,} learned) in {self.train_s:.1f} s = "
+            f"{self.tokens / self.train_s:,.0f} tokens/s, final loss {self.final_loss:.4f}"
+        )
+
+
+def _written(figures: Mapping[str, float]) -> str:
+    return "".join(f"  {name} {value:.4f}" for name, value in figures.items())

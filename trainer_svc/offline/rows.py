@@ -25,25 +25,25 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class DataError(ValueError):
-    """The data cannot be read or rendered; the message names the row."""
+    """The data cannot be read or rendered. The message names the row."""
 
 
 def is_file(data: str) -> bool:
-    """Whether rows come from a file, which has no splits, and not from a dataset.
+    """Return whether the data is a file, which has no splits, rather than a dataset.
 
     Raises:
-        DataError: if it is neither a file nor a directory here, nor the form of a hub id.
+        DataError: if it is neither a file, nor a directory, nor of the form of a hub id.
     """
     path = Path(data)
     if path.is_file():
         return True
     if not path.exists() and (path.suffix in FILES or not HUB_ID.fullmatch(data)):
-        raise DataError(f"there is no file {path.resolve()}, and {data!r} is no hub dataset id such as owner/name")
+        raise DataError(f"there is no file {path.resolve()}, and {data!r} is not a hub dataset id such as owner/name")
     return False
 
 
 def read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
-    """Rows of a JSONL file, of a dataset directory or of a hub dataset, each with a name for messages.
+    """Yield the rows of a JSONL file, a dataset directory or a hub dataset, each with a name for messages.
 
     Raises:
         DataError: if there is no such file or dataset, it holds no row, or a line is not a JSON object.
@@ -69,18 +69,18 @@ def _row(line: bytes, name: str) -> Row:
     try:
         row = json.loads(line.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{name} is not JSON: {error}; each line is one JSON object (JSONL)") from error
+        raise DataError(f"{name} is not JSON ({error}): put one JSON object on each line (JSONL)") from error
     if not isinstance(row, dict):
-        raise DataError(f"{name} is not a JSON object: each line is one (JSONL)")
+        raise DataError(f"{name} is not a JSON object: put one object on each line (JSONL)")
     return row
 
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Say which row it was that could not be rendered.
+    """Raise what rendering a row raises as a `DataError` that names the row.
 
     Raises:
-        DataError: for what a row that is malformed in whatever way raises.
+        DataError: if the row is malformed.
     """
     try:
         yield
@@ -88,12 +88,12 @@ def named(name: str) -> Iterator[None]:
         raise DataError(f"{name}: {error}") from error
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(
-            f"{name} holds messages that are none: {error!r}; give objects with role and content"
+            f"{name} contains malformed messages ({error!r}): give objects with role and content"
         ) from error
 
 
 def described(row: Row) -> str:
-    """The keys of a row and what they hold, for a message."""
+    """Return the keys of a row and the types of their values, for a message."""
     return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing"
 
 

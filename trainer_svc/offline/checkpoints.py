@@ -1,0 +1,187 @@
+"""Where an offline run writes: its output, which must be free, and the checkpoints that it resumes from after a kill.
+
+outputs/sft                 the model directory; appears when the run has finished
+outputs/sft.checkpoints     while the run lasts: step_*/, and `exported` just before the model is written
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+from sluice.config import ConfigError
+from sluice.host_files import remove_tree
+from sluice.v1 import checkpoint_pb2
+from sluice.v1.trainer_pb2 import Checkpoint
+from sluice.versions import Version
+from trainer_svc.checkpoint.checkpoints import Checkpoints
+from trainer_svc.checkpoint.manifest import CheckpointDamagedError, write_durably
+from trainer_svc.checkpoint.saver import SAVE_S, Saver
+from trainer_svc.checkpoint.state import POLICY, training_state
+from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.offline.config import OfflineConfig, make_parent
+
+__all__ = ["FinishedError", "RunCheckpoints", "checkpoint_directory", "claim_output", "remove_checkpoints"]
+
+KEEP = 2
+"""One is whole while the next is written."""
+
+EXPORTED = "exported"
+"""File beside the checkpoints that says: if the output exists, this run wrote it."""
+
+_MAY_CHANGE = {
+    *(ComputeConfig.model_fields.keys() - OptimizerConfig.model_fields.keys() - {"lora", "dtype"}),
+    *("output", "resume", "checkpoint_every", "log_every", "eval_every", "eval_data", "eval_split", "save_dtype"),
+}
+"""Settings that change neither the weights nor the order of the data: where and how a step is computed, what is reported."""
+
+
+class FinishedError(Exception):
+    """The run that was to be resumed has finished: its model is there."""
+
+
+def checkpoint_directory(output: Path) -> Path:
+    """Return the directory of the checkpoints of a run that writes `output`."""
+    return output.with_name(f"{output.name}.checkpoints")
+
+
+def remove_checkpoints(output: Path) -> None:
+    """Remove the checkpoints of a run that has finished."""
+    remove_tree(checkpoint_directory(output))
+
+
+def claim_output(config: OfflineConfig) -> None:
+    """Make sure that the run may write its output, before anything is loaded for it.
+
+    Raises:
+        FinishedError: if the run is to be resumed and had written its output when it was killed.
+        FileExistsError: if the output exists, or checkpoints for it that are not to be resumed.
+        ConfigError: if the directory above the output cannot be made.
+    """
+    output, checkpoints = config.output, checkpoint_directory(config.output)
+    if not output.exists():
+        if checkpoints.exists() and not config.resume:
+            raise FileExistsError(
+                f"{checkpoints} holds checkpoints of a run that did not finish: give --resume to continue it, or remove the directory"
+            )
+        make_parent(output)
+    elif (checkpoints / EXPORTED).exists() and config.resume:
+        raise FinishedError(f"{output}: the run had finished; its model is whole, and its checkpoints are removed now")
+    elif (checkpoints / EXPORTED).exists():
+        raise FileExistsError(
+            f"{output} is the finished model of an earlier run: keep it and set output to another directory (--resume removes the checkpoints that are left over)"
+        )
+    elif checkpoints.exists():
+        raise FileExistsError(
+            f"{output} exists, but the run whose checkpoints are in {checkpoints} did not write it: move it away, or set output to another directory"
+        )
+    elif config.resume:
+        raise FileExistsError(
+            f"{output} exists and there is no checkpoint to resume from: the run has finished, or another one wrote it; keep it, and set output to another directory to train again"
+        )
+    else:
+        raise FileExistsError(f"{output} exists: set output to another directory, or remove it")
+
+
+class RunCheckpoints:
+    """The checkpoints of one offline run. Every rank makes the same calls.
+
+    Args:
+        engine: What is trained.
+        config: The settings.
+    """
+
+    def __init__(self, engine: TrainEngine, config: OfflineConfig) -> None:
+        self._engine, self._config = engine, config
+        self._kept = Checkpoints(checkpoint_directory(config.output), KEEP, Saver.of(engine.mesh))
+        self._writing: Future[checkpoint_pb2.CheckpointManifest] | None = None
+
+    def resume(self) -> int:
+        """Restore the newest checkpoint, if the settings say so and there is one.
+
+        Returns:
+            The number of steps that are done.
+
+        Raises:
+            ConfigError: if the run that wrote it had other settings, or it is damaged.
+        """
+        if not self._config.resume:
+            return 0
+        complete = self._kept.complete()
+        if not complete:
+            return 0
+        newest, older = complete[0], complete[1:]
+        self._check_settings(newest.settings)
+        try:
+            self._kept.load(newest, {POLICY: self._engine})
+        except CheckpointDamagedError as error:
+            directory = self._kept.directory / newest.checkpoint.name
+            instead = older[0].checkpoint.name if older else "the beginning"
+            raise ConfigError(f"{error}; to resume from {instead}, remove {directory}") from error
+        except ValueError as error:
+            raise ConfigError(f"cannot resume from {self._kept.directory}: {error}") from error
+        return newest.checkpoint.policy_version.number
+
+    def after(self, step: int) -> None:
+        """Begin to write a checkpoint if one is due; training continues meanwhile.
+
+        Raises:
+            ConfigError: if the one before could not be written.
+        """
+        if not self._config.checkpoint_every or step % self._config.checkpoint_every:
+            return
+        self._settle()
+        manifest = checkpoint_pb2.CheckpointManifest(
+            checkpoint=Checkpoint(policy_version=Version(1, step).to_proto()),
+            optimizer_steps=self._engine.optimizer_steps,
+            settings=self._settings,
+        )
+        state = training_state({POLICY: self._engine}, self._engine.mesh.rank)
+        self._writing = self._kept.begin(manifest, state)
+
+    def before_export(self) -> None:
+        """Note that the output, once it exists, is this run's: a kill before `remove` then costs nothing."""
+        self._settle()
+        if self._engine.mesh.rank == 0 and self._kept.directory.exists():
+            write_durably(self._kept.directory / EXPORTED, b"")
+
+    def remove(self) -> None:
+        """Remove the checkpoints of the finished run."""
+        if self._engine.mesh.rank == 0:
+            remove_checkpoints(self._config.output)
+
+    @property
+    def _settings(self) -> dict[str, str]:
+        return dict(_flat(self._config.model_dump(mode="json", exclude=_MAY_CHANGE, exclude_none=True)))
+
+    def _check_settings(self, written: Mapping[str, str]) -> None:
+        """Compare the settings with those of the checkpoint, whose manifest has none if another program wrote it."""
+        own = self._settings
+        changed = [name for name in sorted({*own, *written}) if own.get(name) != written.get(name)] if written else []
+        if changed:
+            began = ", ".join(f"{name} = {written.get(name, 'unset')}" for name in changed)
+            raise ConfigError(
+                f"the checkpoint was written with {began}: resume with the same settings, or remove {self._kept.directory} to start again"
+            )
+
+    def _settle(self) -> None:
+        if self._writing is None:
+            return
+        try:
+            self._writing.result(SAVE_S)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"a checkpoint could not be written ({error}): free space for {self._kept.directory}, then continue with --resume"
+            ) from error
+
+
+def _flat(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every setting with its TOML value; those of a table with the table's name before theirs."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, json.dumps(value)

@@ -1,0 +1,170 @@
+"""Settings of offline training: `sluice sft`, `dpo`, `reward-model`, `distill`. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from sluice.config import ConfigError
+from trainer_svc.compute_config import ComputeConfig, check_decay
+
+__all__ = ["DistillConfig", "DpoConfig", "OfflineConfig", "RewardModelConfig", "SftConfig", "make_parent"]
+
+
+class OfflineConfig(ComputeConfig):
+    """The settings that all kinds of offline training share. The file is flat: its keys stand at the top level."""
+
+    model: str = Field("", description="Model to start from: a Hugging Face directory or hub id.")
+    data: str = Field("", description="Examples: a JSONL file, a dataset directory or a hub dataset id.")
+    split: str = Field("train", description="Split of a dataset; a file has none.")
+    output: Path = Field(Path("outputs/offline"), description="Model directory to write; must not exist.")
+    batch_size: int = Field(64, ge=1, le=1 << 20, description="Examples per optimizer step.")
+    epochs: float = Field(1.0, gt=0, description="Passes over the data; read where `max_steps` is 0.")
+    max_length: int = Field(4096, ge=2, description="Longest example in tokens; see `on_long`.")
+    on_long: Literal["error", "drop"] = Field(
+        "error", description="What happens to longer examples: stop with an error, or leave them out and count them."
+    )
+    eval_data: str = Field(
+        "", description="Held-out examples to report the loss of, as `data`; empty: see `eval_share`."
+    )
+    eval_split: str = Field("test", description="Split of `eval_data` where that is a dataset.")
+    eval_share: float = Field(
+        0.0, ge=0, lt=1, description="Share of `data` that is held out where `eval_data` is empty; 0 holds nothing out."
+    )
+    eval_every: int = Field(
+        0, ge=0, description="Optimizer steps between two reports on held-out examples; 0: before and after training."
+    )
+    checkpoint_every: int = Field(
+        0, ge=0, description="Optimizer steps between two checkpoints in `OUTPUT.checkpoints`; 0: no checkpoints."
+    )
+    resume: bool = Field(
+        False,
+        description="Resume from the newest checkpoint, with the settings and the data of the run that wrote it. Without a checkpoint, start from the beginning and say so.",
+    )
+    seed: int = Field(0, ge=0, description="Seed of the order of the data, and of new weights.")
+    log_every: int = Field(20, ge=1, description="Optimizer steps between two lines of progress.")
+    save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Precision of the written weights."
+    )
+    lr: float = Field(1e-5, ge=0, description="Peak learning rate, per step.")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is not set: give --{name}, or {name} = ... in the file")
+        if self.parallel.pp > 1:
+            raise ValueError(
+                "the model is written at the end, which takes all layers in one stage: set parallel.pp to 1"
+            )
+        if "eval_split" in self.model_fields_set and not self.eval_data:
+            raise ValueError("eval_split is read with eval_data alone: remove it, or set eval_data")
+        if self.max_steps:
+            check_decay(self)
+        if self.eval_data and self.eval_share:
+            raise ValueError("eval_data and eval_share both say what is held out: remove one of them")
+        return self
+
+
+class SftConfig(OfflineConfig):
+    """Supervised fine-tuning; the file is flat: its keys stand at the top level."""
+
+    data: str = Field(
+        "",
+        description="Demonstrations: a JSONL file, a dataset directory or a hub dataset id, with rows of `messages`, or of `prompt` and "
+        "`completion` (texts are joined as they are; lists of messages are rendered as a chat).",
+    )
+    output: Path = Field(Path("outputs/sft"), description="Model directory to write; must not exist.")
+
+
+PAIRS = (
+    "Pairs of answers: a JSONL file, a dataset directory or a hub dataset id, with rows of `prompt`, `chosen` and `rejected`"
+    " (texts are joined as they are; lists of messages are rendered as a chat, with `tools` if given)."
+)
+
+
+class DpoConfig(OfflineConfig):
+    """Training on preferences; the file is flat: its keys stand at the top level.
+
+    The reference is the model to start from. Its log-probabilities are computed once, before the first step.
+    """
+
+    data: str = Field("", description=PAIRS)
+    output: Path = Field(Path("outputs/dpo"), description="Model directory to write; must not exist.")
+    lr: float = Field(1e-6, ge=0, description="Peak learning rate, per step.")
+    objective: Literal["dpo", "ipo"] = Field(
+        "dpo",
+        description="dpo: log loss of the scaled difference of gains; ipo: squared distance of the difference per token from 1 / (2 beta).",
+    )
+    beta: float = Field(
+        0.1, gt=0, description="Reward per nat over the reference; larger ones stay nearer to the reference."
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="dpo: share of pairs that are taken to be labelled the wrong way round."
+    )
+    sft_weight: float = Field(
+        0.0, ge=0, description="Weight of the mean negative log-likelihood of the chosen answer's tokens; 0: none."
+    )
+
+    @model_validator(mode="after")
+    def _fits_objective(self) -> Self:
+        if self.objective == "ipo" and self.label_smoothing:
+            raise ValueError("label_smoothing is read by objective dpo only: remove it or set objective to dpo")
+        return self
+
+
+class RewardModelConfig(OfflineConfig):
+    """Training a scorer on preferences (Bradley-Terry); the file is flat: its keys stand at the top level.
+
+    What is written is a transformers sequence classifier with one label, its score at the last token.
+    """
+
+    data: str = Field("", description=PAIRS)
+    output: Path = Field(Path("outputs/reward_model"), description="Model directory to write; must not exist.")
+    centering: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the squared sum of a pair's scores, which draws their mean to 0 (0.01 is usual); 0: none.",
+    )
+
+
+class DistillConfig(OfflineConfig):
+    """Learning from a teacher on given texts; the file is flat: its keys stand at the top level.
+
+    The teacher's log-probabilities of the texts are computed once, before the first step; both models have one vocabulary.
+    """
+
+    data: str = Field(
+        "",
+        description="Texts, as rows of `sluice sft`: sampled from the teacher (`divergence = forward`) or from the model to start from "
+        "(`divergence = reverse`).",
+    )
+    output: Path = Field(Path("outputs/distill"), description="Model directory to write; must not exist.")
+    teacher: str = Field("", description="The model to learn from: a Hugging Face directory or hub id.")
+    divergence: Literal["forward", "reverse"] = Field(
+        "forward",
+        description="forward: negative log-likelihood of the teacher's texts, whose gradient is that of KL(teacher || model); "
+        "reverse: on the model's own texts, the gradient of KL(model || teacher).",
+    )
+
+    @model_validator(mode="after")
+    def _has_teacher(self) -> Self:
+        if not self.teacher:
+            raise ValueError("teacher is not set: give --teacher, or teacher = ... in the file")
+        return self
+
+
+def make_parent(output: Path) -> None:
+    """Make the directory above an output, before anything is loaded for it.
+
+    Raises:
+        ConfigError: if it cannot be made.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"output: cannot write into {output.parent}: {error.strerror}; choose another directory"
+        ) from error

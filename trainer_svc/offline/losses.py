@@ -1,0 +1,208 @@
+"""Losses of offline training: preferences (DPO, IPO), scores (Bradley-Terry), a teacher; and the figures to report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.shapes import Indices, PerToken, Scalar
+from trainer_svc.config import ObjectiveConfig
+from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
+from trainer_svc.objectives.kl import kl_estimate
+from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.preferences import bradley_terry, dpo, ipo
+from trainer_svc.offline.config import DpoConfig
+from trainer_svc.offline.examples import CHOSEN, REJECTED
+
+__all__ = [
+    "PreferenceLoss",
+    "ScoreLoss",
+    "TeacherLoss",
+    "Training",
+    "count_pairs",
+    "pair_places",
+    "preference_figures",
+    "score_figures",
+    "teacher_figures",
+]
+
+
+def _nothing(_: Mapping[str, float]) -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What one kind of offline training minimises and reports.
+
+    Attributes:
+        loss: Sum of the losses of a micro-batch, and sums for the report.
+        weight: What the summed loss is divided by.
+        figures: Computes the reported means from the sums of any number of steps.
+        whole_groups: Whether the loss compares the rows of a group.
+    """
+
+    loss: LossFn
+    weight: LossWeight
+    figures: Callable[[Mapping[str, float]], dict[str, float]] = _nothing
+    whole_groups: bool = False
+
+
+def pair_places(batch: MicroBatch) -> tuple[Indices, Indices]:
+    """Return the places of the chosen and of the rejected sequences in a micro-batch, pair by pair.
+
+    Raises:
+        ValueError: if a group is no pair.
+    """
+    groups: dict[str, list[int]] = {}
+    for place, sequence in enumerate(batch.sequences):
+        groups.setdefault(sequence.group_id, []).append(place)
+    rewards = [sequence.reward for sequence in batch.sequences]
+    if any(sorted(rewards[place] or 0.0 for place in pair) != [REJECTED, CHOSEN] for pair in groups.values()):
+        raise ValueError("a group of this micro-batch is no pair of a chosen and a rejected answer: pack whole groups")
+    first = [max(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
+    second = [min(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
+    # int64 also without a pair: a rank with fewer rows than others has empty micro-batches, and these must index.
+    return torch.tensor(first, dtype=torch.int64), torch.tensor(second, dtype=torch.int64)
+
+
+def count_pairs(sequences: Rows[Sequence]) -> float:
+    """Return the divisor of a mean over pairs; a `LossWeight`."""
+    return len(sequences) / 2
+
+
+class PreferenceLoss:
+    """The loss of pairs against a reference; a `LossFn`.
+
+    Args:
+        config: The objective and its parameters.
+    """
+
+    def __init__(self, config: DpoConfig) -> None:
+        self.config = config
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
+        """Return the summed loss of a micro-batch's pairs, and sums for `preference_figures`.
+
+        Raises:
+            ValueError: if log-probabilities are missing, or a group is no pair.
+        """
+        if outputs.logprobs is None or batch.reference_logprobs is None:
+            raise ValueError("preferences need log-probabilities of the policy and of the reference")
+        beta = self.config.beta
+        chosen, rejected = (places.to(batch.owners.device) for places in pair_places(batch))
+        drift = outputs.logprobs - batch.reference_logprobs
+        gains = _sequence_sums(drift, batch)
+        lengths = _sequence_sums(torch.ones_like(drift), batch)
+        if self.config.objective == "ipo":
+            means = gains / lengths
+            losses = ipo(means[chosen], means[rejected], beta=beta)
+        else:
+            losses = dpo(gains[chosen], gains[rejected], beta=beta, label_smoothing=self.config.label_smoothing)
+        if self.config.sft_weight:
+            likelihood = _sequence_sums(outputs.logprobs, batch) / lengths
+            losses = losses - self.config.sft_weight * likelihood[chosen]
+        better, worse = beta * gains[chosen].detach(), beta * gains[rejected].detach()
+        sums = {
+            "pairs": torch.tensor(float(len(chosen)), device=losses.device),
+            "tokens": torch.tensor(float(len(drift)), device=losses.device),
+            "right": (better > worse).sum(),
+            "margin": (better - worse).sum(),
+            "reward_chosen": better.sum(),
+            "reward_rejected": worse.sum(),
+            "kl": kl_estimate("k3", outputs.logprobs.detach(), batch.reference_logprobs).sum(),
+        }
+        return losses.sum(), sums
+
+
+def _sequence_sums(values: PerToken, batch: MicroBatch) -> torch.Tensor:
+    """Return the sum over the loss tokens of each sequence."""
+    return torch.zeros(len(batch.sequences), dtype=values.dtype, device=values.device).index_add(
+        0, batch.owners, values
+    )
+
+
+def preference_figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return means over pairs: `accuracy` (chosen rewarded more), `margin`, rewards (beta times the gain); `kl` (k3) per token."""
+    names = {"accuracy": "right", "margin": "margin", "chosen": "reward_chosen", "rejected": "reward_rejected"}
+    return {name: sums[key] / sums["pairs"] for name, key in names.items()} | {"kl": sums["kl"] / sums["tokens"]}
+
+
+class ScoreLoss:
+    """The Bradley-Terry loss of pairs of scores; a `LossFn`.
+
+    Args:
+        centering: Weight of the squared sum of a pair's scores.
+    """
+
+    def __init__(self, centering: float = 0.0) -> None:
+        self.centering = centering
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
+        """Return the summed loss of a micro-batch's pairs, and sums for `score_figures`.
+
+        Raises:
+            ValueError: if a sequence has not exactly one value, or a group is no pair.
+        """
+        values = outputs.values
+        if values is None or len(values) != len(batch.sequences):
+            raise ValueError("a reward model needs one value per answer: give it a value head and `ScoredAnswers`")
+        chosen, rejected = (places.to(values.device) for places in pair_places(batch))
+        losses = bradley_terry(values[chosen], values[rejected], centering=self.centering)
+        better, worse = values[chosen].detach(), values[rejected].detach()
+        sums = {
+            "pairs": torch.tensor(float(len(chosen)), device=values.device),
+            "right": (better > worse).sum(),
+            "margin": (better - worse).sum(),
+            "score": (better + worse).sum() / 2,
+        }
+        return losses.sum(), sums
+
+
+def score_figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return means over pairs: `accuracy` (chosen scored higher), `margin`, and the mean `score`."""
+    return {
+        name: sums[key] / sums["pairs"]
+        for name, key in {"accuracy": "right", "margin": "margin", "score": "score"}.items()
+    }
+
+
+PRESETS = {"forward": "sft", "reverse": "distill"}
+"""The objective of each divergence."""
+
+
+class TeacherLoss:
+    """The objective of a divergence, and how far the model is from the teacher; a `LossFn`.
+
+    Args:
+        divergence: "forward" or "reverse".
+    """
+
+    def __init__(self, divergence: str) -> None:
+        self.objective = Objective.of(ObjectiveConfig(preset=PRESETS[divergence]))
+        self.sign = 1.0 if divergence == "forward" else -1.0
+
+    def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
+        """Return the summed loss of a micro-batch, and sums for `teacher_figures`.
+
+        Raises:
+            ValueError: if log-probabilities of the model or of the teacher are missing.
+        """
+        loss, sums = self.objective.loss(outputs, batch)
+        if outputs.logprobs is None or batch.teacher_logprobs is None:
+            raise ValueError("distillation needs log-probabilities of the model and of the teacher")
+        gap = batch.teacher_logprobs - outputs.logprobs.detach()
+        return loss, sums | {"teacher_gap": self.sign * gap.sum(), "distance": gap.abs().sum()}
+
+
+def teacher_figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """Return means over learned tokens: `kl`, the estimate of the divergence per token in nats, and `distance`, without signs.
+
+    The estimate holds as far as the texts are samples of the distribution that it is taken under: the teacher's for the
+    forward one, the model's for the reverse one, which is true of given texts before the first step alone.
+    """
+    return {"kl": sums["teacher_gap"] / sums["tokens"], "distance": sums["distance"] / sums["tokens"]}
