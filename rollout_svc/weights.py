@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, TypeVar
 
 import grpc
 
@@ -20,7 +21,6 @@ from sluice.rpc import SluiceError, connect
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 from weightsync.receiver import (
-    AdapterUse,
     PolicyError,
     PolicyHeldError,
     PolicyMode,
@@ -28,9 +28,11 @@ from weightsync.receiver import (
     UpdateTimings,
     WeightReceiver,
 )
-from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
-__all__ = ["Weights", "WeightsStatus"]
+__all__ = ["SupervisedEngine", "Weights", "WeightsStatus"]
+
+T = TypeVar("T")
 
 MODES = {
     rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW: PolicyMode.FOLLOW,
@@ -56,6 +58,69 @@ class WeightsStatus:
     last_update: UpdateTimings | None = None
 
 
+class SupervisedEngine:
+    """An engine under supervision, as its receiver sees it (`weightsync.staged.Engine`).
+
+    Args:
+        engine: The engine.
+        serves_adapters: Whether it serves LoRA adapters.
+        verify: How much of the live weights is compared after an update.
+    """
+
+    def __init__(
+        self, engine: EngineSupervisor, serves_adapters: bool, verify: Literal["off", "sample", "full"] = "off"
+    ) -> None:
+        self.serves_adapters = serves_adapters
+        self._engine, self._verify = engine, verify
+
+    def held(self) -> HeldVersions | None:
+        """Return what the engine holds; None while it is started again and cannot say."""
+        engine = self._engine.current
+        status = engine.status()
+        if self._engine.recovering or not status.healthy:
+            return None
+        adapters = [each.version for each in engine.adapters()] if isinstance(engine, LoraEngine) else []
+        return HeldVersions(status.version, status.weights, frozenset(adapters))
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        """Switch the engine to a staged version.
+
+        Raises:
+            ApplyError: if it does not serve.
+        """
+        try:
+            report = await self._engine.serving.apply(staged)
+            await check_live(self._engine.serving, staged, self._verify)
+        except (EngineError, SluiceError) as error:
+            raise ApplyError(f"version {staged.version} was not applied: {error}") from error
+        return report
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Let new requests run on an adapter.
+
+        Raises:
+            ApplyError: if it does not serve.
+        """
+        try:
+            return await lora_engine(self._engine).apply_adapter(staged)
+        except (EngineError, SluiceError) as error:
+            raise ApplyError(f"version {staged.version} was not applied: {error}") from error
+
+
+def lora_engine(supervisor: EngineSupervisor) -> LoraEngine:
+    """Return the engine if it serves adapters and can take requests.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION if it serves none; UNAVAILABLE while it is started again.
+    """
+    engine = supervisor.serving
+    if not isinstance(engine, LoraEngine) or engine.lora_limits is None:
+        raise SluiceError.failed_precondition(
+            "NO_ADAPTERS", "this replica serves no adapters: start it with rollout.lora.enabled = true"
+        )
+    return engine
+
+
 class Weights:
     """Keeps the engine on the version that it should serve.
 
@@ -72,7 +137,6 @@ class Weights:
         engine: EngineSupervisor,
     ) -> None:
         self._config, self._engine = config, engine
-        self._updates = 0
         self._channel: grpc.aio.Channel | None = None
         self._receiver: WeightReceiver | None = None
         if config.follow_weights:
@@ -82,13 +146,10 @@ class Weights:
                 common.run,
                 config.replica,
                 config.stage_dir,
-                self._apply,
+                SupervisedEngine(engine, config.lora.enabled, config.verify_after_apply),
                 apply_deadline_s=(3 if config.verify_after_apply == "off" else _VERIFIED_STEPS)
                 * config.deadlines.apply_s,
                 limits=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
-                failures=(EngineError, SluiceError),
-                observe=self._observe,
-                adapters=AdapterUse(self._apply_adapter, self._held) if config.lora.enabled else None,
                 local_files=config.local_files,
                 connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
             )
@@ -147,17 +208,10 @@ class Weights:
         Raises:
             SluiceError: UNAVAILABLE if the engine could not.
         """
-        reports: list[ApplyReport] = []
-
-        async def reload() -> Version:
-            reports.append(await self._engine.serving.reload_base())
-            return reports[0].version
-
         try:
-            await self._exclusively(reload)
+            return await self._exclusively(self._engine.serving.reload_base)
         except EngineError as error:
             raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
-        return reports[0]
 
     async def load_adapter(self, name: str, version: Version) -> None:
         """Fetch an adapter version and give it a name for requests. Idempotent.
@@ -167,13 +221,11 @@ class Weights:
         """
         engine = self._lora_engine
 
-        async def use(staged: StagedAdapter) -> ApplyReport:
-            await engine.load_named(name, staged)
-            return ApplyReport(staged.version, 0.0, 0.0)
-
         deadlines = self._config.deadlines
         try:
-            await self._following.with_adapter(version, use, deadlines.pull_s + deadlines.apply_s)
+            await self._following.with_adapter(
+                version, partial(engine.load_named, name), deadlines.pull_s + deadlines.apply_s
+            )
         except AdaptersFullError as error:
             raise SluiceError.failed_precondition("ADAPTERS_FULL", str(error)) from error
         except EngineError as error:
@@ -203,8 +255,8 @@ class Weights:
         status = self._receiver.status()
         return WeightsStatus(
             staged=status.staged_version,
-            updates_applied=self._updates,
-            last_pause_s=status.last_report.pause_s if status.last_report else 0.0,
+            updates_applied=status.updates,
+            last_pause_s=status.last_update.pause_s if status.last_update else 0.0,
             policy=WIRE_MODES[status.policy.mode],
             policy_owner=status.policy.owner,
             last_error=status.last_error,
@@ -219,34 +271,9 @@ class Weights:
             )
         return self._receiver
 
-    async def _exclusively(self, action: Callable[[], Awaitable[Version]]) -> Version:
+    async def _exclusively(self, action: Callable[[], Awaitable[T]]) -> T:
         return await (self._receiver.run_exclusive(action) if self._receiver is not None else action())
-
-    async def _apply(self, staged: StagedVersion) -> ApplyReport:
-        report = await self._engine.serving.apply(staged)
-        await check_live(self._engine.serving, staged, self._config.verify_after_apply)
-        return report
-
-    async def _apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        return await self._lora_engine.apply_adapter(staged)
-
-    def _held(self) -> set[Version] | None:
-        """Adapter versions that the engine holds; None while it is started again and is about to look for them."""
-        engine = self._engine.current
-        if self._engine.recovering or not engine.status().healthy or not isinstance(engine, LoraEngine):
-            return None
-        return {each.version for each in engine.adapters()}
 
     @property
     def _lora_engine(self) -> LoraEngine:
-        """The engine, if it serves adapters and can take requests."""
-        engine = self._engine.serving
-        if not isinstance(engine, LoraEngine) or engine.lora_limits is None:
-            raise SluiceError.failed_precondition(
-                "NO_ADAPTERS", "this replica serves no adapters: start it with rollout.lora.enabled = true"
-            )
-        return engine
-
-    def _observe(self, timings: UpdateTimings) -> None:
-        del timings
-        self._updates += 1
+        return lora_engine(self._engine)

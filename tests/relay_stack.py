@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, RUN, following
+from weightsync_stack import RESOURCE, RUN, EngineDouble, following
 
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
-from sluice.versions import BASE, Version
+from sluice.versions import Version
 from weightsync.app import Serving, serving
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
@@ -133,12 +133,12 @@ async def running(node: Node) -> AsyncIterator[Node]:
         await node.stop()
 
 
-class Engine:
+class Engine(EngineDouble):
     """A receiver whose engine keeps the tensors that it was given."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.name = name
-        self.version = BASE
         self.tensors: dict[str, torch.Tensor] = {}
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
@@ -150,7 +150,7 @@ class Engine:
     async def receiving(self, target: str, stage_dir: Path, **options: object) -> AsyncIterator[WeightReceiver]:
         async with connect(target, SecurityConfig()) as channel:
             settings: dict[str, object] = {"limits": LIMITS, **options}
-            receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self.apply, **settings)  # type: ignore[arg-type]
+            receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self, **settings)  # type: ignore[arg-type]
             async with following(receiver):
                 yield receiver
 

@@ -16,7 +16,7 @@ from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.format.chunks import make_chunk
@@ -27,6 +27,7 @@ from weightsync.receiver import WeightReceiver
 from weightsync.service.delivery import WeightDeliveryServicer
 from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.runs import Runs
+from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
 RUN = "test-run"
 RESOURCE = f"runs/{RUN}"
@@ -138,6 +139,25 @@ async def running_stack(
         await asyncio.wait({retention})
         await ingest.close()
         await runs.close()
+
+
+class EngineDouble:
+    """An engine without adapters, as its receiver sees one: it serves what it was given last. Subclasses say how it applies."""
+
+    serves_adapters = False
+
+    def __init__(self) -> None:
+        self.version = BASE
+
+    def held(self) -> HeldVersions | None:
+        return HeldVersions(self.version, self.version)
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        self.version = staged.version
+        return ApplyReport(staged.version, 0.002, 0.001)
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        raise ApplyError(f"{staged.version} is an adapter")
 
 
 @asynccontextmanager

@@ -1,7 +1,12 @@
-"""The engine's half: watches, prefetches while tokens are produced, verifies, stages, has the version applied, reports.
+"""The engine's half of weight sync: it keeps one replica on the version that its policy asks for.
 
-Whatever happens on the way, the version that serves goes on serving. One task does all that touches versions, so that
-commands and announcements never meet half-way.
+The life of a version here: prefetch while the engine generates -> verify -> stage in shared memory -> pause -> apply ->
+resume -> report. `WeightReceiver._take` reads in that order. One task does all of it, so that commands and announcements
+never meet half-way. Until a version is in, the one before serves.
+
+The engine alone knows what it serves: it may refuse a version, take an adapter away, or come back from a restart on the base
+model. So the receiver asks it, before it decides and after every change (`Engine.held`). The engine also recovers from a
+failed apply by itself; the receiver only tries the version again, after a pause.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -20,25 +26,23 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
+from weightsync.backoff import Backoff
 from weightsync.format.names import run_resource
 from weightsync.metrics import UPDATES
-from weightsync.receive.adapters import AdapterStage, AdapterUse
-from weightsync.receive.apply import Applier, ApplyError
+from weightsync.receive.adapters import AdapterStage
 from weightsync.receive.build import VersionBuilder
+from weightsync.receive.copies import BehindError
 from weightsync.receive.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.receive.pull import PullError, PullLimits
-from weightsync.receive.report import Reporter
+from weightsync.receive.report import Reporter, UpdateTimings, observe_update
 from weightsync.receive.sources import SourceLimits, Sources
 from weightsync.receive.staged_copies import StagedCopies
 from weightsync.receive.staging import StagingError
-from weightsync.receive.take import VersionTaker, as_sluice_error
-from weightsync.receive.update import ReceiverStatus, UpdateRequest, UpdateTimings
 from weightsync.receive.watch import VersionWatch
-from weightsync.staged import ApplyReport, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
-# All that a rollout service needs: it imports nothing else of this package.
+# All that a rollout service needs: it imports nothing else of this package but `weightsync.staged`.
 __all__ = [
-    "AdapterUse",
     "ApplyReport",
     "Policy",
     "PolicyError",
@@ -52,13 +56,49 @@ __all__ = [
     "WeightReceiver",
 ]
 
-_THREADS = 4
-"""Work on files at a time: a copy of the base, a delta that is applied, and what comes in meanwhile."""
+T = TypeVar("T")
 
-_LONGEST_PAUSE_S = 30.0
-"""Longest pause before a version that could not be taken is tried again."""
+_THREADS = 4
+"""Threads for work on files: a copy of the base, a delta that is applied, and the chunks that come in meanwhile."""
+
+_IDLE_S = 30.0
+"""Longest sleep without news; what should happen in that time sets the wake-up event."""
+
+_RETRY_FIRST_S = 0.5
+_RETRY_LONGEST_S = 30.0
+"""Pauses before a version that could not be taken is tried again, in seconds."""
+
+_MANIFEST_DEADLINE_S = 30.0
+
+_FAILURES = (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError)
+"""Errors after which the version before serves, and the next attempt may succeed."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverStatus:
+    """The state of a receiver.
+
+    Attributes:
+        serving: Version that the engine serves.
+        staged_version: Version that is staged and not applied yet.
+        newest: Newest version that was announced.
+        connected: Whether the weight service answers.
+        policy: The policy in force.
+        updates: Versions that were applied since the start.
+        last_error: Last failure, empty if the last update succeeded.
+        last_update: Cost of the last update.
+    """
+
+    serving: Version
+    staged_version: Version | None
+    newest: Version | None
+    connected: bool
+    policy: Policy
+    updates: int
+    last_error: str
+    last_update: UpdateTimings | None
 
 
 class WeightReceiver:
@@ -70,18 +110,12 @@ class WeightReceiver:
         replica: This replica's name, unique in the run.
         stage_dir: Directory in shared memory, such as ``/dev/shm``; receivers of one run and host share what they stage in
             it, and remove what dead ones left.
-        apply: Brings a staged version into the engine: pause, copy, resume. Raises if the engine does not serve it.
-        recover: Brings the engine back to some version after `apply` failed for the new and for the old one, and says which;
-            None leaves the engine as it is.
-        serving: The version that the engine serves at the start.
-        apply_deadline_s: Seconds that one `apply` or `recover` may take.
+        engine: Applies what is staged, and says what it holds.
+        apply_deadline_s: Seconds that one apply may take.
         limits: How long pulls wait.
-        failures: What `apply` and `recover` may raise.
-        observe: Called with the timings of each update that was applied.
         local_files: Read the service's files where this process sees them, in place of a transfer.
         connect_to: Opens a channel to a relay's address, with the agent role; None keeps the replica at `channel`.
-        source_limits: How long sources are waited for.
-        adapters: What the engine does with LoRA adapters; None where it serves none, and versions of that kind are refused.
+        source_limits: How long the weight service and its relays are waited for.
     """
 
     def __init__(
@@ -90,94 +124,90 @@ class WeightReceiver:
         run: str,
         replica: str,
         stage_dir: Path,
-        apply: Callable[[StagedVersion], Awaitable[ApplyReport]],
+        engine: Engine,
         *,
-        recover: Callable[[], Awaitable[Version]] | None = None,
-        serving: Version = BASE,
         apply_deadline_s: float = 120.0,
         limits: PullLimits | None = None,
-        failures: tuple[type[Exception], ...] = (Exception,),
-        observe: Callable[[UpdateTimings], None] | None = None,
         local_files: bool = True,
         connect_to: Callable[[str], grpc.aio.Channel] | None = None,
         source_limits: SourceLimits | None = None,
-        adapters: AdapterUse | None = None,
     ) -> None:
-        self._run = run_resource(run)
-        self._sources = Sources(channel, self._run, replica, connect_to, limits=source_limits)
+        self._run, self._engine, self._apply_deadline_s = run_resource(run), engine, apply_deadline_s
+        limits = limits or PullLimits()
+        self._wake = asyncio.Event()
+        source_changed = asyncio.Event()
+        self._sources = Sources(
+            channel, self._run, replica, connect_to, switched=source_changed.set, limits=source_limits
+        )
         if connect_to is not None:
             channel = self._sources.channel
-        self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        limits = limits or PullLimits()
+        delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
+        self._watch = VersionWatch(delivery, self._run, replica, self._wake.set, hurry=source_changed)
+        self._reporter = Reporter(delivery, self._run, replica, self._serving)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
-        building = partial(VersionBuilder, channel, self._run, self._threads, limits, local_files=local_files)
-        self._adapters = None if adapters is None else AdapterStage(stage_dir, run, building(), adapters)
-        self._copies = StagedCopies(stage_dir, run, building(), self._threads, limits)
-        self._applier = Applier(apply, recover, serving, apply_deadline_s, failures, release=self._copies.release)
+        builder = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
+        self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
+        self._adapters = AdapterStage(stage_dir, run, builder)
         self._policy = WeightPolicy()
-        self._wake = asyncio.Event()
-        self._watch = VersionWatch(self._delivery, self._run, replica, self._wake.set)
-        self._sources.switched = self._watch.hurry
-        self._reporter = Reporter(self._delivery, self._run, replica, self._applier)
-        self._requests: list[UpdateRequest] = []
-        self._taker = VersionTaker(
-            self._run,
-            weightsync_pb2_grpc.WeightSyncServiceStub(channel),
-            self._watch,
-            self._copies,
-            self._applier,
-            reporter=self._reporter,
-            adapters=self._adapters,
-            observe=observe,
-        )
-        self._error = ""
-        self._failures = 0
+        self._requests: list[_UpdateRequest] = []
+        self._changing = asyncio.Lock()
+        """Held while the engine's weights change."""
+        self._last_held = engine.held() or HeldVersions(BASE, BASE)
+        self._current: StagedVersion | None = None
+        """Where the engine's weights came from; None if they were not staged here."""
+        self._staged: StagedVersion | None = None
+        """Staged and not applied yet."""
+        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
+        self._updates, self._error = 0, ""
+        self._last_update: UpdateTimings | None = None
 
     async def run_forever(self) -> None:
-        """Follow the policy until cancelled. A weight service that cannot be reached is tried again for ever."""
+        """Follow the policy until cancelled. A weight service that cannot be reached is tried again and again."""
         await self._sources.settle()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sources.run_forever())
             tasks.create_task(self._watch.run_forever())
             tasks.create_task(self._reporter.run_forever())
-            tasks.create_task(self._sync_forever())
+            tasks.create_task(self._follow_forever())
 
     async def close(self) -> None:
         """Remove what is staged; call it when the engine reads it no more."""
         await self._sources.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._copies.close)
-        if self._adapters is not None:
-            await asyncio.to_thread(self._adapters.close)
+        await asyncio.to_thread(self._adapters.close)
+
+    # --- commands -------------------------------------------------------------------------------------------------
 
     def set_policy(
         self, mode: PolicyMode, version: Version | None = None, *, owner: str = "", ttl_s: float | None = None
     ) -> Policy:
         """Say which versions the replica takes; see `WeightPolicy.set` for the meaning and the errors."""
         policy = self._policy.set(
-            mode, version, owner=owner, ttl_s=ttl_s, serving=self._applier.serving, now=time.monotonic()
+            mode, version, owner=owner, ttl_s=ttl_s, serving=self._serving(), now=time.monotonic()
         )
         self._wake.set()
         return policy
 
     async def update_to(self, version: Version | None, deadline_s: float, *, owner: str = "") -> ApplyReport:
-        """Take a version now, and return when it serves. What serves afterwards is again up to the policy.
+        """Take a version now, and return when it serves. After that the policy decides again.
 
         Args:
-            version: Which one; None means the newest committed one.
+            version: The version; None means the newest committed one.
             deadline_s: Seconds to wait.
-            owner: Who asks; matters while a policy is held.
+            owner: The caller; matters while a policy is held.
 
         Returns:
             The cost; zero seconds if the version served already.
 
         Raises:
             PolicyHeldError: if another owner's policy is in force.
-            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or UNAVAILABLE if the version could not be pulled or applied; the old one
-                serves on.
+            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or UNAVAILABLE if the version could not be pulled or applied; the
+                message says what serves.
         """
         self._policy.check_owner(owner, time.monotonic())
-        request = UpdateRequest(version)
+        request = _UpdateRequest(version)
         self._requests.append(request)
         self._wake.set()
         try:
@@ -187,108 +217,316 @@ class WeightReceiver:
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 "UPDATE_DEADLINE",
-                f"version {version or 'newest'} was not in service within {deadline_s:g} s; {self._applier.serving} serves"
-                f" on: allow more time, or see the last error: {self._error or 'none'}",
+                f"version {version or 'newest'} was not in service within {deadline_s:g} s; {self._serving()} serves:"
+                f" allow more time, or see the last error: {self._error or 'none'}",
             ) from error
         finally:
             request.done.cancel()
 
-    async def run_exclusive(self, action: Callable[[], Awaitable[Version]]) -> Version:
-        """Change what the engine serves by other means, such as a reload of the base model, while no version is applied.
+    async def run_exclusive(self, action: Callable[[], Awaitable[T]]) -> T:
+        """Run what changes the engine's weights by other means, such as a reload of the base, while no version is applied."""
+        try:
+            async with self._changing:
+                try:
+                    return await action()
+                finally:
+                    self._keep_what_is_held()
+        finally:
+            self._reporter.tell(pb.REPLICA_PHASE_SERVING)
+            self._wake.set()
+
+    async def verify(self, compare: Callable[[StagedVersion | None], Awaitable[T]]) -> tuple[Version, T]:
+        """Compare the engine's live weights with the files that they came from, while no version is applied.
 
         Args:
-            action: Does it, and says which version serves afterwards.
-        """
-        version = await self._applier.run_exclusive(action)
-        self._reporter.tell(pb.REPLICA_PHASE_SERVING, version)
-        self._wake.set()
-        return version
+            compare: Does it; None stands for the base model.
 
-    async def with_adapter(
-        self, version: Version, use: Callable[[StagedAdapter], Awaitable[ApplyReport]], deadline_s: float
-    ) -> None:
-        """Stage an adapter and have it used, beside what the policy serves.
+        Returns:
+            The version of the weights, and what `compare` returned.
 
         Raises:
-            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or FAILED_PRECONDITION if the version is no adapter of the weights
-                that are in.
+            SluiceError: FAILED_PRECONDITION if the files of these weights are not staged here.
+        """
+        async with self._changing:
+            weights = self._keep_what_is_held().weights
+            if self._current is None and weights != BASE:
+                raise SluiceError.failed_precondition(
+                    "NOT_STAGED",
+                    f"the files of version {weights} are not on this host: update to another version first",
+                )
+            return weights, await compare(self._current)
+
+    async def with_adapter(
+        self, version: Version, use: Callable[[StagedAdapter], Awaitable[object]], deadline_s: float
+    ) -> None:
+        """Stage an adapter and have it used beside the version that the policy asks for.
+
+        Raises:
+            SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or FAILED_PRECONDITION if the version is not an adapter of the
+                engine's weights.
             Exception: what `use` raises.
         """
         try:
             async with asyncio.timeout(deadline_s):
-                await self._taker.with_adapter(version, use)
+                await self._use_adapter(version, use)
         except TimeoutError as error:
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 "ADAPTER_DEADLINE",
                 f"adapter {version} was not loaded within {deadline_s:g} s: allow more time, or look at the weight service",
             ) from error
+        except (PullError, StagingError, OSError, grpc.aio.AioRpcError) as error:
+            raise _as_sluice_error(error) from error
 
     def status(self) -> ReceiverStatus:
-        """Where the replica stands."""
-        policy = self._policy.current(time.monotonic())
+        """Return the state of the receiver."""
         return ReceiverStatus(
-            serving=self._applier.serving,
-            staged_version=None if self._taker.staged is None else self._taker.staged.version,
+            serving=self._serving(),
+            staged_version=None if self._staged is None else self._staged.version,
             newest=self._watch.newest_version,
             connected=self._watch.connected,
-            policy=policy,
+            policy=self._policy.current(time.monotonic()),
+            updates=self._updates,
             last_error=self._error,
-            last_report=self._applier.last_report,
-            last_update=self._taker.last_update,
+            last_update=self._last_update,
         )
 
-    async def _sync_forever(self) -> None:
+    # --- the main loop --------------------------------------------------------------------------------------------
+
+    async def _follow_forever(self) -> None:
         while True:
             self._wake.clear()
             request = self._next_request()
             if request is not None:
                 await self._serve(request)
                 continue
-            wanted = self._policy.wanted(self._applier.serving, self._watch.newest_version, time.monotonic())
-            if wanted is not None and await self._try(wanted):
-                continue
-            await self._sleep(wanted is not None)
+            pause_s = _IDLE_S
+            held = await self._look()
+            wanted = self._policy.wanted(held.serving, self._watch.newest_version, time.monotonic())
+            if wanted is not None:
+                if await self._try(wanted):
+                    continue
+                pause_s = self._backoff.fail()
+            await self._sleep(pause_s)
 
-    async def _sleep(self, failed: bool) -> None:
-        """Until something changes, the policy runs out, or a failed version is due again."""
-        pause_s = min(_LONGEST_PAUSE_S, 0.25 * 2**self._failures) if failed else _LONGEST_PAUSE_S
+    async def _take(self, version: Version | None, *, or_newer: bool) -> ApplyReport:
+        """Bring the engine to a version: pull, verify, stage, apply, report.
+
+        Args:
+            version: The version; None means the newest committed one.
+            or_newer: Whether a newer one will do, if another receiver of this host has staged it.
+
+        Raises:
+            PullError, StagingError, ApplyError, OSError, SluiceError, grpc.aio.AioRpcError: if it could not be taken.
+        """
+        started = time.perf_counter()
+        manifest = await self._manifest(version)
+        wanted = Version.from_proto(manifest.version)
+        if wanted == (await self._look()).serving:
+            return ApplyReport(wanted, 0.0, 0.0)
+        if manifest.kind == pb.VERSION_KIND_ADAPTER:
+            return await self._take_adapter(manifest, started)
+        while True:
+            try:
+                staged, timings = await self._stage(manifest, or_newer=or_newer)
+                break
+            except BehindError as behind:  # receivers of one host go through the same versions
+                report = await self._take(behind.version, or_newer=or_newer)
+                if or_newer and report.version >= wanted:
+                    return report
+        self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, timings=timings)
+        return self._in_service(await self._apply(staged), timings, started)
+
+    async def _stage(self, manifest: pb.Manifest, *, or_newer: bool) -> tuple[StagedVersion, UpdateTimings]:
+        """Have a version's file in shared memory, verified. The engine generates meanwhile."""
+        version, wanted = Version.from_proto(manifest.version), (Version.from_proto(manifest.version), manifest.digest)
+        for known in (
+            self._staged,
+            self._current,
+        ):  # an earlier attempt; or back from an adapter to the weights beneath
+            if known is not None and (known.version, known.digest) == wanted:
+                return known, UpdateTimings(version)
+        self._drop_staged()
+        self._staged, timings = await self._copies.stage(manifest, self._current, or_newer=or_newer)
+        return self._staged, timings
+
+    async def _apply(self, staged: StagedVersion) -> ApplyReport:
+        """Have the engine pause, copy and resume; then keep the file that it says it holds.
+
+        Raises:
+            ApplyError: if the version does not serve.
+        """
+        async with self._changing:
+            try:
+                return await self._bounded(staged.version, self._engine.apply(staged))
+            finally:
+                self._keep_what_is_held()
+
+    async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
+        """Have an adapter serve beside the weights that it belongs to. Take those first, if the engine holds others."""
+        version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
+        if not self._engine.serves_adapters:
+            raise StagingError(f"version {version} is an adapter: set rollout.lora.enabled = true and start again")
+        weights = (await self._look()).weights
+        if base != weights:
+            if base == BASE:
+                raise StagingError(
+                    f"adapter {version} belongs to the model on disk, the weights are {weights}: call ReloadWeights"
+                )
+            await self._take(base, or_newer=False)
+        async with self._adapters.staged(manifest, self._held_adapters) as (staged, timings):
+            self._reporter.tell(pb.REPLICA_PHASE_STAGED, version, timings=timings)
+            async with self._changing:
+                report = await self._bounded(version, self._engine.apply_adapter(staged))
+        return self._in_service(report, timings, started)
+
+    async def _use_adapter(self, version: Version, use: Callable[[StagedAdapter], Awaitable[object]]) -> None:
+        manifest = await self._manifest(version)
+        base, weights = Version.from_proto(manifest.base), (await self._look()).weights
+        if manifest.kind != pb.VERSION_KIND_ADAPTER or not self._engine.serves_adapters:
+            raise SluiceError.failed_precondition(
+                "NOT_AN_ADAPTER", f"version {version} holds whole weights: take it with UpdateWeights"
+            )
+        if base != weights:
+            raise SluiceError.failed_precondition(
+                "WRONG_BASE",
+                f"adapter {version} belongs to version {base}, the weights are {weights}: update to its base first",
+            )
+        async with self._adapters.staged(manifest, self._held_adapters) as (staged, _):
+            await use(staged)
+
+    async def _bounded(self, version: Version, work: Awaitable[ApplyReport]) -> ApplyReport:
+        try:
+            async with asyncio.timeout(self._apply_deadline_s):
+                return await work
+        except TimeoutError as error:
+            raise ApplyError(f"version {version} was not applied within {self._apply_deadline_s:g} s") from error
+
+    def _in_service(self, report: ApplyReport, timings: UpdateTimings, started: float) -> ApplyReport:
+        """Report that a version serves, and what it cost."""
+        total_s = time.perf_counter() - started
+        timings = replace(timings, pause_s=report.pause_s, apply_s=report.apply_s, total_s=total_s)
+        self._last_update = timings
+        self._updates += 1
+        self._reporter.tell(pb.REPLICA_PHASE_SERVING, report.version, timings=timings)
+        UPDATES.labels("applied").inc()
+        observe_update(timings)
+        log.info("version in service", **timings.for_log())
+        return report
+
+    # --- what the engine holds ------------------------------------------------------------------------------------
+
+    def _serving(self) -> Version:
+        """The version that the engine serves, as it says; while it is started again, the last one that it named."""
+        return (self._engine.held() or self._last_held).serving
+
+    def _held_adapters(self) -> frozenset[Version] | None:
+        held = self._engine.held()
+        return None if held is None else held.adapters
+
+    async def _look(self) -> HeldVersions:
+        """Ask the engine what it holds, between two changes of its weights."""
+        async with self._changing:
+            return self._keep_what_is_held()
+
+    def _keep_what_is_held(self) -> HeldVersions:
+        """Ask the engine what it holds, and keep the file of its weights and no other. Call it with the lock held.
+
+        An apply that failed may have left the version before, or the base; one that took too long may have ended since.
+        """
+        held = self._engine.held()
+        if held is None:
+            return self._last_held
+        self._last_held = held
+        before = self._current
+        if self._staged is not None and self._staged.version == held.weights:
+            self._current, self._staged = self._staged, None
+        elif before is not None and before.version != held.weights:
+            self._current = None
+        if before is not None and (self._current is None or self._current.path != before.path):
+            self._copies.release(before)
+        return held
+
+    def _drop_staged(self) -> None:
+        """Make room: a version that could not be applied and was overtaken is of no use."""
+        if self._staged is not None:
+            self._copies.release(self._staged)
+            self._staged = None
+
+    # --- parts of the loop ----------------------------------------------------------------------------------------
+
+    def _next_request(self) -> _UpdateRequest | None:
+        self._requests = [request for request in self._requests if not request.done.done()]
+        return self._requests.pop(0) if self._requests else None
+
+    async def _serve(self, request: _UpdateRequest) -> None:
+        """Carry one command out, even if its caller has left meanwhile."""
+        try:
+            report = await self._take(request.version, or_newer=request.version is None)
+        except _FAILURES as error:
+            self._note_failure(request.version, error)
+            request.fail(_as_sluice_error(error))
+        else:
+            self._error = ""
+            request.succeed(report)
+
+    async def _try(self, version: Version) -> bool:
+        """Take a version that the policy wants. Return False if that failed; the loop repeats it after a pause."""
+        try:
+            await self._take(version, or_newer=self._policy.current(time.monotonic()).mode is PolicyMode.FOLLOW)
+        except _FAILURES as error:
+            self._note_failure(version, error)
+            return False
+        self._error = ""
+        self._backoff.succeed()
+        return True
+
+    def _note_failure(self, version: Version | None, error: Exception) -> None:
+        self._error = f"version {version or 'newest'}: {error}"
+        UPDATES.labels("failed").inc()
+        if isinstance(error, PullError | StagingError):
+            self._sources.leave("what it gives could not be taken")
+        log.warning("version not taken", version=str(version), serving=str(self._serving()), error=str(error))
+        self._reporter.tell(pb.REPLICA_PHASE_FAILED, version, self._error)
+
+    async def _sleep(self, pause_s: float) -> None:
+        """Wait until something changes, the policy runs out, or the pause is over."""
         try:
             async with asyncio.timeout(min(pause_s, max(0.01, self._policy.expires_in(time.monotonic())))):
                 await self._wake.wait()
         except TimeoutError:
             return
 
-    def _next_request(self) -> UpdateRequest | None:
-        self._requests = [request for request in self._requests if not request.done.done()]
-        return self._requests.pop(0) if self._requests else None
+    async def _manifest(self, version: Version | None) -> pb.Manifest:
+        """The announced manifest if it is of that version, else the service's."""
+        announced = self._watch.newest
+        if announced is not None and version == self._watch.newest_version:
+            return announced
+        request = pb.GetManifestRequest(run=self._run, version=None if version is None else version.to_proto())
+        response = await self._manifests.GetManifest(request, timeout=_MANIFEST_DEADLINE_S)
+        return response.manifest
 
-    async def _serve(self, request: UpdateRequest) -> None:
-        """Carry one command out; a caller who left gets what it asked for all the same."""
-        try:
-            report = await self._taker.take(request.version, or_newer=request.version is None)
-        except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
-            self._note_failure(request.version, error)
-            request.fail(as_sluice_error(error))
-        else:
-            self._error = ""
-            request.succeed(report)
 
-    async def _try(self, version: Version) -> bool:
-        """Take a version that the policy wants; False if that failed, which the next round repeats after a pause."""
-        try:
-            await self._taker.take(version, or_newer=self._policy.current(time.monotonic()).mode is PolicyMode.FOLLOW)
-        except (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError, SluiceError) as error:
-            self._note_failure(version, error)
-            return False
-        self._error, self._failures = "", 0
-        return True
+class _UpdateRequest:
+    """A command to take a version; its caller may leave at any time."""
 
-    def _note_failure(self, version: Version | None, error: Exception) -> None:
-        self._failures = min(self._failures + 1, 8)
-        self._error = f"version {version or 'newest'}: {error}"
-        UPDATES.labels("failed").inc()
-        if isinstance(error, PullError | StagingError):
-            self._sources.leave("what it gives could not be taken")
-        log.warning("version not taken", version=str(version), serving=str(self._applier.serving), error=str(error))
-        self._reporter.tell(pb.REPLICA_PHASE_FAILED, version or self._applier.serving, self._error)
+    def __init__(self, version: Version | None) -> None:
+        self.version = version
+        self.done: asyncio.Future[ApplyReport] = asyncio.get_running_loop().create_future()
+
+    def succeed(self, report: ApplyReport) -> None:
+        if not self.done.done():
+            self.done.set_result(report)
+
+    def fail(self, error: SluiceError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+def _as_sluice_error(error: Exception) -> SluiceError:
+    """Why a version was not taken, in the terms of the contract."""
+    if isinstance(error, SluiceError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        return SluiceError.from_rpc(error)
+    return SluiceError.unavailable("UPDATE_FAILED", f"{error}; the version before serves on")

@@ -1,14 +1,19 @@
-"""What passes between the receiver, which stages versions, and the engine, which applies them."""
+"""What passes between the receiver, which stages versions, and the engine, which applies them and says what it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from sluice.versions import Version
 
-__all__ = ["ApplyReport", "StagedAdapter", "StagedVersion", "TensorSpec"]
+__all__ = ["ApplyError", "ApplyReport", "Engine", "HeldVersions", "StagedAdapter", "StagedVersion", "TensorSpec"]
+
+
+class ApplyError(Exception):
+    """The engine did not take the version. What it holds now, it says itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +74,48 @@ class ApplyReport:
     version: Version
     pause_s: float
     apply_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVersions:
+    """What an engine holds.
+
+    Attributes:
+        serving: Version that requests without an adapter's name are sampled from.
+        weights: Version of the weights; another one than `serving` where an adapter serves.
+        adapters: Versions of all adapters that it holds, whose directories have to stay.
+    """
+
+    serving: Version
+    weights: Version
+    adapters: frozenset[Version] = frozenset()
+
+
+class Engine(Protocol):
+    """An engine as its receiver sees it. It alone knows what it serves, and recovers from a failed apply by itself.
+
+    Attributes:
+        serves_adapters: Whether it serves LoRA adapters.
+    """
+
+    serves_adapters: bool
+
+    def held(self) -> HeldVersions | None:
+        """Return what it holds; None while it is being started again and cannot say."""
+        ...
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        """Switch to a staged version: pause, copy, resume.
+
+        Raises:
+            ApplyError: if the version does not serve. Nothing is sampled from half a version.
+        """
+        ...
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Let new requests run on an adapter beside the weights, which are not touched.
+
+        Raises:
+            ApplyError: if it does not serve.
+        """
+        ...

@@ -48,7 +48,7 @@ _PULL = Point("weightsync.format.raw_chunks:RawChunk.check", nth=3)
 _STAGE = Point("weightsync.receive.patching:_decode", nth=3)
 _STAGED = Point("weightsync.receive.shared_area:Claim.publish", "after")
 _APPLY = Point("benchmarks.faults.engine:copy_tensor", nth=3)
-_REPORT = Point("weightsync.receive.apply:Applier.apply", "after")
+_REPORT = Point("weightsync.receiver:WeightReceiver._apply", "after")
 _REPORTED = Point("weightsync.service.ledger:Ledger.report")
 
 _TRAINER = (
@@ -83,7 +83,7 @@ _SERVICE = (
 _ENGINE = (
     Cell("push", "engine", _PUSH, at="service"),
     Cell("commit", "engine", _COMMIT, at="service"),
-    Cell("watch", "engine", Point("weightsync.receive.take:VersionTaker.take")),
+    Cell("watch", "engine", Point("weightsync.receiver:WeightReceiver._take")),
     Cell("pull", "engine", _PULL),
     Cell("stage", "engine", _STAGE),
     Cell("staged", "engine", _STAGED),

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from benchmarks.faults.versions import digest, tensors_of
 from sluice.versions import BASE
-from weightsync.receiver import ApplyReport, StagedVersion
+from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
 __all__ = ["Engine", "copy_tensor"]
 
@@ -28,6 +28,15 @@ class Engine:
         self._live = tensors_of(BASE)
         self._version = BASE
         self._paused = False
+        self.serves_adapters = False
+
+    def held(self) -> HeldVersions | None:
+        """Return the version that answers; None between the begin of an apply and its success."""
+        return None if self._paused else HeldVersions(self._version, self._version)
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Refuse: no cell pushes adapters."""
+        raise ApplyError(f"{staged.version} is an adapter")
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
         """Copy a staged file over the live tensors."""
@@ -42,7 +51,7 @@ class Engine:
     def _copy(self, staged: StagedVersion) -> None:
         with safe_open(staged.path, framework="pt") as file:
             if set(file.keys()) != set(self._live):
-                raise RuntimeError("the staged file does not hold the tensors of the model")
+                raise ApplyError("the staged file does not hold the tensors of the model")
             for name, live in self._live.items():
                 copy_tensor(live, file.get_tensor(name))
 

@@ -176,7 +176,7 @@ async def _engine(desk: Desk, settings: Settings) -> None:
             RUN,
             settings["replica"],
             Path(settings["stage_dir"]),
-            engine.apply,
+            engine,
             limits=limits,
             local_files=settings["local_files"],
             connect_to=lambda address: connect(address, SecurityConfig(), role="agent"),

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.weights.models import dense_bytes, random_weights
 from benchmarks.weights.raw import grpc_hops, raw_server, tcp_hops
-from benchmarks.weights.stack import receiving, reported, serves, weight_service
+from benchmarks.weights.stack import StagedOnly, receiving, serves, weight_service
 from sluice.versions import Version
 
 __all__ = ["measure_dense"]
@@ -34,8 +34,8 @@ async def measure_dense(directory: Path, shared: Path, *, elements: int, rounds:
         raw_server(directory) as raw,
         weight_service(directory, "--keep=1") as sockets,
         weight_service(directory, "--keep=1", local=True, name="local") as local,
-        receiving(sockets.target, shared / "sockets", reported) as over_sockets,
-        receiving(local.target, shared / "local", reported, local=True) as over_memory,
+        receiving(sockets.target, shared / "sockets", StagedOnly()) as over_sockets,
+        receiving(local.target, shared / "local", StagedOnly(), local=True) as over_memory,
     ):
         for number in range(1, rounds + 1):
             weights = random_weights(elements, seed=number)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.weights.models import random_weights
-from benchmarks.weights.stack import WeightStack, receiving, reported, serves, weight_service
+from benchmarks.weights.stack import StagedOnly, WeightStack, receiving, serves, weight_service
 from sluice.versions import Version
 
 __all__ = ["measure_fanout"]
@@ -79,7 +79,7 @@ async def _until_all(trial: _Trial) -> float:
     async with contextlib.AsyncExitStack() as stack:
         receivers = [
             await stack.enter_async_context(
-                receiving(trial.targets[index % len(trial.targets)], host, reported, replica=f"replica-{index}")
+                receiving(trial.targets[index % len(trial.targets)], host, StagedOnly(), replica=f"replica-{index}")
             )
             for index, host in enumerate(trial.stage_dirs)
         ]

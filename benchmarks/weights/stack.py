@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import grpc
@@ -14,12 +14,12 @@ import torch
 from benchmarks.children import free_port, service
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import WeightReceiver
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
-__all__ = ["RUN", "WeightStack", "receiving", "reported", "serves", "weight_service"]
+__all__ = ["RUN", "StagedOnly", "WeightStack", "receiving", "serves", "weight_service"]
 
 RUN = "bench"
 DEADLINE_S = 300.0
@@ -76,14 +76,14 @@ async def weight_service(
 async def receiving(
     target: str,
     stage_dir: Path,
-    apply: Callable[[StagedVersion], Awaitable[ApplyReport]],
+    engine: Engine,
     *,
     replica: str = "replica-0",
     local: bool = False,
 ) -> AsyncIterator[WeightReceiver]:
     """A receiver that follows until the block ends."""
     async with connect(target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(channel, RUN, replica, stage_dir, apply, local_files=local)
+        receiver = WeightReceiver(channel, RUN, replica, stage_dir, engine, local_files=local)
         task = asyncio.create_task(receiver.run_forever())
         try:
             yield receiver
@@ -94,9 +94,26 @@ async def receiving(
             await receiver.close()
 
 
-async def reported(staged: StagedVersion) -> ApplyReport:
-    """Apply to nothing: what is measured ends when the version is staged."""
-    return ApplyReport(staged.version, 0.0, 0.0)
+class StagedOnly:
+    """An engine that applies to nothing: what is measured ends when the version is staged."""
+
+    serves_adapters = False
+
+    def __init__(self) -> None:
+        self.version = BASE
+
+    def held(self) -> HeldVersions:
+        """Return the version that was staged last."""
+        return HeldVersions(self.version, self.version)
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        """Take note of the version."""
+        self.version = staged.version
+        return ApplyReport(staged.version, 0.0, 0.0)
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Refuse: nothing here pushes adapters."""
+        raise ApplyError(f"{staged.version} is an adapter")
 
 
 async def serves(receivers: list[WeightReceiver], version: Version) -> None:

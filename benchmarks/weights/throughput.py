@@ -19,6 +19,8 @@ from benchmarks.weights.models import neighbour
 from benchmarks.weights.pauses import Load
 from benchmarks.weights.stack import WeightStack, receiving, serves, weight_service
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
+from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.weights import SupervisedEngine
 from sluice.versions import Version
 from weightsync.receiver import PolicyMode, WeightReceiver
 
@@ -52,7 +54,8 @@ async def measure_throughput(
         service = await stack.enter_async_context(
             weight_service(directory, f"--keep={rounds * updates + 2}", local=True)
         )
-        receiver = await stack.enter_async_context(receiving(service.target, shared, engine.apply, local=True))
+        held = SupervisedEngine(EngineSupervisor(engine, 0, print), serves_adapters=False)
+        receiver = await stack.enter_async_context(receiving(service.target, shared, held, local=True))
         receiver.set_policy(PolicyMode.HOLD, owner=OWNER, ttl_s=TTL_S)
         await _push_all(service, model, rounds * updates + 1)
         load = Load(engine, concurrency)
@@ -85,8 +88,8 @@ async def _alternate(
         for _ in range(updates):
             number, begun = number + 1, time.perf_counter()
             await _take(receiver, Version(1, number))
-            report = receiver.status().last_report
-            applied.append(0.0 if report is None else report.apply_s)
+            update = receiver.status().last_update
+            applied.append(0.0 if update is None else update.apply_s)
             await asyncio.sleep(max(0.0, interval_s - (time.perf_counter() - begun)))
         during.append(await window)
     ratio = statistics.median(some / none for some, none in zip(during, without, strict=True))

@@ -161,9 +161,14 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Load of an engine. Counters run since the start; ``kv_cache_usage`` is a share from 0 to 1."""
+    """What an engine serves, and its load.
+
+    ``version`` is what requests without an adapter's name are sampled from, ``weights`` the version of the weights, which is
+    another one where an adapter serves. Counters run since the start; ``kv_cache_usage`` is a share from 0 to 1.
+    """
 
     version: Version
+    weights: Version
     running: int
     queued: int
     kv_cache_usage: float

@@ -29,6 +29,8 @@ from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from weightsync.receiver import ApplyReport, PullLimits, WeightReceiver
 from weightsync.receive.assembly import Assembly
+from weightsync.staged import HeldVersions
+from sluice.versions import BASE
 
 target, run, replica, stage_dir, mode = sys.argv[1:]
 follow = Assembly.follow
@@ -41,16 +43,23 @@ async def slow_follow(self, steps, held):
 
 Assembly.follow = slow_follow
 
-async def apply(staged):
-    tensors = load_file(staged.path)
-    if mode == "slow":
-        await asyncio.sleep(random.random() / 4)
-    print(f"applied {staged.version} {float(tensors['w'][0])}", flush=True)
-    return ApplyReport(staged.version, 0.0, 0.0)
+class Engine:
+    serves_adapters, version = False, BASE
+
+    def held(self):
+        return HeldVersions(self.version, self.version)
+
+    async def apply(self, staged):
+        tensors = load_file(staged.path)
+        if mode == "slow":
+            await asyncio.sleep(random.random() / 4)
+        self.version = staged.version
+        print(f"applied {staged.version} {float(tensors['w'][0])}", flush=True)
+        return ApplyReport(staged.version, 0.0, 0.0)
 
 async def main():
     async with connect(target, SecurityConfig()) as channel:
-        await WeightReceiver(channel, run, replica, Path(stage_dir), apply, local_files=False, limits=PullLimits(attempts=3)).run_forever()
+        await WeightReceiver(channel, run, replica, Path(stage_dir), Engine(), local_files=False, limits=PullLimits(attempts=3)).run_forever()
 
 asyncio.run(main())
 """

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from google.protobuf.duration_pb2 import Duration
 from peft import LoraConfig, get_peft_model_state_dict
 from peft import get_peft_model as adapted
 from rollout_stack import refused, until
@@ -23,7 +24,7 @@ from orchestrator_svc.replicas import append_sample
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
-from rollout_svc.engines.base import PauseMode
+from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
@@ -279,3 +280,28 @@ async def test_an_adapter_of_a_pushed_version_brings_its_weights_along(replica, 
     request = rollout_pb2.UpdateWeightsRequest(version=Version(1, 1).to_proto())
     answer = await replica.admin.UpdateWeights(request, timeout=TIMEOUT_S)
     assert (Version.from_proto(answer.policy_version), answer.pause.ToNanoseconds()) == (Version(1, 1), 0)
+
+
+async def test_weights_that_fail_to_load_under_an_adapter_leave_the_truth_about_what_serves(
+    replica, tmp_path, monkeypatch
+):
+    """The engine takes the adapter away before it loads other weights. Whoever asks for the adapter again gets it."""
+    other = save_model(tmp_path / "other", 2)
+    await replica.follow(1)
+
+    def refuse(staged: object) -> None:
+        raise EngineError("the weights could not be copied")
+
+    monkeypatch.setattr(replica.engine._running, "swap", refuse)
+    await replica.sync.publisher.push(Version(1, 2), load_file(other / "model.safetensors"), deadline_s=TIMEOUT_S)
+    await until(lambda: "could not be copied" in replica.weights.status().last_error)
+    assert Version.from_proto((await replica.status()).policy_version) == BASE
+    request = rollout_pb2.SetWeightPolicyRequest(
+        mode=rollout_pb2.WEIGHT_POLICY_MODE_TARGET,
+        version=Version(1, 1).to_proto(),
+        owner="operator",
+        ttl=Duration(seconds=60),
+    )
+    await replica.admin.SetWeightPolicy(request, timeout=TIMEOUT_S)
+    await until(lambda: replica.engine.status().version == Version(1, 1))
+    replica.assert_sampled((await replica.generate()).samples[0], 1)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from google.protobuf.duration_pb2 import Duration
 from rollout_stack import refused, running_engine, until
 from safetensors.torch import load_file
-from small_models import greedy, save_model
+from small_models import CONTEXT, greedy, save_model
 from weightsync_stack import RUN, Stack, running_stack
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
-from rollout_svc.engines.base import GenerationRequest, InferenceEngine, PauseMode, Sampling
+from rollout_svc.engines.base import EngineError, GenerationRequest, InferenceEngine, PauseMode, Sampling
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
@@ -82,10 +85,18 @@ class Following:
 
 @pytest.fixture
 async def following(models: list[Path], tmp_path: Path) -> AsyncIterator[Following]:
-    async with running_engine(models[0]) as engine, running_stack(tmp_path / "outputs", model=str(models[0])) as sync:
+    async with running_engine(models[0]) as engine, follow(engine, models, tmp_path) as running:
+        yield running
+
+
+@asynccontextmanager
+async def follow(
+    engine: InferenceEngine, models: list[Path], tmp_path: Path, *, restarts: int = 0
+) -> AsyncIterator[Following]:
+    async with running_stack(tmp_path / "outputs", model=str(models[0])) as sync:
         common = CommonConfig(run=RUN, model=str(models[0]), peers=PeersConfig(weightsync=sync.target))
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage")
-        supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
+        supervisor = EngineSupervisor(engine, restarts, lambda _serving: None)
         weights = Weights(common, config, supervisor)
         requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
         servicer = RolloutAdminServicer("one", supervisor, weights, requests)
@@ -93,12 +104,14 @@ async def following(models: list[Path], tmp_path: Path) -> AsyncIterator[Followi
         name = "sluice.v1.RolloutAdminService"
         server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, servicer, name, role="admin")
         await server.start()
-        task = asyncio.create_task(weights.run_forever())
+        duties = [weights.run_forever(), *([supervisor.watch_forever(weights.restart_engine)] if restarts else [])]
+        tasks = [asyncio.create_task(duty) for duty in duties]
         async with connect(server.target, SecurityConfig()) as channel:
             stub = rollout_pb2_grpc.RolloutAdminServiceStub(channel)
             yield Following(models, engine, weights, sync, stub)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await weights.close()
         await server.stop(0)
 
@@ -202,3 +215,39 @@ async def test_a_model_of_another_shape_is_refused_and_the_old_one_serves(follow
     await following.until_serves(await following.publish(3))
     await following.assert_samples(3)
     await until(lambda: not following.weights.status().last_error)
+
+
+class RestartsOnTheBase(TransformersEngine):
+    """Serves the base when a restart cannot load what it served, and says so with an error, as vLLM's engine does."""
+
+    async def restart(self) -> Version:
+        try:
+            return await super().restart()
+        except EngineError:
+            await self.start()
+            raise
+
+
+async def test_an_engine_that_came_back_on_the_base_is_brought_to_the_newest_version(models, tmp_path):
+    engine = RestartsOnTheBase(str(models[0]), SlotOptions(device="cpu", max_model_len=CONTEXT, threads=1))
+    await engine.start()
+    try:
+        async with follow(engine, models, tmp_path, restarts=3) as following:
+            version = await following.publish(1)
+            await following.until_serves(version)
+            (staged,) = (tmp_path / "stage").glob("*/*.safetensors")
+            with staged.open("r+b") as file:
+                file.write(b"damaged!")
+            long = replace(GREEDY, sampling=replace(GREEDY.sampling, max_tokens=480))
+            task = asyncio.create_task(engine.agenerate(long))
+            await until(lambda: engine.status().running == 1)
+            engine._running.batch._cache.keys = torch.zeros(0)  # the next step fails, and the engine is started again
+            with pytest.raises(EngineError):
+                await task
+            await until(lambda: engine.status().healthy)
+            await following.until_serves(version)
+            await following.assert_samples(1)
+            status = await following.status()
+            assert (status.engine_restarts, status.last_error) == (1, "")
+    finally:
+        await engine.stop()

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RUN, Stack, equal_bits, eventually, following, running_stack, weights
+from weightsync_stack import RUN, EngineDouble, Stack, equal_bits, eventually, following, running_stack, weights
 
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
@@ -23,26 +23,29 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import make_chunk
 from weightsync.receiver import ApplyReport, PolicyHeldError, PolicyMode, PullLimits, StagedVersion, WeightReceiver
-from weightsync.staged import StagedAdapter
+from weightsync.staged import ApplyError, StagedAdapter
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
 
 
-class Engine:
+class Engine(EngineDouble):
     """Holds tensors; counts what it was asked."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tensors: dict[str, torch.Tensor] = {}
-        self.version = BASE
         self.applied: list[Version] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.refuse = False
+        self.falls_to_base = False
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
         await self.gate.wait()
+        if self.falls_to_base:
+            self.version = BASE
         if self.refuse:
-            raise RuntimeError("the engine refuses")
+            raise ApplyError("the engine refuses")
         self.tensors = load_file(staged.path)
         assert {name: tuple(each.shape) for name, each in self.tensors.items()} == {
             name: each.shape for name, each in staged.tensors.items()
@@ -53,9 +56,13 @@ class Engine:
 
 
 @asynccontextmanager
-async def receiving(target: str, stage_dir: Path, engine: Engine) -> AsyncIterator[WeightReceiver]:
+async def receiving(
+    target: str, stage_dir: Path, engine: Engine, apply_deadline_s: float = 30.0
+) -> AsyncIterator[WeightReceiver]:
     async with connect(target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(channel, RUN, "replica-0", stage_dir, engine.apply, limits=LIMITS)
+        receiver = WeightReceiver(
+            channel, RUN, "replica-0", stage_dir, engine, limits=LIMITS, apply_deadline_s=apply_deadline_s
+        )
         async with following(receiver):
             yield receiver
 
@@ -203,6 +210,59 @@ async def test_other_changes_of_the_engine_are_followed_by_the_newest(stack: Sta
         assert await receiver.run_exclusive(reload_base) == BASE
         receiver.set_policy(PolicyMode.FOLLOW, owner="operator")
         await eventually(lambda: engine.version == Version(1, 1))
+
+
+async def test_an_engine_that_fell_back_to_the_base_is_brought_to_the_newest_version(
+    stack: Stack, stage_dir: Path
+) -> None:
+    engine = Engine()
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        await push(stack, 1)
+        await eventually(lambda: engine.version == Version(1, 1))
+        engine.refuse = engine.falls_to_base = True
+        await push(stack, 2)
+        await eventually(lambda: "refuses" in receiver.status().last_error)
+        run = await stack.runs.open(f"runs/{RUN}")
+        await eventually(lambda: run.ledger.replicas(0.0)["replica-0"].serving == BASE)
+        receiver.set_policy(PolicyMode.TARGET, Version(1, 1), owner="eval", ttl_s=60)
+        engine.refuse = engine.falls_to_base = False
+        await eventually(lambda: engine.version == Version(1, 1))
+        assert equal_bits(engine.tensors, weights(1))
+        assert staged_files(stage_dir) == ["v1.1.safetensors"]
+
+
+async def test_an_engine_that_takes_too_long_is_asked_what_it_serves(stack: Stack, stage_dir: Path) -> None:
+    engine = Engine()
+    engine.gate.clear()
+    async with receiving(stack.target, stage_dir, engine, apply_deadline_s=0.05) as receiver:
+        await push(stack, 1)
+        await eventually(lambda: "not applied within 0.05 s" in receiver.status().last_error)
+        assert receiver.status().serving == BASE
+        engine.version = Version(1, 1)  # the apply went on and came to its end
+        report = await receiver.update_to(Version(1, 1), 20)
+        assert (report.version, engine.applied) == (Version(1, 1), [])
+        await eventually(lambda: receiver.status().staged_version is None)
+        assert staged_files(stage_dir) == ["v1.1.safetensors"]
+
+
+async def test_nothing_is_decided_while_the_engine_is_started_again(stack: Stack, stage_dir: Path) -> None:
+    engine, back = Engine(), asyncio.Event()
+
+    async def restart() -> None:
+        engine.version = BASE
+        await back.wait()
+        engine.version = Version(1, 1)
+
+    async with receiving(stack.target, stage_dir, engine) as receiver:
+        await push(stack, 1)
+        await eventually(lambda: engine.version == Version(1, 1))
+        restarting = asyncio.create_task(receiver.run_exclusive(restart))
+        await eventually(lambda: engine.version == BASE)
+        update = asyncio.create_task(receiver.update_to(Version(1, 1), 20))
+        back.set()
+        await asyncio.gather(restarting, update)
+        assert engine.applied == [Version(1, 1)]
+        assert staged_files(stage_dir) == ["v1.1.safetensors"]
 
 
 def free_port() -> int:

@@ -14,13 +14,13 @@ import pytest_asyncio
 import torch
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
-from weightsync_stack import RUN, Stack, equal_bits, eventually, following, running_stack
+from weightsync_stack import RUN, EngineDouble, Stack, equal_bits, eventually, following, running_stack
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
-from sluice.versions import BASE, Version
+from sluice.versions import Version
 from weightsync.format.chunks import make_chunk
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ApplyReport, PolicyMode, PullLimits, StagedVersion, UpdateTimings, WeightReceiver
@@ -48,22 +48,19 @@ def weights(number: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class Engine:
+class Engine(EngineDouble):
     """Holds what it was told to load."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tensors: dict[str, torch.Tensor] = {}
         self.applied: list[Version] = []
-        self.updates: list[UpdateTimings] = []
-
-    @property
-    def version(self) -> Version:
-        return self.applied[-1] if self.applied else BASE
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
         self.tensors = {name: tensor.clone() for name, tensor in load_file(staged.path).items()}
         assert staged.tensors.keys() == self.tensors.keys()
         self.applied.append(staged.version)
+        self.version = staged.version
         return ApplyReport(staged.version, 0.002, 0.001)
 
 
@@ -77,9 +74,8 @@ async def receiving(
             RUN,
             replica,
             stage_dir,
-            engine.apply,
+            engine,
             limits=LIMITS,
-            observe=engine.updates.append,
             local_files=local_files,
         )
         async with following(receiver):
@@ -121,16 +117,20 @@ async def test_deltas_arrive_bit_for_bit(
     stack: Stack, publisher: WeightPublisher, stage_dir: Path, local_files: bool
 ) -> None:
     engine = Engine()
-    async with receiving(stack.target, stage_dir, engine, local_files=local_files):
+    updates: list[UpdateTimings] = []
+    async with receiving(stack.target, stage_dir, engine, local_files=local_files) as receiver:
         for number in range(1, 5):
             kind = await push(publisher, number)
             assert kind == ("anchor" if number == 1 else "delta")
             await eventually(lambda: engine.version == Version(1, number))  # noqa: B023 - awaited in this round
             assert equal_bits(engine.tensors, weights(number))
+            await eventually(lambda: receiver.status().updates == number)  # noqa: B023
+            last = receiver.status().last_update
+            assert last is not None
+            updates.append(last)
         await eventually(lambda: files(stage_dir) == [".safetensors"])
-        await eventually(lambda: len(engine.updates) == 4)
     dense = sum(tensor.nbytes for tensor in weights(1).values())
-    for update in engine.updates[1:]:
+    for update in updates[1:]:
         assert 0 < (update.local_bytes if local_files else update.pulled_bytes) < dense / 2
         assert (update.pulled_bytes if local_files else update.local_bytes) == 0
     assert files(stage_dir) == []
@@ -300,12 +300,12 @@ async def test_a_local_file_is_read_only_if_it_is_the_named_one(
 ) -> None:
     async with in_front(stack) as (recorder, target):
         engine = Engine()
-        async with receiving(target, stage_dir, engine, local_files=local_files):
+        async with receiving(target, stage_dir, engine, local_files=local_files) as receiver:
             await push(publisher, 1)
             await eventually(lambda: engine.version == Version(1, 1))
             await push(publisher, 2)
             await eventually(lambda: engine.version == Version(1, 2))
-            await eventually(lambda: len(engine.updates) == 2)
+            await eventually(lambda: receiver.status().updates == 2)
     assert bool(recorder.pulls) is not local_files
     assert equal_bits(engine.tensors, weights(2))
 

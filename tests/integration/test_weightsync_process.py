@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, RUN, equal_bits, eventually, following
+from weightsync_stack import RESOURCE, RUN, EngineDouble, equal_bits, eventually, following
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 from weightsync.publisher import WeightPublisher
 from weightsync.receive.shared_area import remove_stale
 from weightsync.receiver import ApplyReport, StagedVersion, WeightReceiver
@@ -34,7 +34,7 @@ import asyncio, sys
 import torch
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 from weightsync.publisher import WeightPublisher
 
 async def main():
@@ -50,15 +50,23 @@ import asyncio, sys
 from pathlib import Path
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
+from sluice.versions import BASE
 from weightsync.receiver import WeightReceiver
+from weightsync.staged import HeldVersions
 
-async def apply(staged):
-    print("staged", flush=True)
-    await asyncio.Event().wait()
+class Engine:
+    serves_adapters = False
+
+    def held(self):
+        return HeldVersions(BASE, BASE)
+
+    async def apply(self, staged):
+        print("staged", flush=True)
+        await asyncio.Event().wait()
 
 async def main():
     async with connect(sys.argv[1], SecurityConfig()) as channel:
-        await WeightReceiver(channel, sys.argv[2], "doomed", Path(sys.argv[3]), apply).run_forever()
+        await WeightReceiver(channel, sys.argv[2], "doomed", Path(sys.argv[3]), Engine()).run_forever()
 
 asyncio.run(main())
 """
@@ -129,11 +137,11 @@ async def publishing(service: Service, chunk_bytes: int = 1 << 20) -> AsyncItera
         yield WeightPublisher(channel, RUN, chunk_bytes=chunk_bytes)
 
 
-class Engine:
-    """Remembers the version that it serves."""
+class Engine(EngineDouble):
+    """Keeps the tensors that it was given."""
 
     def __init__(self) -> None:
-        self.version: Version | None = None
+        super().__init__()
         self.tensors: dict[str, torch.Tensor] = {}
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
@@ -145,7 +153,7 @@ class Engine:
 @asynccontextmanager
 async def receiving(service: Service, stage_dir: Path, engine: Engine) -> AsyncIterator[WeightReceiver]:
     async with connect(service.target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(channel, RUN, "replica", stage_dir, engine.apply, local_files=False)
+        receiver = WeightReceiver(channel, RUN, "replica", stage_dir, engine, local_files=False)
         async with following(receiver):
             yield receiver
 
@@ -201,7 +209,7 @@ async def test_a_service_killed_during_a_pull_gives_the_rest_after_its_restart(
             await eventually(lambda: staging_bytes() > 0, 60)
             first.kill()
             await first.wait()
-            assert engine.version is None
+            assert engine.version == BASE
             async with service.running():
                 await eventually(lambda: engine.version == Version(1, 1), 60)
     assert equal_bits(engine.tensors, weights(1))

@@ -13,23 +13,20 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.receive.adapters import AdapterStage, AdapterUse
+from weightsync.receive.adapters import AdapterStage
 from weightsync.receive.form_pull import BuildCost
-from weightsync.staged import ApplyReport
 
 class Builder:
     async def build(self, target, held, descriptor):
         return BuildCost()
 
-async def apply(staged):
-    return ApplyReport(staged.version, 0.0, 0.0)
+async def load(manifest):
+    async with stage.staged(manifest, lambda: {Version(1, 1)}):
+        pass
 
-async def load(staged, timings):
-    return await apply(staged)
-
-stage = AdapterStage(Path(sys.argv[1]), "run", Builder(), AdapterUse(apply, lambda: {Version(1, 1)}))
+stage = AdapterStage(Path(sys.argv[1]), "run", Builder())
 manifest = pb.Manifest(version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ADAPTER, digest="0" * 32)
-asyncio.run(stage.bring(manifest, load))
+asyncio.run(load(manifest))
 if sys.argv[2] == "forks":
     child = os.fork()
     if not child:

@@ -6,11 +6,11 @@ They are small, so that each replica has its own; a directory ends with its repl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 
 import structlog
@@ -19,29 +19,16 @@ from sluice.host_files import close, lock_now, open_private, owned_directory, re
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.receive.build import VersionBuilder
+from weightsync.receive.report import UpdateTimings
 from weightsync.receive.staging import StagingError
-from weightsync.receive.update import UpdateTimings
-from weightsync.staged import ApplyReport, StagedAdapter, TensorSpec
+from weightsync.staged import StagedAdapter, TensorSpec
 
-__all__ = ["AdapterStage", "AdapterUse"]
+__all__ = ["AdapterStage"]
 
 _PREFIX = "sluice_adapters-"
 _LOCK = ".lock"
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterUse:
-    """What an engine does with adapters.
-
-    Attributes:
-        apply: Lets new requests run on an adapter.
-        held: Versions that the engine holds, whose directories have to stay; None while it cannot say.
-    """
-
-    apply: Callable[[StagedAdapter], Awaitable[ApplyReport]]
-    held: Callable[[], Collection[Version] | None]
 
 
 class AdapterStage:
@@ -51,36 +38,33 @@ class AdapterStage:
         stage_dir: Directory in shared memory.
         run: The run's name.
         builder: Makes files.
-        use: What the engine does with them.
     """
 
-    def __init__(self, stage_dir: Path, run: str, builder: VersionBuilder, use: AdapterUse) -> None:
-        self.use = use
+    def __init__(self, stage_dir: Path, run: str, builder: VersionBuilder) -> None:
         self._parent, self._run, self._builder = stage_dir, run, builder
         self._staged: dict[Version, StagedAdapter] = {}
         self._path: Path | None = None
         self._lock_file = -1
         self._lock = asyncio.Lock()
 
-    async def bring(
-        self, manifest: pb.Manifest, use: Callable[[StagedAdapter, UpdateTimings], Awaitable[ApplyReport]]
-    ) -> tuple[ApplyReport, UpdateTimings]:
-        """Stage an adapter, have it used, and remove what the engine holds no more.
+    @contextlib.asynccontextmanager
+    async def staged(
+        self, manifest: pb.Manifest, held: Callable[[], Collection[Version] | None]
+    ) -> AsyncIterator[tuple[StagedAdapter, UpdateTimings]]:
+        """Stage an adapter for the block; at its end, remove the adapters that the engine no longer holds.
 
         Args:
             manifest: Of kind ADAPTER.
-            use: Brings it into the engine.
+            held: Returns the versions that the engine holds, whose directories have to stay; None while it cannot say.
 
         Raises:
-            PullError, OSError: if it could not be staged.
-            Exception: what `use` raises.
+            PullError, StagingError, OSError: if it could not be staged.
         """
         async with self._lock:
             try:
-                staged, timings = await self._stage(manifest)
-                return await use(staged, timings), timings
+                yield await self._stage(manifest)
             finally:
-                self._sweep()
+                self._sweep(held())
 
     def close(self) -> None:
         """Remove everything; without effect the second time."""
@@ -128,8 +112,7 @@ class AdapterStage:
         )
         return staged, timings
 
-    def _sweep(self) -> None:
-        held = self.use.held()
+    def _sweep(self, held: Collection[Version] | None) -> None:
         if held is None:
             return
         for version in self._staged.keys() - set(held):

@@ -1,9 +1,10 @@
-"""Tells the weight service what the replica serves: at each change, and often enough to keep the lease."""
+"""Reports to the weight service what the replica serves and what each update cost: at each change, and to renew the lease."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import grpc
 import structlog
@@ -11,10 +12,16 @@ import structlog
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.receive.apply import Applier
-from weightsync.receive.update import UpdateTimings
+from weightsync.metrics import (
+    APPLY_SECONDS,
+    PAUSE_SECONDS,
+    PULL_SECONDS,
+    PULLED_BYTES,
+    STAGE_SECONDS,
+    UPDATE_SECONDS,
+)
 
-__all__ = ["Reporter"]
+__all__ = ["Reporter", "UpdateTimings", "observe_update"]
 
 _DEADLINE_S = 10.0
 _SHARE_OF_LEASE = 1 / 3
@@ -24,9 +31,58 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateTimings:
+    """What one update cost.
+
+    Attributes:
+        version: The version that serves now.
+        pulled_bytes: Bytes that came over sockets; none where another process of the host had staged the version.
+        local_bytes: Bytes that were read from files of this host in their place.
+        pull_s: Seconds from the decision to take it to the last byte; tokens were produced meanwhile.
+        stage_s: Seconds from the last byte to a verified file in shared memory; tokens were produced meanwhile.
+        pause_s: Seconds during which no token was sampled.
+        apply_s: Seconds of the copy alone.
+        total_s: Seconds from the decision to service.
+    """
+
+    version: Version
+    pulled_bytes: int = 0
+    local_bytes: int = 0
+    pull_s: float = 0.0
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    apply_s: float = 0.0
+    total_s: float = 0.0
+
+    def to_proto(self) -> pb.UpdateTimings:
+        """The wire form."""
+        message = pb.UpdateTimings(pulled_bytes=self.pulled_bytes)
+        parts = {"pull": self.pull_s, "stage": self.stage_s, "pause": self.pause_s, "apply": self.apply_s}
+        for name, seconds in {**parts, "total": self.total_s}.items():
+            getattr(message, name).FromNanoseconds(int(seconds * 1e9))
+        return message
+
+    def for_log(self) -> dict[str, str | int | float]:
+        """Fields of a log line."""
+        numbers = {name: round(value, 4) for name, value in asdict(self).items() if name != "version"}
+        return {"version": str(self.version), **numbers}
+
+
+def observe_update(timings: UpdateTimings) -> None:
+    """Count an update in the metrics."""
+    PULL_SECONDS.observe(timings.pull_s)
+    STAGE_SECONDS.observe(timings.stage_s)
+    PAUSE_SECONDS.observe(timings.pause_s)
+    APPLY_SECONDS.observe(timings.apply_s)
+    UPDATE_SECONDS.observe(timings.total_s)
+    PULLED_BYTES.labels("socket").inc(timings.pulled_bytes)
+    PULLED_BYTES.labels("file").inc(timings.local_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class _Report:
     phase: pb.ReplicaPhase.ValueType
-    version: Version
+    version: Version | None
     error: str = ""
     timings: UpdateTimings | None = None
 
@@ -37,8 +93,8 @@ class Reporter:
     Args:
         stub: The service.
         run: ``runs/{run}``.
-        replica: Who reports.
-        applier: Knows what serves.
+        replica: The replica's name.
+        serving: Returns the version that the engine serves.
     """
 
     def __init__(
@@ -46,24 +102,24 @@ class Reporter:
         stub: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub,
         run: str,
         replica: str,
-        applier: Applier,
+        serving: Callable[[], Version],
     ) -> None:
         self._stub = stub
         self._run = run
         self._replica = replica
-        self._applier = applier
-        self._last = _Report(pb.REPLICA_PHASE_SERVING, applier.serving)
+        self._serving = serving
+        self._last = _Report(pb.REPLICA_PHASE_SERVING, None)
         self._news = asyncio.Event()
         self._renew_s = 10.0
 
     def tell(
         self,
         phase: pb.ReplicaPhase.ValueType,
-        version: Version,
+        version: Version | None = None,
         error: str = "",
         timings: UpdateTimings | None = None,
     ) -> None:
-        """Report soon; never waits and never fails."""
+        """Report soon, without waiting. The version is the one that the phase is about; None stands for the one that serves."""
         self._last = _Report(phase, version, error, timings)
         self._news.set()
 
@@ -82,13 +138,14 @@ class Reporter:
                 continue
 
     async def _send(self, report: _Report) -> None:
+        serving = self._serving()
         request = pb.ReportVersionRequest(
             run=self._run,
             replica=self._replica,
-            version=report.version.to_proto(),
+            version=(report.version or serving).to_proto(),
             phase=report.phase,
             error=report.error,
-            serving=self._applier.serving.to_proto(),
+            serving=serving.to_proto(),
         )
         if report.timings is not None:
             request.timings.CopyFrom(report.timings.to_proto())

@@ -58,13 +58,13 @@ class Sources:
         run: ``runs/{run}``.
         replica: The engine's name.
         connect: Opens a channel to a relay; None keeps the engine at the root.
+        switched: Called when calls go to another source from now on.
         host: What tells this host apart.
         limits: How long to wait.
 
     Attributes:
         channel: Where the engine's calls go.
         current: Address of the source in use, `ROOT` for the root.
-        switched: Called when calls go to another source from now on.
     """
 
     def __init__(
@@ -74,11 +74,12 @@ class Sources:
         replica: str,
         connect: Callable[[str], grpc.aio.Channel] | None,
         *,
+        switched: Callable[[], object] = lambda: None,
         host: str | None = None,
         limits: SourceLimits | None = None,
     ) -> None:
         self.current = ROOT
-        self.switched: Callable[[], None] = lambda: None
+        self._switched = switched
         self.channel = SwitchingChannel(root, self._call_failed)
         self._run, self._replica, self._connect = run, replica, connect
         self._host = host_id() if host is None else host
@@ -149,7 +150,7 @@ class Sources:
     def _use(self, address: str) -> None:
         self._failing_since = None
         self.current = address
-        self.switched()
+        self._switched()
         self.channel.switch(self._channels[address])
 
     async def _ask(self) -> list[Candidate | None]:

@@ -20,8 +20,8 @@ from weightsync.receive.build import VersionBuilder
 from weightsync.receive.copies import HostCopies
 from weightsync.receive.patching import Digests, slice_digests
 from weightsync.receive.pull import PullLimits
+from weightsync.receive.report import UpdateTimings
 from weightsync.receive.shared_area import SharedArea, SharedCopy
-from weightsync.receive.update import UpdateTimings
 from weightsync.staged import StagedVersion, TensorSpec
 
 __all__ = ["StagedCopies"]

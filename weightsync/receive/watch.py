@@ -36,7 +36,8 @@ class VersionWatch:
         run: ``runs/{run}``.
         replica: Who watches.
         changed: Called after each announcement.
-        backoff: The pauses between attempts; None: as everywhere.
+        hurry: Set when the stub leads elsewhere from now on: ends the pause between attempts. None: the stub never changes.
+        backoff: The pauses between attempts; None takes those of `Backoff`.
 
     Attributes:
         newest: Manifest of the newest version that was announced.
@@ -49,6 +50,8 @@ class VersionWatch:
         run: str,
         replica: str,
         changed: Callable[[], None],
+        *,
+        hurry: asyncio.Event | None = None,
         backoff: Backoff | None = None,
     ) -> None:
         self._backoff = backoff or Backoff()
@@ -58,16 +61,12 @@ class VersionWatch:
         self._run = run
         self._replica = replica
         self._changed = changed
-        self._hurry = asyncio.Event()
+        self._hurry = hurry or asyncio.Event()
 
     @property
     def newest_version(self) -> Version | None:
         """The newest version that was announced."""
         return None if self.newest is None else Version.from_proto(self.newest.version)
-
-    def hurry(self) -> None:
-        """The stub leads elsewhere from now on: end the pause between attempts, if there is one."""
-        self._hurry.set()
 
     async def run_forever(self) -> None:
         """Watch until cancelled, and open the stream again whenever it breaks."""

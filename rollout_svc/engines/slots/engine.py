@@ -363,9 +363,10 @@ class TransformersEngine(AdapterCommands):
         """Report load and version; cheap."""
         loop = self._running
         if loop is None:
-            return EngineStatus(BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)
+            return EngineStatus(BASE, BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)
         return EngineStatus(
             version=self._adapters.version or loop.version,
+            weights=loop.version,
             running=len(loop.batch.rows),
             queued=loop.queued,
             kv_cache_usage=loop.batch.kv_usage,

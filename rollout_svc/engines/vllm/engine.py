@@ -425,6 +425,7 @@ class VllmEngine(AdapterCommands):
         running = min(processes.recorder.running, unfinished) if processes is not None else 0
         return EngineStatus(
             version=self._version,
+            weights=self._weights.version,
             running=running,
             queued=unfinished - running,
             kv_cache_usage=processes.recorder.kv_cache_usage if processes is not None and unfinished else 0.0,
