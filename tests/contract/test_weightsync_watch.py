@@ -25,7 +25,7 @@ async def test_a_service_that_never_answers_is_named_once() -> None:
 
     async with connect("127.0.0.1:1", SecurityConfig()) as channel:
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        watching = Counted(stub, RESOURCE, "replica", lambda: None, Backoff(0.001, 0.004))
+        watching = Counted(stub, RESOURCE, "replica", lambda: None, backoff=Backoff(0.001, 0.004))
         with capture_logs() as logs:
             task = asyncio.create_task(watching.run_forever())
             await eventually(lambda: attempts >= 10)
