@@ -127,6 +127,19 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         report = await self._weights.reload_base()
         return rollout_pb2.ReloadWeightsResponse(policy_version=report.version.to_proto())
 
+    async def VerifyWeights(  # noqa: N802 - gRPC's name
+        self,
+        request: rollout_pb2.VerifyWeightsRequest,
+        context: grpc.aio.ServicerContext[rollout_pb2.VerifyWeightsRequest, rollout_pb2.VerifyWeightsResponse],
+    ) -> rollout_pb2.VerifyWeightsResponse:
+        """Compare the engine's live weights with the files of their version."""
+        del context
+        fraction = request.fraction if request.HasField("fraction") else 1.0
+        if not 0 < fraction <= 1:
+            raise SluiceError.invalid_argument("fraction", "above 0 and at most 1")
+        version, different = await self._weights.verify(fraction)
+        return rollout_pb2.VerifyWeightsResponse(policy_version=version.to_proto(), different=different)
+
     async def Pause(  # noqa: N802 - gRPC's name
         self,
         request: rollout_pb2.PauseRequest,

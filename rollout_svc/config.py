@@ -115,11 +115,6 @@ class RolloutConfig(Section):
         "keep",
         description="Keys and values of requests under way at an update: keep those of the old weights (cheap), or recompute.",
     )
-    verify_after_apply: Literal["off", "sample", "full"] = Field(
-        "off",
-        description="Compare the live weights with each version after it was applied, while tokens are produced: a tenth of"
-        " the tensors, or all. A version that differs is loaded once more, then given up for the one before.",
-    )
     patch_on_device: bool = Field(
         False,
         description="On an accelerator, bring only the values that changed into vLLM's weights. Tested on the CPU alone so far.",

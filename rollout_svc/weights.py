@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import grpc
+import structlog
 
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.adapter_slots import AdaptersFullError
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.lora import LoraEngine
-from rollout_svc.live_weights import check_live
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import rollout_pb2
-from sluice.versions import Version
+from sluice.versions import BASE, Version
 from weightsync.receiver import (
     PolicyError,
     PolicyHeldError,
@@ -34,13 +34,15 @@ __all__ = ["SupervisedEngine", "Weights", "WeightsStatus"]
 
 T = TypeVar("T")
 
+log = structlog.get_logger(__name__)
+
 MODES = {
     rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW: PolicyMode.FOLLOW,
     rollout_pb2.WEIGHT_POLICY_MODE_HOLD: PolicyMode.HOLD,
     rollout_pb2.WEIGHT_POLICY_MODE_TARGET: PolicyMode.TARGET,
 }
-_VERIFIED_STEPS = 15
-"""Steps of an update and of the comparison behind it, each of which may take the time of one."""
+_APPLY_STEPS = 3
+"""Steps of an update (prepare, pause, load), each of which may take `deadlines.apply_s`."""
 
 WIRE_MODES = {mode: wire for wire, mode in MODES.items()}
 
@@ -64,14 +66,11 @@ class SupervisedEngine:
     Args:
         engine: The engine.
         serves_adapters: Whether it serves LoRA adapters.
-        verify: How much of the live weights is compared after an update.
     """
 
-    def __init__(
-        self, engine: EngineSupervisor, serves_adapters: bool, verify: Literal["off", "sample", "full"] = "off"
-    ) -> None:
+    def __init__(self, engine: EngineSupervisor, *, serves_adapters: bool) -> None:
         self.serves_adapters = serves_adapters
-        self._engine, self._verify = engine, verify
+        self._engine = engine
 
     def held(self) -> HeldVersions | None:
         """Return what the engine holds; None while it is started again and cannot say."""
@@ -89,11 +88,9 @@ class SupervisedEngine:
             ApplyError: if it does not serve.
         """
         try:
-            report = await self._engine.serving.apply(staged)
-            await check_live(self._engine.serving, staged, self._verify)
+            return await self._engine.serving.apply(staged)
         except (EngineError, SluiceError) as error:
             raise ApplyError(f"version {staged.version} was not applied: {error}") from error
-        return report
 
     async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
         """Let new requests run on an adapter.
@@ -146,9 +143,8 @@ class Weights:
                 common.run,
                 config.replica,
                 config.stage_dir,
-                SupervisedEngine(engine, config.lora.enabled, config.verify_after_apply),
-                apply_deadline_s=(3 if config.verify_after_apply == "off" else _VERIFIED_STEPS)
-                * config.deadlines.apply_s,
+                SupervisedEngine(engine, serves_adapters=config.lora.enabled),
+                apply_deadline_s=_APPLY_STEPS * config.deadlines.apply_s,
                 limits=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
                 local_files=config.local_files,
                 connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
@@ -212,6 +208,29 @@ class Weights:
             return await self._exclusively(self._engine.serving.reload_base)
         except EngineError as error:
             raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
+
+    async def verify(self, fraction: float) -> tuple[Version, list[str]]:
+        """Compare the engine's live weights, or a fraction of their tensors, with the files of their version.
+
+        Returns:
+            The version of the weights, and the tensors that differ.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION if the files are not on this host, UNAVAILABLE if the engine could not compare.
+        """
+
+        async def compare(staged: StagedVersion | None) -> list[str]:
+            return await self._engine.serving.verify_weights(staged, fraction)
+
+        try:
+            if self._receiver is None:
+                return BASE, await compare(None)
+            version, different = await self._receiver.verify(compare)
+        except EngineError as error:
+            raise SluiceError.unavailable("VERIFY_FAILED", f"{error}; retry") from error
+        if different:
+            log.error("live weights differ from their files", version=str(version), tensors=different[:3])
+        return version, different
 
     async def load_adapter(self, name: str, version: Version) -> None:
         """Fetch an adapter version and give it a name for requests. Idempotent.

@@ -140,6 +140,13 @@ class RolloutClient(_Client):
         """Return to the base model."""
         return await _typed(self._admin.ReloadWeights(rollout_pb2.ReloadWeightsRequest(), timeout=timeout_s))
 
+    async def verify_weights(
+        self, fraction: float = 1.0, *, timeout_s: float = 600.0
+    ) -> rollout_pb2.VerifyWeightsResponse:
+        """Compare the engine's live weights, or a fraction of their tensors, with the files of their version."""
+        request = rollout_pb2.VerifyWeightsRequest(fraction=fraction)
+        return await _typed(self._admin.VerifyWeights(request, timeout=timeout_s))
+
     async def load_adapter(self, name: str, version: Version, *, timeout_s: float = 120.0) -> None:
         """Give an adapter version a name for `generate`."""
         request = rollout_pb2.LoadAdapterRequest(adapter=name, version=version.to_proto())

@@ -34,6 +34,7 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "SetWeightPolicy",
         "UpdateWeights",
         "ReloadWeights",
+        "VerifyWeights",
         "Pause",
         "Resume",
         "LoadAdapter",

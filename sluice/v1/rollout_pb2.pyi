@@ -790,6 +790,60 @@ class ReloadWeightsResponse(_message.Message):
 Global___ReloadWeightsResponse: _TypeAlias = ReloadWeightsResponse  # noqa: Y015
 
 @_typing.final
+class VerifyWeightsRequest(_message.Message):
+    """Request of RolloutAdminService.VerifyWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRACTION_FIELD_NUMBER: _builtins.int
+    fraction: _builtins.float
+    """Part of the model's tensors to compare, above 0 and at most 1; unset compares all. Which ones depends on the version."""
+    def __init__(
+        self,
+        *,
+        fraction: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fraction", b"_fraction", "fraction", b"fraction"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fraction", b"_fraction", "fraction", b"fraction"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fraction: _TypeAlias = _typing.Literal["fraction"]  # noqa: Y015
+    _WhichOneofArgType__fraction: _TypeAlias = _typing.Literal["_fraction", b"_fraction"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fraction) -> _WhichOneofReturnType__fraction | None: ...
+
+Global___VerifyWeightsRequest: _TypeAlias = VerifyWeightsRequest  # noqa: Y015
+
+@_typing.final
+class VerifyWeightsResponse(_message.Message):
+    """Outcome of a comparison."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    DIFFERENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policy_version(self) -> _common_pb2.PolicyVersion:
+        """Version of the engine's weights."""
+
+    @_builtins.property
+    def different(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tensors that differ from the files; empty if none does."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _common_pb2.PolicyVersion | None = ...,
+        different: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["different", b"different", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyWeightsResponse: _TypeAlias = VerifyWeightsResponse  # noqa: Y015
+
+@_typing.final
 class PauseRequest(_message.Message):
     """Request of RolloutAdminService.Pause."""
 

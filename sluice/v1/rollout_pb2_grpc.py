@@ -269,6 +269,11 @@ class RolloutAdminServiceStub:
                 request_serializer=sluice_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.FromString,
                 _registered_method=True)
+        self.VerifyWeights = channel.unary_unary(
+                '/sluice.v1.RolloutAdminService/VerifyWeights',
+                request_serializer=sluice_dot_v1_dot_rollout__pb2.VerifyWeightsRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_rollout__pb2.VerifyWeightsResponse.FromString,
+                _registered_method=True)
         self.Pause = channel.unary_unary(
                 '/sluice.v1.RolloutAdminService/Pause',
                 request_serializer=sluice_dot_v1_dot_rollout__pb2.PauseRequest.SerializeToString,
@@ -324,6 +329,16 @@ class RolloutAdminServiceServicer:
 
     def ReloadWeights(self, request, context):
         """Returns to the base model on disk as version (0, 0). Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyWeights(self, request, context):
+        """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
+        of sampling. Where they differ, the next update loads the version anew. No other side effects.
+        Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host), UNAVAILABLE (the engine could not
+        compare them).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -393,6 +408,11 @@ def add_RolloutAdminServiceServicer_to_server(servicer, server):
                     servicer.ReloadWeights,
                     request_deserializer=sluice_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.SerializeToString,
+            ),
+            'VerifyWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyWeights,
+                    request_deserializer=sluice_dot_v1_dot_rollout__pb2.VerifyWeightsRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_rollout__pb2.VerifyWeightsResponse.SerializeToString,
             ),
             'Pause': grpc.unary_unary_rpc_method_handler(
                     servicer.Pause,
@@ -508,6 +528,33 @@ class RolloutAdminService:
             '/sluice.v1.RolloutAdminService/ReloadWeights',
             sluice_dot_v1_dot_rollout__pb2.ReloadWeightsRequest.SerializeToString,
             sluice_dot_v1_dot_rollout__pb2.ReloadWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.RolloutAdminService/VerifyWeights',
+            sluice_dot_v1_dot_rollout__pb2.VerifyWeightsRequest.SerializeToString,
+            sluice_dot_v1_dot_rollout__pb2.VerifyWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -148,6 +148,12 @@ class RolloutAdminServiceStub:
     """
     ReloadWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReloadWeightsRequest, _rollout_pb2.ReloadWeightsResponse]
     """Returns to the base model on disk as version (0, 0). Idempotent."""
+    VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
+    """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
+    of sampling. Where they differ, the next update loads the version anew. No other side effects.
+    Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host), UNAVAILABLE (the engine could not
+    compare them).
+    """
     Pause: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]
     """Stops sampling until Resume or the end of the time to live. New requests are queued.
     Idempotent per owner. Errors: ABORTED (another owner paused it).
@@ -186,6 +192,12 @@ class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
     """
     ReloadWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReloadWeightsRequest, _rollout_pb2.ReloadWeightsResponse]  # type: ignore[assignment]
     """Returns to the base model on disk as version (0, 0). Idempotent."""
+    VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
+    """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
+    of sampling. Where they differ, the next update loads the version anew. No other side effects.
+    Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host), UNAVAILABLE (the engine could not
+    compare them).
+    """
     Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops sampling until Resume or the end of the time to live. New requests are queued.
     Idempotent per owner. Errors: ABORTED (another owner paused it).
@@ -239,6 +251,18 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.ReloadWeightsResponse, _abc.Awaitable[_rollout_pb2.ReloadWeightsResponse]]:
         """Returns to the base model on disk as version (0, 0). Idempotent."""
+
+    @_abc_1.abstractmethod
+    def VerifyWeights(
+        self,
+        request: _rollout_pb2.VerifyWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.VerifyWeightsResponse, _abc.Awaitable[_rollout_pb2.VerifyWeightsResponse]]:
+        """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
+        of sampling. Where they differ, the next update loads the version anew. No other side effects.
+        Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host), UNAVAILABLE (the engine could not
+        compare them).
+        """
 
     @_abc_1.abstractmethod
     def Pause(

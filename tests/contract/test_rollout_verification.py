@@ -1,50 +1,56 @@
-"""A replica that compares its live weights after each update, with an engine whose memory goes wrong."""
+"""`sluice weights verify --replica`: the live weights of a replica against the files of their version."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from rollout_stack import until
+from rollout_stack import refused, until
 from safetensors.torch import load_file
 from small_models import CONTEXT, save_model
-from weightsync_stack import RESOURCE, RUN, Stack, running_stack
+from weightsync_stack import RUN, Stack, running_stack
 
-from rollout_svc.config import RolloutConfig
-from rollout_svc.engines.slots.engine import TransformersEngine
+from rollout_svc.admin import RolloutAdminServicer
+from rollout_svc.config import LimitsConfig, RolloutConfig
+from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
+from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
+from rollout_svc.tokenizer import ModelTokenizer
 from rollout_svc.weights import Weights
-from sluice.config import CommonConfig, PeersConfig
-from sluice.v1 import weightsync_pb2 as pb
+from sluice.config import CommonConfig, ConfigError, PeersConfig, SecurityConfig, ServerConfig
+from sluice.rpc import RpcServer, connect
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import Version
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.inspect.weights_command import COMMAND
 
 NORM = "model.norm.weight"
 
 
-class Faulty(TransformersEngine):
-    """Alters a live weight after so many updates to a version."""
+@dataclass
+class Replica:
+    """A replica that follows a weight service, whose memory can go wrong."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model, device="cpu", max_model_len=CONTEXT, max_running=2, threads=1)
-        self.faults: dict[Version, int] = {}
-        self.applied: list[Version] = []
-
-    async def apply(self, staged: StagedVersion) -> ApplyReport:
-        report = await super().apply(staged)
-        self.applied.append(staged.version)
-        if self.faults.get(staged.version, 0) > 0:
-            self.faults[staged.version] -= 1
-            self.alter()
-        return report
+    engine: TransformersEngine
+    sync: Stack
+    target: str
+    models: list[Path]
 
     def alter(self) -> None:
-        loop = self._loop
+        """Change one live weight behind the engine's back."""
+        loop = self.engine._loop
         live = loop._weights._live[NORM]
         loop.call(lambda: live.view(-1)[0].mul_(2.0)).result(timeout=30)
+
+    async def publish(self, number: int) -> None:
+        tensors = load_file(self.models[number] / "model.safetensors")
+        await self.sync.publisher.push(Version(1, number), tensors, deadline_s=30)
+        await until(lambda: self.engine.status().version == Version(1, number))
+
+    async def verify(self, *words: str) -> int:
+        return await asyncio.to_thread(COMMAND.run, ["verify", *words, "--replica", self.target])
 
 
 @pytest.fixture(scope="module")
@@ -53,63 +59,60 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [save_model(root / f"v{number}", number + 1) for number in range(3)]
 
 
-@asynccontextmanager
-async def replica(models: list[Path], directory: Path, extent: str) -> AsyncIterator[tuple[Faulty, Weights, Stack]]:
-    engine = Faulty(str(models[0]))
+@pytest.fixture
+async def replica(models: list[Path], tmp_path: Path) -> AsyncIterator[Replica]:
+    engine = TransformersEngine(str(models[0]), SlotOptions(device="cpu", max_model_len=CONTEXT, threads=1))
     await engine.start()
     try:
-        async with running_stack(directory / "outputs", model=str(models[0])) as sync:
+        async with running_stack(tmp_path / "outputs", model=str(models[0])) as sync:
             common = CommonConfig(run=RUN, model=str(models[0]), peers=PeersConfig(weightsync=sync.target))
-            config = RolloutConfig(replica="one", stage_dir=directory / "stage", verify_after_apply=extent)
-            weights = Weights(common, config, EngineSupervisor(engine, 0, lambda _serving: None))
+            supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
+            weights = Weights(common, RolloutConfig(replica="one", stage_dir=tmp_path / "stage"), supervisor)
+            requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
+            admin = RolloutAdminServicer("one", supervisor, weights, requests)
+            server = RpcServer("rollout", ServerConfig(port=0), SecurityConfig())
+            name = "sluice.v1.RolloutAdminService"
+            server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, name, role="admin")
+            await server.start()
             task = asyncio.create_task(weights.run_forever())
             try:
-                yield engine, weights, sync
+                yield Replica(engine, sync, server.target, models)
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 await weights.close()
+                await server.stop(0)
     finally:
         await engine.stop()
 
 
-async def publish(sync: Stack, models: list[Path], number: int) -> Version:
-    tensors = load_file(models[number] / "model.safetensors")
-    await sync.publisher.push(Version(1, number), tensors, deadline_s=30)
-    return Version(1, number)
+async def test_a_replica_that_computes_with_its_version_is_found_right(replica, capsys):
+    assert await replica.verify() == 0, "the base model"
+    assert "computes with version 0.0" in capsys.readouterr().out
+    await replica.publish(1)
+    assert await replica.verify() == 0
+    assert "computes with version 1.1" in capsys.readouterr().out
 
 
-async def error_at_service(sync: Stack) -> str:
-    response = await sync.sync.ListVersions(pb.ListVersionsRequest(run=RESOURCE), timeout=30)
-    return next((each.error for each in response.replicas if each.replica == "one"), "")
+async def test_a_live_weight_that_differs_is_named_and_loaded_anew_by_the_next_update(replica, capsys):
+    await replica.publish(1)
+    replica.alter()
+    assert await replica.verify() == 1
+    assert f"DIFFERENT: 1 tensors of replica {replica.target} are not those of version 1.1: {NORM}" in (
+        capsys.readouterr().out
+    )
+    await replica.publish(2)
+    assert await replica.verify() == 0
 
 
-async def test_a_version_that_differs_once_is_loaded_again(models, tmp_path):
-    async with replica(models, tmp_path, "full") as (engine, weights, sync):
-        engine.faults = {Version(1, 1): 1}
-        version = await publish(sync, models, 1)
-        await until(lambda: weights.status().updates_applied == 1)
-        assert engine.status().version == version
-        assert engine.applied == [version, version]
+async def test_a_replica_verifies_the_version_that_it_holds_and_no_other(replica):
+    with pytest.raises(ConfigError, match="leave the version out"):
+        await replica.verify("1.1")
 
 
-async def test_a_version_that_goes_on_differing_is_reported_and_the_one_before_serves(models, tmp_path):
-    async with replica(models, tmp_path, "full") as (engine, weights, sync):
-        first = await publish(sync, models, 1)
-        await until(lambda: weights.status().updates_applied == 1)
-        engine.faults = {Version(1, 2): 1_000_000}
-        second = await publish(sync, models, 2)
-        await until(lambda: NORM in weights.status().last_error)
-        assert engine.applied[:4] == [first, second, second, first]
-        async with asyncio.timeout(30):
-            while NORM not in (error := await error_at_service(sync)):  # noqa: ASYNC110 - known to another process
-                await asyncio.sleep(0.01)
-        assert "does not compute with version 1.2" in error
-
-
-async def test_what_is_not_asked_for_is_not_compared(models, tmp_path):
-    async with replica(models, tmp_path, "off") as (engine, weights, sync):
-        engine.faults = {Version(1, 1): 1}
-        version = await publish(sync, models, 1)
-        await until(lambda: weights.status().updates_applied == 1)
-        assert engine.applied == [version]
+@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.5])
+async def test_a_fraction_is_above_zero_and_at_most_one(replica, fraction):
+    async with connect(replica.target, SecurityConfig()) as channel:
+        stub = rollout_pb2_grpc.RolloutAdminServiceStub(channel)
+        error = await refused(stub.VerifyWeights(rollout_pb2.VerifyWeightsRequest(fraction=fraction), timeout=30))
+    assert list(error.violations) == ["fraction"]

@@ -23,6 +23,8 @@ USAGE = """\
 usage: sluice weights ls                     versions of a run, and the replicas that follow it
        sluice weights show [VERSION]         one version: digest, shards, encodings; the newest without VERSION
        sluice weights verify [VERSION]       fetch it as an engine does, and compare every byte with its digests
+       sluice weights verify --replica HOST:PORT
+                                             compare the weights in a replica's memory with the files of their version
        sluice weights diff VERSION VERSION   what changed from one to the other, tensor by tensor
 
 A version is written epoch.number, such as 1.42. Settings, for all of them:
@@ -61,15 +63,16 @@ async def _run(verb: Verb, versions: Sequence[Version], config: WeightsConfig) -
 
     from sluice.rpc import SluiceError  # noqa: PLC0415
 
+    asked = config.replica or config.address
     try:
         async with asyncio.timeout(config.deadline_s):
             return await verb(config, versions)
     except TimeoutError as error:
-        raise ConfigError(f"{config.address} did not answer within {config.deadline_s:g} s (--deadline-s)") from error
+        raise ConfigError(f"{asked} did not answer within {config.deadline_s:g} s (--deadline-s)") from error
     except SluiceError as error:
-        raise ConfigError(f"{config.address}: {error}") from error
+        raise ConfigError(f"{asked}: {error}") from error
     except grpc.aio.AioRpcError as error:
-        raise ConfigError(f"{config.address}: {SluiceError.from_rpc(error)}") from error
+        raise ConfigError(f"{asked}: {SluiceError.from_rpc(error)}") from error
     except OSError as error:
         raise ConfigError(f"{error}; room for whole versions is needed in {tempfile.gettempdir()} (TMPDIR)") from error
 
@@ -104,6 +107,8 @@ async def _show(config: WeightsConfig, versions: Sequence[Version]) -> int:
 
 
 async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
+    if config.replica is not None:
+        return await _verify_replica(config, config.replica, versions)
     from weightsync.receive.pull import PullError  # noqa: PLC0415
     from weightsync.receive.staging import StagingError  # noqa: PLC0415
 
@@ -114,6 +119,26 @@ async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
             print(f"DAMAGED: {error}")  # noqa: T201
             return 1
     print(f"version {version} is whole: {size:,} bytes, every digest as announced, version digest {digest}")  # noqa: T201
+    return 0
+
+
+async def _verify_replica(config: WeightsConfig, replica: str, versions: Sequence[Version]) -> int:
+    """Have a replica compare its live weights with the files that they came from."""
+    from sluice.client import RolloutClient  # noqa: PLC0415
+
+    if versions:
+        raise ConfigError("a replica verifies the version that it holds: leave the version out beside --replica")
+    async with RolloutClient(replica, config.security) as client:
+        answer = await client.verify_weights(timeout_s=config.deadline_s)
+    version = Version.from_proto(answer.policy_version)
+    if answer.different:
+        names = ", ".join(answer.different[:5])
+        print(  # noqa: T201
+            f"DIFFERENT: {len(answer.different)} tensors of replica {replica} are not those of version {version}: {names}."
+            " The next update loads them anew; if it happens again, look for failing memory"
+        )
+        return 1
+    print(f"replica {replica} computes with version {version}: every live tensor equals its file")  # noqa: T201
     return 0
 
 
