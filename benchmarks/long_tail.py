@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from orchestrator_svc.envs.base import Message, Task
-from orchestrator_svc.task_stream import TaskStream
 
 __all__ = ["LongTail", "lengths"]
 
@@ -45,6 +44,8 @@ class LongTail:
 
     def tasks(self, split: str, seed: int) -> list[Task]:
         """The tasks, placed so that the stream, which shuffles them by the seed, gives them in the wanted order."""
+        from orchestrator_svc.dispatch import TaskStream  # noqa: PLC0415 - brings gRPC, which scoring processes do not need
+
         del split
         count = len(self._answer_tokens)
         places = TaskStream([Task(str(number)) for number in range(count)], seed)

@@ -1,32 +1,28 @@
-"""`sluice orchestrator`: builds the run, serves its control, and ends with it."""
+"""`sluice orchestrator`: build the run, serve its control, and end with it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-
-import structlog
+from collections.abc import AsyncIterator
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task
+from orchestrator_svc.dispatch import Dispatcher, EpisodeRunner, TaskStream
+from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.scoring import Scorer
-from orchestrator_svc.episodes import EpisodeRunner
-from orchestrator_svc.journal import Journal, JournalError
-from orchestrator_svc.pinned_evaluation import PinnedEvaluation
+from orchestrator_svc.evaluation import Evaluations
+from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories
+from orchestrator_svc.notifier import Notifier
 from orchestrator_svc.recorder import Recorder
 from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
-from orchestrator_svc.run import Run
-from orchestrator_svc.run_parts import RunParts
+from orchestrator_svc.run import Checkpoints, Run
 from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.servicer import OrchestratorServicer
-from orchestrator_svc.signals import Signal
 from orchestrator_svc.staleness import StalenessBound
-from orchestrator_svc.status import EventLog, RunStatus, replica_event
-from orchestrator_svc.task_stream import TaskStream
-from orchestrator_svc.trainer_link import TrainerLink
+from orchestrator_svc.status import EventLog, RunStatus, TrajectoryHistory, replica_event
+from orchestrator_svc.training import TrainerLink, Training
 from orchestrator_svc.workflows import choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
@@ -38,11 +34,9 @@ __all__ = ["SERVICE"]
 SERVICE_NAME = "sluice.v1.OrchestratorService"
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
-log = structlog.get_logger(__name__)
-
 
 async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
-    """Run the run; returns when it has ended and its watchers know.
+    """Run the run; return when it has ended and its watchers know.
 
     Raises:
         ConfigError: if settings, environment or an existing run do not fit.
@@ -51,12 +45,11 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
     """
     config.check_start(common)
     environment = load_environment(config.environment, config.environment_args)
-    async with _parts(common, config, environment) as (parts, evaluation):
-        run = Run(parts, evaluation)
-        server = _server(common, config, run, parts)
+    async with _built(common, config, environment) as (run, pool):
+        server = _server(common, config, run, pool)
         await server.start()
         ended = asyncio.Event()
-        running = asyncio.create_task(_to_the_end(run, parts, ended), name="run")
+        running = asyncio.create_task(_to_the_end(run, config.deadlines.watchers_s, ended), name="run")
         try:
             await server.serve_until_signal(ended)
         except asyncio.CancelledError:
@@ -66,30 +59,30 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
             running.cancel()
             await asyncio.wait({running})
         if running.cancelled():
-            raise UnfinishedError("a signal came before the last step; start it again to go on")
+            raise UnfinishedError("a signal came before the last step; start the run again to continue it")
         try:
             running.result()
         except SluiceError as error:
-            # Whatever could pass by waiting has been waited for.
+            # The run has waited for whatever waiting could cure.
             raise FailedForGoodError(str(error)) from error
 
 
-async def _to_the_end(run: Run, parts: RunParts, ended: asyncio.Event) -> None:
-    """Run, and let the watchers read the last event before the server goes."""
+async def _to_the_end(run: Run, watchers_s: float, ended: asyncio.Event) -> None:
+    """Run, and let the watchers read the last event before the server stops."""
     try:
         await run.run()
     finally:
-        parts.status.events.end()
-        await parts.status.events.all_read(parts.config.deadlines.watchers_s)
+        run.status.events.end()
+        await run.status.events.all_read(watchers_s)
         ended.set()
 
 
-def _server(common: CommonConfig, config: OrchestratorConfig, run: Run, parts: RunParts) -> RpcServer:
+def _server(common: CommonConfig, config: OrchestratorConfig, run: Run, pool: ReplicaPool) -> RpcServer:
     server = RpcServer(
         "orchestrator", config.server, common.security, features=[f"workflow.{config.workflow}"], run=common.run
     )
     add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
-    server.add(add, OrchestratorServicer(run, parts), SERVICE_NAME, role="admin")
+    server.add(add, OrchestratorServicer(common.run, run, pool), SERVICE_NAME, role="admin")
     # External agents come later: the contract is there, each of its methods answers UNIMPLEMENTED.
     add_episodes = orchestrator_pb2_grpc.add_EpisodeServiceServicer_to_server
     episodes = orchestrator_pb2_grpc.EpisodeServiceServicer()  # type: ignore[abstract]
@@ -98,84 +91,105 @@ def _server(common: CommonConfig, config: OrchestratorConfig, run: Run, parts: R
 
 
 @contextlib.asynccontextmanager
-async def _parts(
+async def _built(
     common: CommonConfig, config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment
-) -> AsyncIterator[tuple[RunParts, PinnedEvaluation | None]]:
-    """Build everything that the run needs; closed in reverse order."""
+) -> AsyncIterator[tuple[Run, ReplicaPool]]:
+    """Build the run and all that it needs; what has files or processes is closed in reverse order."""
     calls = EnvironmentCalls(config.environment_threads, config.deadlines.environment_s)
     workflow = choose_workflow(config, environment, calls)
-    scheduler = _scheduler(common, config)
-    journal = _journal(common, config)
-    events = EventLog(journal.start)
-    changed = Signal()
-
-    def on_replica(replica: Replica) -> None:
-        events.append(replica_event(replica))
-        changed.notify()
-
-    pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
-    status = RunStatus(common.run, scheduler, pool, config.max_steps, events)
-    engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
     async with contextlib.AsyncExitStack() as stack:
+        journal = _journal(common, config)
         stack.push_async_callback(journal.close)
+        trajectories = LiveTrajectories(journal)
+        request_prefix = f"{common.run}/{journal.start}"
+
+        changed, events = Notifier(), EventLog(journal.start)
+
+        def on_replica(replica: Replica) -> None:
+            events.append(replica_event(replica))
+            changed.notify()
+
+        pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
+        engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
+        scheduler = Scheduler(
+            StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent),
+            window_fraction=config.window_fraction,
+            on_stale=OnStale(config.on_stale),
+            max_steps=config.max_steps,
+            max_running=config.max_running,
+        )
+        status = RunStatus(common.run, scheduler, pool, config.max_steps, events)
+        recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
+        stack.push_async_callback(recorder.close)
+
         scorer = None
         if isinstance(environment, SingleTurnEnvironment):
             scorer = await stack.enter_async_context(Scorer(config.environment, config.environment_args, config.reward))
-        trainer = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
-        recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
-        stack.push_async_callback(recorder.close)
         tasks = await asyncio.to_thread(environment.tasks, config.split, common.seed)
-        evaluation = None
+        try:
+            stream = TaskStream(tasks, common.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        dispatcher = Dispatcher(
+            config=config,
+            scheduler=scheduler,
+            journal=journal,
+            trajectories=trajectories,
+            status=status,
+            pool=pool,
+            episodes=EpisodeRunner(workflow, engine, scorer, config, common.seed),
+            tasks=stream,
+            request_prefix=request_prefix,
+            changed=changed,
+        )
+
+        client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
+        trainer = TrainerLink(client, common.run, config.deadlines)
+        training = Training(
+            common=common,
+            config=config,
+            scheduler=scheduler,
+            journal=journal,
+            trajectories=trajectories,
+            status=status,
+            trainer=trainer,
+            tokenizer_digest=pool.tokenizer_digest,
+            requeue=dispatcher.requeue,
+            changed=changed,
+        )
+        evaluations = None
         if config.evaluation.every_steps:
-            evaluation = PinnedEvaluation(
+            evaluations = Evaluations(
                 pool=pool,
                 engine=engine,
                 workflow=workflow,
                 scorer=scorer,
                 tasks=await asyncio.to_thread(environment.tasks, config.evaluation.split, common.seed),
                 config=config,
-                request_prefix=f"{common.run}/{journal.start}",
-            )
-        yield (
-            RunParts(
-                common=common,
-                config=config,
-                scheduler=scheduler,
-                journal=journal,
+                request_prefix=request_prefix,
                 status=status,
-                pool=pool,
-                engine=engine,
-                episodes=EpisodeRunner(workflow, engine, scorer, config, common.seed),
-                tasks=_task_stream(tasks, common.seed),
-                trainer=TrainerLink(trainer, common.run, config.deadlines),
                 recorder=recorder,
-                environment_calls=calls,
-                changed=changed,
-            ),
-            evaluation,
+            )
+        run = Run(
+            common=common,
+            config=config,
+            scheduler=scheduler,
+            journal=journal,
+            trajectories=trajectories,
+            status=status,
+            history=TrajectoryHistory(),
+            pool=pool,
+            trainer=trainer,
+            dispatcher=dispatcher,
+            training=training,
+            checkpoints=Checkpoints(trainer, journal, status, config),
+            evaluations=evaluations,
+            recorder=recorder,
+            counts=engine.counts,
+            calls=calls,
+            changed=changed,
         )
-
-
-def _task_stream(tasks: Sequence[Task], seed: int) -> TaskStream:
-    """The tasks in their order.
-
-    Raises:
-        ConfigError: if there are none.
-    """
-    try:
-        return TaskStream(tasks, seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _scheduler(common: CommonConfig, config: OrchestratorConfig) -> Scheduler:
-    return Scheduler(
-        StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent),
-        window_fraction=config.window_fraction,
-        on_stale=OnStale(config.on_stale),
-        max_steps=config.max_steps,
-        max_running=config.max_running,
-    )
+        yield run, pool
 
 
 def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:

@@ -1,39 +1,78 @@
-"""Starts groups whenever the staleness bound, the operator and a replica allow it, and sees each to its end."""
+"""From a task to a scored group: draw a task when the staleness bound and a replica allow it, run and score its episodes.
+
+`Dispatcher` owns the running groups: each ends as accepted, ready for a batch, or dropped and counted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import structlog
 
-from orchestrator_svc.episodes import ScoredGroup
-from orchestrator_svc.journal import DrawnTask, Recovery
-from orchestrator_svc.run_parts import RunParts, group_name
-from orchestrator_svc.scheduler import Reason, Stage
-from orchestrator_svc.step_summary import versions_of
+from orchestrator_svc.config import FilterConfig, OrchestratorConfig
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.envs.scoring import Scorer
+from orchestrator_svc.journal import DrawnTask, Journal, LiveTrajectories, Recovery
+from orchestrator_svc.notifier import Notifier
+from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
+from orchestrator_svc.scheduler import Reason, Scheduler, Stage, group_name
+from orchestrator_svc.status import RunStatus
+from orchestrator_svc.step_summary import sampled_tokens, versions_of
+from orchestrator_svc.workflows import EpisodeData, RolloutWorkflow, Sampling, scored_episodes
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "EpisodeRunner", "ScoredGroup", "TaskStream"]
 
 log = structlog.get_logger(__name__)
 
 _LOOK_AGAIN_S = 0.5
-"""Replicas recover from a rest without a word; look again after this time."""
+"""Seconds between two looks at the replicas: the end of a cooldown notifies nobody."""
 
 
 class Dispatcher:
     """Draws tasks and runs their groups.
 
     Args:
-        parts: The run.
+        config: Settings of the orchestrator.
+        scheduler: Says when a group may start.
+        journal: Remembers draws and outcomes.
+        trajectories: Keeps the trajectories of accepted groups.
+        status: Shows groups and waiting times.
+        pool: The replicas.
+        episodes: Runs the episodes of a group.
+        tasks: What to draw from.
+        request_prefix: Begins the ids of all requests; unique to the run and this process.
+        changed: Wakes the loops that wait for something to change.
+
+    Attributes:
+        paused: Whether an operator stopped dispatch.
     """
 
-    def __init__(self, parts: RunParts) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        *,
+        config: OrchestratorConfig,
+        scheduler: Scheduler,
+        journal: Journal,
+        trajectories: LiveTrajectories,
+        status: RunStatus,
+        pool: ReplicaPool,
+        episodes: EpisodeRunner,
+        tasks: TaskStream,
+        request_prefix: str,
+        changed: Notifier,
+    ) -> None:
+        self._config, self._scheduler, self._journal, self._trajectories = config, scheduler, journal, trajectories
+        self._status, self._pool, self._episodes, self._tasks = status, pool, episodes, tasks
+        self._request_prefix, self._changed = request_prefix, changed
+        self.paused = False
         self._again: deque[DrawnTask] = deque()
         self._next_group = 1
         self._next_position = 0
@@ -42,13 +81,21 @@ class Dispatcher:
         self._journaled: Counter[str] = Counter()
 
     def recover(self, recovery: Recovery) -> None:
-        """Take up what an earlier process left: tasks that were drawn and not finished come first."""
+        """Take over what an earlier process left: tasks that were drawn and not finished come first."""
         self._again.extend(recovery.drawn)
         self._next_group, self._next_position = recovery.next_group, recovery.next_position
 
     def requeue(self, position: int) -> None:
-        """Draw a task again, as a group of its own."""
+        """Draw the task at a position again, for a new group."""
         self._again.append(DrawnTask(0, position))
+
+    def pause(self) -> None:
+        """Start no more groups; those under way end."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Start groups again."""
+        self.paused = False
 
     async def run(self) -> None:
         """Dispatch until cancelled; groups under way are then cancelled too.
@@ -58,24 +105,22 @@ class Dispatcher:
         """
         async with asyncio.TaskGroup() as groups:
             while True:
-                while (version := self._permission()) is not None:
+                while (version := self._version_to_start_on()) is not None:
                     self._start(groups, version)
-                await self._parts.changed.wait(_LOOK_AGAIN_S)
+                await self._changed.wait(_LOOK_AGAIN_S)
 
-    def _permission(self) -> Version | None:
-        """The version that one more group would begin on; None while none may begin."""
-        parts = self._parts
-        scheduler, now = parts.scheduler, time.monotonic()
-        running = parts.status.state == orchestrator_pb2.RUN_STATE_RUNNING and not parts.paused
-        wanted = scheduler.wanted_version() if running else None
-        replica = parts.pool.pick(wanted) if wanted is not None else None
-        parts.pool.wait_for(wanted if replica is None else None)
+    def _version_to_start_on(self) -> Version | None:
+        """Return the version that one more group would start on; None while none may start."""
+        now = time.monotonic()
+        wanted = None if self.paused else self._scheduler.wanted_version()
+        replica = self._pool.pick(wanted) if wanted is not None else None
         waits_for_version = wanted is not None and replica is None
-        blocked = running and (scheduler.at_capacity or waits_for_version)
-        parts.status.dispatch_blocked.set(blocked, now)
-        # At the bound, replicas may still be busy with what was dispatched before: then nobody waits for anybody.
-        parts.status.rollout_idle.set(blocked and not scheduler.count(Stage.RUNNING), now)
-        self._check_lost(lost=waits_for_version and all(each.why_not() for each in parts.pool.replicas), now=now)
+        self._pool.wait_for(wanted if waits_for_version else None)
+        blocked = not self.paused and (self._scheduler.at_capacity or waits_for_version)
+        self._status.dispatch_blocked.set(blocked, now)
+        # At the bound, replicas may still be busy with earlier groups: then neither side waits for the other.
+        self._status.rollout_idle.set(blocked and not self._scheduler.count(Stage.RUNNING), now)
+        self._check_lost(lost=waits_for_version and all(each.why_not() for each in self._pool.replicas), now=now)
         return replica.version if replica is not None else None
 
     def _check_lost(self, *, lost: bool, now: float) -> None:
@@ -84,19 +129,18 @@ class Dispatcher:
             return
         if self._lost_since is None:
             self._lost_since = now
-        limit = self._parts.config.deadlines.lost_s
+        limit = self._config.deadlines.lost_s
         if now - self._lost_since > limit:
-            reasons = "; ".join(f"{each.name} {each.why_not()}" for each in self._parts.pool.replicas)
+            reasons = "; ".join(f"{each.name} {each.why_not()}" for each in self._pool.replicas)
             raise SluiceError.unavailable(
                 "NO_REPLICA",
                 f"no rollout replica for {limit:g} s (orchestrator.deadlines.lost_s): {reasons or 'none found'}",
             )
 
     def _start(self, groups: asyncio.TaskGroup, version: Version) -> None:
-        parts = self._parts
         drawn = self._draw()
-        parts.scheduler.start(drawn.number, drawn.position, version)
-        parts.journal.draw(drawn.number, drawn.position, self._next_position)
+        self._scheduler.start(drawn.number, drawn.position, version)
+        self._journal.draw(drawn.number, drawn.position, self._next_position)
         groups.create_task(self._run_group(drawn, version), name=group_name(drawn.number))
 
     def _draw(self) -> DrawnTask:
@@ -111,64 +155,54 @@ class Dispatcher:
         return DrawnTask(number, position)
 
     async def _run_group(self, drawn: DrawnTask, version: Version) -> None:
-        """See one group to its end: accepted, or dropped and counted."""
-        parts = self._parts
-        task, name = parts.tasks.at(drawn.position), group_name(drawn.number)
-        episodes = parts.config.group_size
-        parts.status.running_episodes += episodes
+        """Run one group to its end: accepted, or dropped and counted."""
+        task, name = self._tasks.at(drawn.position), group_name(drawn.number)
+        self._status.running_episodes += self._config.group_size
         reason, problem = "", ""
         scored = ScoredGroup()
         try:
-            async with asyncio.timeout(parts.config.deadlines.episode_s):
-                prefix = f"{parts.common.run}/{name}/{parts.journal.start}"
-                scored = await parts.episodes.run(task, name, version, prefix)
+            async with asyncio.timeout(self._config.deadlines.episode_s):
+                scored = await self._episodes.run(task, name, version, f"{self._request_prefix}/{name}")
         except TimeoutError:
-            reason, problem = Reason.EPISODE_DEADLINE, f"not done in {parts.config.deadlines.episode_s:g} s"
+            reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
         except SluiceError as error:
             reason, problem = Reason.EPISODE_FAILED, str(error)
         except Exception as error:  # an environment or a workflow may raise anything
             reason, problem = Reason.EPISODE_FAILED, repr(error)
             log.exception("group failed unexpectedly", group=name, task=task.task_id)
         finally:
-            parts.status.running_episodes -= episodes
+            self._status.running_episodes -= self._config.group_size
         if reason:
-            self._fail(drawn.number, reason, problem)
+            log.warning("group failed", group=name, reason=reason, problem=problem)
+            self._drop(drawn.number, reason, problem)
         else:
             self._accept(drawn.number, task.task_id, scored)
-        generated = parts.engine.counts.of_policy()
-        parts.journal.generated(generated - self._journaled)
-        self._journaled = generated
-        parts.changed.notify()
+        self._journal_counts()
+        self._changed.notify()
 
     def _accept(self, number: int, task_id: str, scored: ScoredGroup) -> None:
-        parts = self._parts
-        parts.status.group_scored(group_name(number), task_id, scored.rewards)
+        self._status.group_scored(group_name(number), task_id, scored.rewards)
         for reason, count in scored.dropped.items():
-            parts.scheduler.drop_trajectories(reason, count)
-            parts.journal.drop_trajectories(reason, count)
+            self._scheduler.drop_trajectories(reason, count)
+            self._journal.drop_trajectories(reason, count)
         if not scored.records:
             reason = next(iter(scored.dropped), Reason.EPISODE_FAILED)
-            self._drop(number, reason)
-            self._count_fruitless(reason, f"{reason} of all episodes of task {task_id}; see the warnings above")
+            self._drop(number, reason, f"{reason} of all episodes of task {task_id}; see the warnings above")
             return
         self._fruitless.clear()
         versions = {version for record in scored.records for version in versions_of(record.trajectory)}
-        parts.scheduler.finish(number, versions, len(scored.records))
-        parts.keep_records(number, scored.records)
-        parts.journal.accept(number, parts.scheduler.groups[number].versions, scored.records)
+        self._scheduler.finish(number, versions, len(scored.records))
+        self._trajectories.keep(number, scored.records)
+        self._journal.accept(number, self._scheduler.groups[number].versions, scored.records)
 
-    def _fail(self, number: int, reason: str, problem: str) -> None:
-        log.warning("group failed", group=group_name(number), reason=reason, problem=problem)
-        self._drop(number, reason)
-        self._count_fruitless(reason, problem)
-
-    def _count_fruitless(self, reason: str, problem: str) -> None:
-        """Give the run up when group after group brings nothing to train: it would go on for ever."""
-        config = self._parts.config
+    def _drop(self, number: int, reason: str, problem: str) -> None:
+        """Drop a group, and give the run up when group after group brings nothing to train: it would never end."""
+        self._scheduler.drop(number, reason)
+        self._journal.drop(number, reason, was_accepted=0)
         if reason == Reason.FILTERED:
-            setting, limit = "filter.max_in_a_row", config.filter.max_in_a_row
+            setting, limit = "filter.max_in_a_row", self._config.filter.max_in_a_row
         else:
-            setting, limit = "max_failed_groups", config.max_failed_groups
+            setting, limit = "max_failed_groups", self._config.max_failed_groups
         self._fruitless[setting] += 1
         if self._fruitless[setting] >= limit:
             raise SluiceError.aborted(
@@ -176,6 +210,125 @@ class Dispatcher:
                 f"{limit} groups brought nothing to train one after the other (orchestrator.{setting}), the last one: {problem}",
             )
 
-    def _drop(self, number: int, reason: str) -> None:
-        self._parts.scheduler.drop(number, reason)
-        self._parts.journal.drop(number, reason, was_accepted=0)
+    def _journal_counts(self) -> None:
+        generated = self._episodes.counts.of_policy()
+        self._journal.generated(generated - self._journaled)
+        self._journaled = generated
+
+
+@dataclass
+class ScoredGroup:
+    """The outcome of a group's episodes.
+
+    Attributes:
+        records: Trajectories that may be trained; empty if none may.
+        rewards: Rewards of all episodes; NaN marks a missing one.
+        dropped: Trajectories that may not be trained, by reason.
+    """
+
+    records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+
+
+class EpisodeRunner:
+    """Runs the episodes of a group, scores them and filters them.
+
+    Args:
+        workflow: How an episode runs.
+        engine: What it samples from.
+        scorer: Scores completions that come without a reward; None where the environment rewards turns by itself.
+        config: Settings of the orchestrator.
+        seed: Seed of the run.
+    """
+
+    def __init__(
+        self,
+        workflow: RolloutWorkflow,
+        engine: PolicyEngine,
+        scorer: Scorer | None,
+        config: OrchestratorConfig,
+        seed: int,
+    ) -> None:
+        self.counts = engine.counts
+        self._workflow, self._engine, self._scorer, self._seed = workflow, engine, scorer, seed
+        self._group_size, self._filter = config.group_size, config.filter
+        sampling = config.sampling
+        self._sampling = Sampling(
+            sampling.temperature, sampling.max_tokens, tuple(sampling.stop), sampling.ignore_eos, sampling.seeded
+        )
+
+    async def run(self, task: Task, group_id: str, version: Version, request_prefix: str) -> ScoredGroup:
+        """Run and score one group; the caller sets the deadline.
+
+        Raises:
+            SluiceError: if the group as a whole could not be run.
+        """
+        data = EpisodeData(
+            task=task,
+            group_id=group_id,
+            episodes=self._group_size,
+            sampling=self._sampling,
+            version=version,
+            request_prefix=request_prefix,
+            seed=self._seed,
+        )
+        return _sift(await scored_episodes(self._workflow, self._engine, self._scorer, data), self._filter)
+
+
+def _sift(records: list[orchestrator_pb2.TrajectoryRecord], rules: FilterConfig) -> ScoredGroup:
+    """Separate what may be trained from what may not."""
+    group = ScoredGroup(
+        rewards=[each.trajectory.reward if each.trajectory.HasField("reward") else float("nan") for each in records]
+    )
+    for record in records:
+        if not record.trajectory.HasField("reward"):
+            group.dropped[Reason.MISSING_REWARD] += 1
+        elif not sampled_tokens(record.trajectory):
+            group.dropped[Reason.NO_TOKENS] += 1
+        else:
+            group.records.append(record)
+    rewards = [each.trajectory.reward for each in group.records]
+    if rewards and _filtered(rewards, rules):
+        group.dropped[Reason.FILTERED] += len(group.records)
+        group.records = []
+    return group
+
+
+def _filtered(rewards: list[float], rules: FilterConfig) -> bool:
+    mean = sum(rewards) / len(rewards)
+    return (
+        (rules.drop_degenerate and len(set(rewards)) == 1)
+        or (rules.min_reward_mean is not None and mean < rules.min_reward_mean)
+        or (rules.max_reward_mean is not None and mean > rules.max_reward_mean)
+    )
+
+
+class TaskStream:
+    """The endless stream of tasks: every task once per pass, each pass in another order.
+
+    The same seed gives the same task at the same position, so that a restart finds it again.
+
+    Args:
+        tasks: The tasks of a split.
+        seed: Seed of the orders.
+
+    Raises:
+        ValueError: if there are no tasks.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        if not tasks:
+            raise ValueError("the split has no tasks: check orchestrator.split and environment_args")
+        self._tasks, self._seed = tasks, seed
+        self._pass = -1
+        self._order: list[int] = []
+
+    def at(self, position: int) -> Task:
+        """Return the task at a position, from 0."""
+        number, place = divmod(position, len(self._tasks))
+        if number != self._pass:
+            self._order = list(range(len(self._tasks)))
+            random.Random(f"{self._seed}/{number}").shuffle(self._order)  # noqa: S311 - an order, not a secret
+            self._pass = number
+        return self._tasks[self._order[place]]

@@ -1,27 +1,156 @@
-"""Evaluation: held-out tasks, sampled and greedy, by the same workflows and rewards that train."""
+"""Evaluation: held-out tasks, sampled and greedy, by the same workflows and rewards that train.
+
+`evaluate` attempts tasks on any engine; `Evaluations` does so between the steps of a run, with one replica held at its version.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+import grpc
 import structlog
 
+from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.scoring import Scorer
-from orchestrator_svc.episodes import score_records
-from orchestrator_svc.workflows import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
-from sluice.v1 import orchestrator_pb2, tokens_pb2
+from orchestrator_svc.recorder import Recorder
+from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
+from orchestrator_svc.status import RunStatus
+from orchestrator_svc.workflows import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling, scored_episodes
+from sluice.rpc import SluiceError
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
-__all__ = ["EvalPlan", "EvalResult", "EvalSample", "evaluate"]
+__all__ = ["EvalPlan", "EvalResult", "EvalSample", "Evaluations", "evaluate"]
+
+log = structlog.get_logger(__name__)
+
+_OWNER = "orchestrator-evaluation"
+
+_RELEASE_S = 10.0
+"""Seconds to release a hold; if that fails, the hold ends by its time to live."""
 
 EXACT = 1.0 - 1e-9
 """A reward of 1 (or more) counts as an exact match."""
 
-log = structlog.get_logger(__name__)
+
+class Evaluations:
+    """Evaluates between the steps of a run, one evaluation at a time, beside training.
+
+    The weights must not change under an evaluation, so one replica is held at its version. Of several replicas the held one
+    still takes training episodes as long as the staleness bound allows; with a single one all updates wait until the
+    evaluation ends, and dispatch stops by the bound.
+
+    Args:
+        pool: The replicas.
+        engine: What samples, not yet pinned.
+        workflow: How an episode runs.
+        scorer: Scores completions.
+        tasks: Tasks of the evaluated split.
+        config: Settings of the orchestrator.
+        request_prefix: Begins the ids of all requests; unique to the run and this process.
+        status: Reports the results.
+        recorder: Records the results.
+
+    Attributes:
+        failed: Evaluations that failed or were left out.
+        held_all_replicas: Whether one of them held the only replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: ReplicaPool,
+        engine: PolicyEngine,
+        workflow: RolloutWorkflow,
+        scorer: Scorer | None,
+        tasks: Sequence[Task],
+        config: OrchestratorConfig,
+        request_prefix: str,
+        status: RunStatus,
+        recorder: Recorder,
+    ) -> None:
+        self.failed = 0
+        self.held_all_replicas = False
+        self._pool, self._engine, self._workflow, self._scorer = pool, engine, workflow, scorer
+        self._tasks, self._config, self._request_prefix = tasks[: config.evaluation.prompts], config, request_prefix
+        self._status, self._recorder = status, recorder
+        self._running: asyncio.Task[None] | None = None
+
+    def after_step(self, version: Version, beside: asyncio.TaskGroup) -> None:
+        """Begin an evaluation in the task group if one is due, unless the last one is still under way."""
+        every = self._config.evaluation.every_steps
+        if not every or version.number % every:
+            return
+        if self._running is not None and not self._running.done():
+            self.failed += 1
+            log.warning("evaluation is left out: the last one is still under way", step=version.number)
+        else:
+            self._running = beside.create_task(self._run(version), name="evaluation")
+
+    async def _run(self, wanted: Version) -> None:
+        try:
+            version, result = await self._evaluate(wanted)
+        except (SluiceError, TimeoutError) as error:
+            self.failed += 1
+            log.error("evaluation failed", step=wanted.number, error=str(error) or "deadline")  # noqa: TRY400 - typed, says all
+            return
+        except Exception:  # whatever a workflow raises must not end the run
+            self.failed += 1
+            log.exception("evaluation failed unexpectedly", step=wanted.number)
+            return
+        metrics = result.metrics()
+        self._status.evaluation_finished(version, self._config.environment, metrics)
+        await self._recorder.scalars(version.number, {f"eval/{name}": value for name, value in metrics.items()})
+        log.info("evaluation", version=str(version), **{name: round(value, 4) for name, value in metrics.items()})
+
+    async def _evaluate(self, wanted: Version) -> tuple[Version, EvalResult]:
+        """Evaluate `wanted`, or what a replica serves after it.
+
+        Raises:
+            SluiceError: if no replica can be held.
+            TimeoutError: if it takes longer than `evaluation.deadline_s`.
+        """
+        settings = self._config.evaluation
+        async with asyncio.timeout(settings.deadline_s):
+            replica = await self._pool.choose(wanted)
+            self.held_all_replicas |= len(self._pool.replicas) == 1
+            async with self._held(replica) as version:
+                plan = EvalPlan(
+                    samples=settings.samples,
+                    temperature=settings.temperature,
+                    greedy=settings.greedy,
+                    max_tokens=self._config.sampling.max_tokens,
+                    stop=tuple(self._config.sampling.stop),
+                    concurrency=settings.concurrency,
+                    version=version,
+                    name=f"{self._request_prefix}/eval-{version}",
+                )
+                engine = self._engine.pinned(replica)
+                return version, await evaluate(engine, self._workflow, self._scorer, self._tasks, plan)
+
+    @contextlib.asynccontextmanager
+    async def _held(self, replica: Replica) -> AsyncIterator[Version]:
+        """Hold a replica at the version that it serves; give the version."""
+        request = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner=_OWNER)
+        request.ttl.FromMilliseconds(int(self._config.deadlines.hold_s * 1000))
+        try:
+            answer = await replica.admin.SetWeightPolicy(request)
+        except grpc.aio.AioRpcError as error:
+            raise SluiceError.from_rpc(error) from error
+        try:
+            yield Version.from_proto(answer.policy_version)
+        finally:
+            follow = rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW, owner=_OWNER)
+            try:
+                await replica.admin.SetWeightPolicy(follow, timeout=_RELEASE_S)
+            except grpc.aio.AioRpcError as error:
+                reason = str(SluiceError.from_rpc(error))
+                log.warning("cannot release a hold; it ends by its time to live", replica=replica.name, error=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +165,7 @@ class EvalPlan:
         stop: Strings that end a turn.
         concurrency: Tasks evaluated at a time.
         version: Oldest version that may sample.
-        name: Begins the names of its requests; empty leaves them to the server, so that nothing is answered from memory.
+        name: Begins the ids of its requests; empty lets the server choose them, so that nothing is answered from memory.
         seed: Seed of environments' random numbers.
     """
 
@@ -65,7 +194,7 @@ class EvalSample:
 
 @dataclass
 class EvalResult:
-    """What an evaluation came to.
+    """The outcome of an evaluation.
 
     Attributes:
         samples: All attempts.
@@ -76,7 +205,7 @@ class EvalResult:
     failed_tasks: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Scalars by name; those of samples that were not asked for are left out."""
+        """Return scalars by name; those of samples that were not asked for are left out."""
         sampled = [each for each in self.samples if not each.greedy]
         greedy = [each for each in self.samples if each.greedy]
         found: dict[str, float] = {}
@@ -141,8 +270,7 @@ async def _attempts(
             request_prefix=f"{plan.name}/{kind}/{index}" if plan.name else "",
             seed=plan.seed,
         )
-        records = await workflow.arun_episode(engine, data)
-        await score_records(scorer, task, records)
+        records = await scored_episodes(workflow, engine, scorer, data)
         samples += [_sample(task, record, greedy=greedy) for record in records]
     return samples
 

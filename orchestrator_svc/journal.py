@@ -23,7 +23,7 @@ from orchestrator_svc.segments import SegmentError, SegmentWriter, read_record
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
-__all__ = ["DrawnTask", "Journal", "JournalError", "Recovery"]
+__all__ = ["DrawnTask", "Journal", "JournalError", "LiveTrajectories", "Recovery"]
 
 log = structlog.get_logger(__name__)
 
@@ -267,6 +267,36 @@ class Journal:
             self._segments.delete_below(self._index.oldest_segment() or self._segments.number)
         except OSError as error:
             log.warning("cannot delete an old segment of the journal", error=str(error))
+
+
+class LiveTrajectories:
+    """The trajectories of live groups: in memory, or read from the journal after a restart.
+
+    Args:
+        journal: Where they are read.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._records: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = {}
+
+    def keep(self, group: int, records: list[orchestrator_pb2.TrajectoryRecord]) -> None:
+        """Keep the trajectories of a group in memory until `forget`."""
+        self._records[group] = records
+
+    async def get(self, group: int) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Return the trajectories of a group.
+
+        Raises:
+            JournalError: if the journal cannot read them.
+        """
+        if group not in self._records:
+            self._records[group] = await self._journal.read_group(group)
+        return self._records[group]
+
+    def forget(self, group: int) -> None:
+        """Release the trajectories of a group that is no longer live."""
+        self._records.pop(group, None)
 
 
 def _allot(index: JournalIndex) -> int:

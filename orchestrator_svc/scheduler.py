@@ -14,7 +14,18 @@ from dataclasses import dataclass, field, replace
 from orchestrator_svc.staleness import Lineage, StalenessBound
 from sluice.versions import Version
 
-__all__ = ["Accounting", "Batch", "Candidate", "Group", "OnStale", "Reason", "Scheduler", "Stage", "choose"]
+__all__ = [
+    "Accounting",
+    "Batch",
+    "Candidate",
+    "Group",
+    "OnStale",
+    "Reason",
+    "Scheduler",
+    "Stage",
+    "choose",
+    "group_name",
+]
 
 
 class Stage(enum.Enum):
@@ -54,6 +65,11 @@ class Group:
     trajectories: int = 0
     passed: int = 0
     last_batch: int = 0
+
+
+def group_name(number: int) -> str:
+    """Return the name that a group has in messages."""
+    return f"g{number}"
 
 
 @dataclass(frozen=True, slots=True)

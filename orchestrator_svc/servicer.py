@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.run import Run
-from orchestrator_svc.run_parts import RunParts
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
@@ -23,12 +23,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     """Answers for one run.
 
     Args:
+        name: Name of the run.
         run: The run.
-        parts: What it is made of.
+        pool: Where replicas announce themselves.
     """
 
-    def __init__(self, run: Run, parts: RunParts) -> None:
-        self._run, self._parts = run, parts
+    def __init__(self, name: str, run: Run, pool: ReplicaPool) -> None:
+        self._name, self._run, self._pool = name, run, pool
 
     async def GetRun(  # noqa: N802 - gRPC's name
         self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext[pb.GetRunRequest, pb.GetRunResponse]
@@ -36,7 +37,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """Describe the run."""
         del context
         self._check_run(request.run)
-        return pb.GetRunResponse(run=self._parts.status.describe())
+        return pb.GetRunResponse(run=self._run.status.describe())
 
     async def WatchRun(  # noqa: N802 - gRPC's name
         self, request: pb.WatchRunRequest, context: grpc.aio.ServicerContext[pb.WatchRunRequest, pb.WatchRunResponse]
@@ -44,7 +45,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """Stream the run's events until it has ended."""
         del context
         self._check_run(request.run)
-        async for event in self._parts.status.events.follow(request.from_sequence_no):
+        async for event in self._run.status.events.follow(request.from_sequence_no):
             yield pb.WatchRunResponse(event=event)
 
     async def PauseRun(  # noqa: N802 - gRPC's name
@@ -54,7 +55,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         del context
         self._check_run(request.run)
         self._run.pause()
-        return pb.PauseRunResponse(run=self._parts.status.describe())
+        return pb.PauseRunResponse(run=self._run.status.describe())
 
     async def ResumeRun(  # noqa: N802 - gRPC's name
         self,
@@ -65,7 +66,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         del context
         self._check_run(request.run)
         self._run.resume()
-        return pb.ResumeRunResponse(run=self._parts.status.describe())
+        return pb.ResumeRunResponse(run=self._run.status.describe())
 
     async def StopRun(  # noqa: N802 - gRPC's name
         self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext[pb.StopRunRequest, pb.StopRunResponse]
@@ -74,7 +75,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         del context
         self._check_run(request.run)
         self._run.stop(request.reason)
-        return pb.StopRunResponse(run=self._parts.status.describe())
+        return pb.StopRunResponse(run=self._run.status.describe())
 
     async def RegisterReplica(  # noqa: N802 - gRPC's name
         self,
@@ -89,7 +90,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
                 raise SluiceError.invalid_argument(field, f"give 1 to {_NAME_CHARACTERS} printable characters")
         lease = Duration()
         try:
-            lease.FromMilliseconds(int(self._parts.pool.register(request.replica, request.address) * 1000))
+            lease.FromMilliseconds(int(self._pool.register(request.replica, request.address) * 1000))
         except ValueError as error:
             raise SluiceError.invalid_argument("address", str(error)) from error
         return pb.RegisterReplicaResponse(lease=lease)
@@ -104,7 +105,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         self._check_run(request.run)
         lease = Duration()
         try:
-            lease.FromMilliseconds(int(self._parts.pool.heartbeat(request.replica) * 1000))
+            lease.FromMilliseconds(int(self._pool.heartbeat(request.replica) * 1000))
         except KeyError as error:
             raise SluiceError.not_found(
                 "UNKNOWN_REPLICA", f"replica {request.replica!r} has no lease: call RegisterReplica"
@@ -119,10 +120,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """List the last trajectories, newest first."""
         del context
         self._check_run(request.run)
-        return self._parts.recent.page(request)
+        return self._run.history.page(request)
 
     def _check_run(self, run: str) -> None:
-        expected = f"runs/{self._parts.common.run}"
+        expected = f"runs/{self._name}"
         if run != expected:
             raise SluiceError.not_found(
                 "WRONG_RUN", f"this orchestrator has {expected}, not {run or '(none)'}: check the name or the address"

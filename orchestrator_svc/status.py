@@ -61,12 +61,22 @@ class RunStatus:
         self.running_episodes = 0
         now = time.monotonic()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
+        self._began, self._elapsed_before_s = now, 0.0
         self._load_shares = self.shares()
         self._run, self._scheduler, self._pool, self._max_steps = run, scheduler, pool, max_steps
         self._started = Timestamp()
         self._started.GetCurrentTime()
         self._bottleneck = ""
         self._last_load = (now, 0)
+
+    def continue_from(self, elapsed_s: float) -> None:
+        """Add the seconds that earlier processes of the run lasted."""
+        self._elapsed_before_s = elapsed_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds that the run has lasted, earlier processes included."""
+        return self._elapsed_before_s + time.monotonic() - self._began
 
     def shares(self) -> tuple[ShareSince, ShareSince, ShareSince]:
         """Return the shares of time since each was taken last: trainer idle, dispatch blocked, rollout idle."""

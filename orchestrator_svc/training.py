@@ -1,309 +1,544 @@
-"""Batches to the trainer and its reports back: one epoch after the other, each from where the trainer's weights stand."""
+"""From scored groups to applied batches: make a batch, hand it to the trainer, and take in what became of it.
+
+`Training` opens one epoch of the trainer after the other, each from where the trainer's weights stand. `TrainerLink` is its
+side of TrainerService. A failure that a restart of the trainer explains ends as `EpochLostError`: the next epoch then sends
+again what the trainer's checkpoint lacks.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
+import grpc
 import structlog
 
-from orchestrator_svc.batch_message import batch_header, give_advantages
-from orchestrator_svc.journal import JournalError, Recovery
-from orchestrator_svc.run_parts import RunParts, group_name
-from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason
-from orchestrator_svc.step_summary import StepSummary, summarise
-from orchestrator_svc.trainer_link import EpochLostError
+from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, OrchestratorConfig
+from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories, Recovery
+from orchestrator_svc.notifier import Notifier
+from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
+from orchestrator_svc.status import RunStatus
+from orchestrator_svc.step_summary import StepSummary, sampled_tokens, summarise
+from sluice.advantages import TRAINER_ESTIMATORS, Episode, check_sides, estimate
+from sluice.client import TrainerClient
+from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2, trainer_pb2
+from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version
 
-__all__ = ["Training"]
+__all__ = ["AppliedStep", "EpochLostError", "TrainerLink", "Training"]
 
 log = structlog.get_logger(__name__)
 
-_OUTSTANDING = 2
-"""Batches at the trainer: one that is trained and one that waits. More would only grow older there."""
+_Answer = TypeVar("_Answer")
+
+_MOST_AT_TRAINER = 2
+"""Batches at the trainer: one in training and one that waits. Further ones would only grow older there."""
+
+_RETRY_S = 0.5
+"""Seconds between two attempts, where the trainer does not say."""
+
+_TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED}
+
+_ENDED_PHASES = {
+    trainer_pb2.TRAINER_PHASE_STARTING,
+    trainer_pb2.TRAINER_PHASE_READY,
+    trainer_pb2.TRAINER_PHASE_FAILED,
+}
+
+_STALE_POLICIES: Mapping[str, trainer_pb2.StalePolicy.ValueType] = {
+    OnStale.DROP.value: trainer_pb2.STALE_POLICY_DROP,
+    OnStale.TRUNCATE.value: trainer_pb2.STALE_POLICY_TRUNCATE,
+    OnStale.REQUEUE.value: trainer_pb2.STALE_POLICY_REQUEUE,
+}
+
+
+@dataclass(frozen=True)
+class AppliedStep:
+    """A batch that the trainer applied.
+
+    Attributes:
+        version: The version that resulted.
+        summary: Counts and metrics.
+        records: Its trajectories, marked with their outcome.
+        past: Whether it was applied while no orchestrator was there to see it.
+    """
+
+    version: Version
+    summary: StepSummary
+    records: list[orchestrator_pb2.TrajectoryRecord]
+    past: bool = False
+
+
+OnStep = Callable[[AppliedStep], Awaitable[None]]
 
 
 class Training:
     """Feeds one trainer until the last batch is applied.
 
     Args:
-        parts: The run.
+        common: Settings that all services of the run share.
+        config: Settings of the orchestrator.
+        scheduler: Makes batches.
+        journal: Remembers batches and epochs.
+        trajectories: Has the trajectories of live groups.
+        status: Shows the time in which the trainer had nothing to do.
+        trainer: The trainer.
+        tokenizer_digest: Returns the digest that the replicas share; empty until one answered.
         requeue: Draws the task at a position again.
-        on_step: Called after each applied batch.
+        changed: Wakes the loops that wait for something to change.
     """
 
-    def __init__(self, parts: RunParts, requeue: Callable[[int], None], on_step: Callable[[Version], None]) -> None:
-        self._parts, self._requeue, self._on_step = parts, requeue, on_step
+    def __init__(
+        self,
+        *,
+        common: CommonConfig,
+        config: OrchestratorConfig,
+        scheduler: Scheduler,
+        journal: Journal,
+        trajectories: LiveTrajectories,
+        status: RunStatus,
+        trainer: TrainerLink,
+        tokenizer_digest: Callable[[], str],
+        requeue: Callable[[int], None],
+        changed: Notifier,
+    ) -> None:
+        self._common, self._config, self._scheduler, self._journal = common, config, scheduler, journal
+        self._trajectories, self._status, self._trainer, self._requeue = trajectories, status, trainer, requeue
+        self._tokenizer_digest, self._changed = tokenizer_digest, changed
         self._at_trainer: set[int] = set()
-        self._digest = ""
-        self._last_step = time.monotonic()
-        self._counted: Counter[str] = Counter()
-        self._shares = parts.status.shares()
 
-    @property
-    def done(self) -> bool:
-        """Whether the last batch is applied."""
-        return self._parts.scheduler.applied >= self._parts.scheduler.max_steps
+    async def run(self, on_step: OnStep) -> None:
+        """Open epochs and train until the last batch is applied.
 
-    async def run(self) -> None:
-        """Open epochs and train until done.
+        Args:
+            on_step: Called for each applied batch, in order.
 
         Raises:
             SluiceError: if the trainer is lost again and again, or refuses.
         """
         lost = 0
         while True:
-            before = self._parts.scheduler.applied
+            before = self._scheduler.applied
             try:
-                epoch = await self._open_epoch()
-                before = self._parts.scheduler.applied
-                await self._train(epoch)
+                epoch = await self._open_epoch(on_step)
+                before = self._scheduler.applied
+                await self._train(epoch, on_step)
             except* EpochLostError as group:
                 reason = str(group.exceptions[0])
             else:
                 return
-            self._parts.scheduler.close_epoch()
-            lost = lost + 1 if self._parts.scheduler.applied == before else 1
-            if lost > self._parts.config.max_lost_epochs:
-                raise SluiceError.unavailable("TRAINER_LOST", f"the trainer was lost {lost} times in a row: {reason}")
-            log.warning("the trainer lost its epoch; opening another", epoch=self._parts.scheduler.epoch, reason=reason)
+            self._scheduler.close_epoch()
+            lost = lost + 1 if self._scheduler.applied == before else 1
+            if lost > self._config.max_lost_epochs:
+                raise SluiceError.unavailable(
+                    "TRAINER_LOST",
+                    f"the trainer was lost {lost} times without one batch in between"
+                    f" (orchestrator.max_lost_epochs), at last because: {reason}",
+                )
+            log.warning("the trainer lost its epoch; opening another", epoch=self._scheduler.epoch, reason=reason)
 
-    async def _open_epoch(self) -> int:
-        """Agree with the trainer on an epoch and on what its weights lack."""
-        parts = self._parts
+    # Epochs: agree with the trainer on what its weights hold.
+
+    async def _open_epoch(self, on_step: OnStep) -> int:
         self._at_trainer.clear()
-        recovery = await parts.journal.recover()
-        accepted = await parts.trainer.last_batch_in(recovery.present_epoch, recovery.applied)
+        recovery = await self._journal.recover()
+        accepted = await self._trainer.last_batch_in(recovery.present_epoch, recovery.applied)
         if accepted is None:
-            await self._begin_epoch(await parts.journal.allot_epoch(), recovery)
+            await self._begin_epoch(await self._journal.allot_epoch(), recovery)
         else:
             await self._rejoin_epoch(recovery, accepted)
-        await self._account_for_past(recovery)
-        log.info(
-            "training from",
-            version=str(Version(parts.scheduler.epoch, parts.scheduler.applied)),
-            batches_to_send=len(parts.scheduler.batches),
-        )
-        parts.changed.notify()
-        return parts.scheduler.epoch
-
-    async def _rejoin_epoch(self, recovery: Recovery, accepted: int) -> None:
-        """Continue the epoch of a trainer that lived on: it has the batches up to `accepted`, damaged here or not."""
-        parts = self._parts
-        lacking = recovery.after(recovery.applied)
-        held = [pair for pair in lacking if pair[0].sequence_no <= accepted]
-        lost = await self._readable_batches([pair for pair in lacking if pair[0].sequence_no > accepted])
-        parts.scheduler.rejoin_epoch(recovery.present_epoch, recovery.applied, lost, held)
-        parts.journal.keep_batches(recovery.applied, parts.scheduler.batches)
-        await parts.journal.durable()
-        self._at_trainer.update(batch.sequence_no for batch, _ in held)
+        await self._account_for_past(recovery, on_step)
+        scheduler = self._scheduler
+        version = Version(scheduler.epoch, scheduler.applied)
+        log.info("training from", version=str(version), batches_to_send=len(scheduler.batches) - len(self._at_trainer))
+        self._changed.notify()
+        return scheduler.epoch
 
     async def _begin_epoch(self, epoch: int, recovery: Recovery) -> None:
-        parts = self._parts
-        answer = await parts.trainer.begin_epoch(epoch)
+        """Begin an epoch: the trainer restores its checkpoint and gets the batches after it again."""
+        answer = await self._trainer.begin_epoch(epoch)
         origin = Version.from_proto(answer.restored_version)
         if answer.next_sequence_no != origin.number + 1:
             raise SluiceError.failed_precondition(
                 "WRONG_SEQUENCE_NO",
                 f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}: one batch makes one version",
             )
-        lost = await self._readable_batches(recovery.after(origin.number))
-        parts.scheduler.open_epoch(epoch, origin, lost)
-        parts.journal.open_epoch(epoch, origin, parts.scheduler.batches)
-        await parts.journal.durable()
+        lost = await self._readable(recovery.after(origin.number))
+        self._scheduler.open_epoch(epoch, origin, lost)
+        self._journal.open_epoch(epoch, origin, self._scheduler.batches)
+        await self._journal.durable()
 
-    async def _account_for_past(self, recovery: Recovery) -> None:
-        """Count the batches that the weights already hold although no process lived to note what became of them."""
-        batches = recovery.unreported(self._parts.scheduler.applied)
-        if batches:
-            steps = await self._parts.trainer.past_steps(batches[0][0].sequence_no, batches[-1][0].sequence_no)
-            for batch, _ in batches:
-                await self._account_for(batch, steps.get(batch.sequence_no))
+    async def _rejoin_epoch(self, recovery: Recovery, accepted: int) -> None:
+        """Continue the epoch of a trainer that lived on: it has the batches up to `accepted`, damaged here or not."""
+        lacking = recovery.after(recovery.applied)
+        held = [pair for pair in lacking if pair[0].sequence_no <= accepted]
+        lost = await self._readable([pair for pair in lacking if pair[0].sequence_no > accepted])
+        self._scheduler.rejoin_epoch(recovery.present_epoch, recovery.applied, lost, held)
+        self._journal.keep_batches(recovery.applied, self._scheduler.batches)
+        await self._journal.durable()
+        self._at_trainer.update(batch.sequence_no for batch, _ in held)
 
-    async def _account_for(self, batch: Batch, step: trainer_pb2.StepReport | None) -> None:
-        parts = self._parts
-        records = await self._readable_records(batch)
-        if step is None:
-            trained, dropped = 0, {Reason.REPORT_LOST: len(records)}
-            log.warning("nobody knows what became of a batch that the weights hold", batch=batch.batch_id)
-        else:
-            summary = summarise(step, records, parts.scheduler.lineage, parts.common.max_staleness)
-            trained, dropped = summary.trained, dict(summary.dropped)
-            version = Version.from_proto(step.policy_version)
-            parts.status.step_finished(version, summary.metrics)
-            await parts.recorder.step(version.number, summary.metrics, records, parts.scheduler.lineage)
-            parts.recent.add(records)
-        parts.scheduler.accounting.apply(batch.sequence_no, trained, dropped)
-        parts.journal.apply_batch(batch.sequence_no, trained, dropped, parts.elapsed_s)
-        for group in batch.groups:
-            parts.forget_records(group)
+    async def _readable(self, batches: Sequence[tuple[Batch, list[Group]]]) -> list[tuple[Batch, list[Group]]]:
+        """Return batches without the groups that the journal cannot read; count those and draw their tasks again."""
+        found = []
+        for batch, groups in batches:
+            kept = []
+            for group in groups:
+                try:
+                    await self._trajectories.get(group.number)
+                except JournalError as error:
+                    log.warning(
+                        "a damaged group is dropped; its task is drawn again", group=group.number, error=str(error)
+                    )
+                    self._scheduler.accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
+                    self._journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
+                    self._requeue(group.position)
+                else:
+                    kept.append(group)
+            found.append((batch, kept))
+        return found
 
-    async def _readable_batches(self, batches: Sequence[tuple[Batch, list[Group]]]) -> list[tuple[Batch, list[Group]]]:
-        """The batches without the groups that the journal cannot read."""
-        return [(batch, [each for each in groups if await self._readable(each)]) for batch, groups in batches]
-
-    async def _readable(self, group: Group) -> bool:
-        """Return whether the journal still has a group's trajectories; if not, count them and draw the task again."""
-        parts = self._parts
-        try:
-            await parts.journal.read_group(group.number)
-        except JournalError as error:
-            log.warning("a damaged group is dropped; its task is drawn again", group=group.number, error=str(error))
-            parts.scheduler.accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
-            parts.journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
-            self._requeue(group.position)
-            return False
-        return True
-
-    async def _train(self, epoch: int) -> None:
-        """Submit and follow side by side until done."""
-        async with asyncio.TaskGroup() as tasks:
-            work = [tasks.create_task(self._submit(epoch)), tasks.create_task(self._follow(epoch))]
-            while not self.done:
-                await self._parts.changed.wait()
-            for each in work:
-                each.cancel()
+    async def _account_for_past(self, recovery: Recovery, on_step: OnStep) -> None:
+        """Count the batches that the weights already hold although no process lived to note their outcome."""
+        batches = [batch for batch, _ in recovery.unreported(self._scheduler.applied)]
+        if not batches:
+            return
+        steps = await self._trainer.past_steps(batches[0].sequence_no, batches[-1].sequence_no)
+        for batch in batches:
+            records = await self._readable_records(batch)
+            step = steps.get(batch.sequence_no)
+            if step is not None:
+                summary = summarise(step, records, self._scheduler.lineage, self._common.max_staleness)
+                trained, dropped = summary.trained, summary.dropped
+                await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records, past=True))
+            else:
+                trained, dropped = 0, {Reason.REPORT_LOST: len(records)}
+                log.warning("the trainer no longer knows the outcome of a batch that it applied", batch=batch.batch_id)
+            self._scheduler.accounting.apply(batch.sequence_no, trained, dropped)
+            self._applied(batch, trained, dropped)
 
     # Out: batches.
 
+    async def _train(self, epoch: int, on_step: OnStep) -> None:
+        """Submit batches and follow the trainer's reports side by side until the last batch is applied."""
+        async with asyncio.TaskGroup() as tasks:
+            work = [tasks.create_task(self._submit(epoch)), tasks.create_task(self._follow(epoch, on_step))]
+            while not self._done:
+                await self._changed.wait()
+            for each in work:
+                each.cancel()
+
+    @property
+    def _done(self) -> bool:
+        return self._scheduler.applied >= self._scheduler.max_steps
+
     async def _submit(self, epoch: int) -> None:
-        parts = self._parts
-        for batch in sorted(parts.scheduler.batches.values(), key=lambda each: each.sequence_no):
+        for batch in sorted(self._scheduler.batches.values(), key=lambda each: each.sequence_no):
             if batch.sequence_no not in self._at_trainer:
                 await self._send(batch, epoch)
         while True:
             batch = await self._next_batch()
-            parts.journal.make_batch(batch)
+            self._journal.make_batch(batch)
             await self._send(batch, epoch)
 
     async def _next_batch(self) -> Batch:
         """Make the next batch as soon as the trainer has room for it and its groups are complete."""
-        parts = self._parts
         while True:
-            if len(self._at_trainer) < _OUTSTANDING:
-                if stale := parts.scheduler.drop_stale():
+            if len(self._at_trainer) < _MOST_AT_TRAINER:
+                if stale := self._scheduler.drop_stale():
                     self._drop_stale(stale)
-                if (batch := parts.scheduler.make_batch()) is not None:
+                if (batch := self._scheduler.make_batch()) is not None:
                     return batch
-            await parts.changed.wait()
+            await self._changed.wait()
 
     def _drop_stale(self, groups: Sequence[Group]) -> None:
-        """Groups came too late for every batch to come."""
-        parts = self._parts
+        """Forget groups that no batch may train any more."""
         versions = sorted({version for group in groups for version in group.versions})
         log.warning("groups are too old to be trained", groups=len(groups), versions=[str(each) for each in versions])
         for group in groups:
-            parts.journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
-            parts.forget_records(group.number)
-            if parts.config.on_stale == OnStale.REQUEUE.value:
+            self._journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
+            self._trajectories.forget(group.number)
+            if self._config.on_stale == OnStale.REQUEUE.value:
                 self._requeue(group.position)
-        parts.changed.notify()
+        self._changed.notify()
 
     async def _send(self, batch: Batch, epoch: int) -> None:
-        parts = self._parts
-        while len(self._at_trainer) >= _OUTSTANDING:
-            await parts.changed.wait()
-        records = await self._records(batch)
-        give_advantages(parts.config.advantage, records)
-        header = batch_header(
-            batch,
-            run=parts.common.run,
-            epoch=epoch,
-            trajectories=len(records),
-            max_staleness=parts.common.max_staleness,
-            tokenizer_digest=await self._tokenizer_digest(),
-            sampler_dtype=parts.pool.sampler_dtype(),
-            config=parts.config,
+        while len(self._at_trainer) >= _MOST_AT_TRAINER:
+            await self._changed.wait()
+        records = [record for group in batch.groups for record in await self._trajectories.get(group)]
+        _give_advantages(self._config.advantage, records)
+        while not (digest := self._tokenizer_digest()):
+            await self._changed.wait(1.0)
+        header = trainer_pb2.BatchHeader(
+            run=f"runs/{self._common.run}",
+            batch_id=batch.batch_id,
+            sequence_no=batch.sequence_no,
+            target_version=Version(epoch, batch.sequence_no).to_proto(),
+            max_staleness=self._common.max_staleness,
+            on_stale=_STALE_POLICIES[self._config.on_stale],
+            trajectory_count=len(records),
+            tokenizer_digest=digest,
+            advantage_estimator="" if self._config.advantage == NO_ADVANTAGE else self._config.advantage,
         )
-        # What the trainer is given must be there to be given again.
-        await parts.journal.durable()
-        await parts.trainer.submit(header, [record.trajectory for record in records])
+        # The trainer gets only what the journal can give it again.
+        await self._journal.durable()
+        await self._trainer.submit(header, [record.trajectory for record in records])
         # The report may have come before the answer.
-        if batch.sequence_no > parts.scheduler.applied:
+        if batch.sequence_no > self._scheduler.applied:
             self._at_trainer.add(batch.sequence_no)
         self._note_idle()
 
-    async def _records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
-        return [record for group in batch.groups for record in await self._parts.records(group)]
-
-    async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """The trajectories of a batch without those that the journal cannot read; the trainer has them all."""
-        records = []
-        for group in batch.groups:
-            try:
-                records += await self._parts.records(group)
-            except JournalError as error:
-                log.warning("a trained group cannot be shown", group=group, error=str(error))
-        return records
-
-    async def _tokenizer_digest(self) -> str:
-        while not self._digest:
-            self._digest = self._parts.pool.tokenizer_digest()
-            if not self._digest:
-                await self._parts.changed.wait(1.0)
-        return self._digest
-
     def _note_idle(self) -> None:
-        self._parts.status.trainer_idle.set(not self._at_trainer, time.monotonic())
+        self._status.trainer_idle.set(not self._at_trainer, time.monotonic())
 
     # Back: reports.
 
-    async def _follow(self, epoch: int) -> None:
-        async for step in self._parts.trainer.steps(epoch, self._parts.scheduler.applied + 1):
-            await self._take_in(step)
-            if self.done:
+    async def _follow(self, epoch: int, on_step: OnStep) -> None:
+        async for step in self._trainer.steps(epoch, self._scheduler.applied + 1):
+            await self._take_in(step, on_step)
+            if self._done:
                 return
 
-    async def _take_in(self, step: trainer_pb2.StepReport) -> None:
-        """A batch was applied: count, record, tell."""
-        parts, scheduler = self._parts, self._parts.scheduler
+    async def _take_in(self, step: trainer_pb2.StepReport, on_step: OnStep) -> None:
+        """Count an applied batch, forget its groups, and report it."""
+        scheduler = self._scheduler
         batch = scheduler.batches.get(step.sequence_no)
         if batch is None:
             raise EpochLostError(f"the trainer applied batch {step.sequence_no}, which this run has not made")
         records = await self._readable_records(batch)
-        summary = summarise(step, records, scheduler.lineage, parts.common.max_staleness)
+        summary = summarise(step, records, scheduler.lineage, self._common.max_staleness)
         positions = {group_name(number): scheduler.groups[number].position for number in batch.groups}
         scheduler.apply(step.sequence_no, summary.trained, summary.dropped)
-        parts.journal.apply_batch(step.sequence_no, summary.trained, summary.dropped, parts.elapsed_s)
-        for number in batch.groups:
-            parts.forget_records(number)
-        if parts.config.on_stale == OnStale.REQUEUE.value:
+        self._applied(batch, summary.trained, summary.dropped)
+        if self._config.on_stale == OnStale.REQUEUE.value:
             for name in sorted(summary.stale_groups):
                 self._requeue(positions[name])
         self._at_trainer.discard(step.sequence_no)
         self._note_idle()
-        parts.recent.add(records)
-        await self._tell(Version.from_proto(step.policy_version), summary, records)
-        parts.changed.notify()
+        await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records))
+        self._changed.notify()
 
-    async def _tell(
-        self, version: Version, summary: StepSummary, records: list[orchestrator_pb2.TrajectoryRecord]
-    ) -> None:
-        parts = self._parts
-        metrics = {**summary.metrics, **self._since_last_step(), **parts.pool.update_metrics(version)}
-        parts.status.step_finished(version, metrics)
-        await parts.recorder.step(version.number, metrics, records, parts.scheduler.lineage)
-        shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}
-        log.info("step", version=str(version), trained=summary.trained, dropped=dict(summary.dropped), **shown)
-        self._on_step(version)
+    async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Return the trajectories of a batch without those that the journal cannot read; the trainer has them all."""
+        records = []
+        for group in batch.groups:
+            try:
+                records += await self._trajectories.get(group)
+            except JournalError as error:
+                log.warning("a trained group cannot be shown", group=group, error=str(error))
+        return records
 
-    def _since_last_step(self) -> dict[str, float]:
-        """Rates and counts of the time since the last applied batch."""
-        now, counts = time.monotonic(), self._parts.engine.counts.of_policy()
-        more, self._counted = counts - self._counted, counts
-        idle, blocked, rollout_idle = (share.take(now) for share in self._shares)
-        elapsed, self._last_step = now - self._last_step, now
-        return {
-            "time/step_s": elapsed,
-            "tokens/generated": float(more["tokens"]),
-            "tokens/generated_per_s": more["tokens"] / elapsed if elapsed > 0 else 0.0,
-            "requests/count": float(more["requests"]),
-            "requests/spanning": float(more["spanning"]),
-            "load/trainer_idle": idle,
-            "load/dispatch_blocked": blocked,
-            "load/rollout_idle": rollout_idle,
-        }
+    def _applied(self, batch: Batch, trained: int, dropped: Mapping[str, int]) -> None:
+        self._journal.apply_batch(batch.sequence_no, trained, dropped, self._status.elapsed_s)
+        for group in batch.groups:
+            self._trajectories.forget(group)
+
+
+def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
+    """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
+
+    Raises:
+        ValueError: if the estimator cannot take these rewards.
+    """
+    if estimator == NO_ADVANTAGE or estimator in TRAINER_ESTIMATORS:
+        for record in records:
+            del record.trajectory.advantages[:]
+        return
+    episodes: dict[str, Episode] = {}
+    for record in records:
+        trajectory = record.trajectory
+        before = episodes.get(trajectory.episode_id)
+        tokens = sampled_tokens(trajectory) + (before.sampled_tokens if before else 0)
+        reward = trajectory.reward if trajectory.HasField("reward") else None
+        episodes[trajectory.episode_id] = Episode(trajectory.episode_id, trajectory.group_id, reward, tokens)
+    advantages = estimate(estimator, list(episodes.values()))
+    for record in records:
+        value = advantages.by_episode.get(record.trajectory.episode_id)
+        record.trajectory.advantages[:] = [] if value is None else [value]
+
+
+class EpochLostError(Exception):
+    """The trainer no longer trains the epoch that it was given."""
+
+
+class TrainerLink:
+    """Calls one trainer, and waits for it while it is away.
+
+    Args:
+        client: Its client.
+        run: Name of the run.
+        deadlines: How long to wait.
+    """
+
+    def __init__(self, client: TrainerClient, run: str, deadlines: DeadlinesConfig) -> None:
+        self._client, self._run, self._deadlines = client, run, deadlines
+
+    async def wait_until_there(self, deadline_s: float) -> trainer_pb2.GetTrainerStateResponse:
+        """Wait until the trainer has loaded its model.
+
+        Raises:
+            SluiceError: the last failure, if it is not there in time.
+        """
+
+        async def ask() -> trainer_pb2.GetTrainerStateResponse:
+            state = await self._client.state(self._run)
+            if state.phase == trainer_pb2.TRAINER_PHASE_STARTING:
+                raise SluiceError.unavailable("STARTING", "the trainer is still loading its model")
+            return state
+
+        return await self._persist(ask, deadline_s, "the trainer cannot be reached")
+
+    async def check_estimator(self, advantage: str, deadline_s: float) -> None:
+        """Wait for the trainer, and check that it estimates the advantages that this run leaves to it, and no others.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION with the remedy; otherwise as `wait_until_there`.
+        """
+        own = (await self.wait_until_there(deadline_s)).advantage_estimator
+        try:
+            check_sides(advantage, own)
+        except ValueError as error:
+            raise SluiceError.failed_precondition("OTHER_ESTIMATOR", str(error)) from error
+
+    async def last_batch_in(self, epoch: int, applied: int) -> int | None:
+        """Return the last batch that the trainer accepted in an epoch, if it still trains that epoch.
+
+        Waits for a trainer that cannot be reached.
+
+        Args:
+            epoch: The epoch; 0 is none.
+            applied: Batches that its weights must hold at least.
+
+        Returns:
+            Number of the batch, applied or queued; None if the trainer left the epoch or lost some of its batches.
+
+        Raises:
+            SluiceError: if the trainer cannot be reached in time.
+        """
+        state = await self.wait_until_there(self._deadlines.lost_s)
+        present = Version.from_proto(state.policy_version)
+        if epoch == 0 or present.epoch != epoch or present.number < applied or state.phase in _ENDED_PHASES:
+            return None
+        return max(present.number, state.next_sequence_no - 1)
+
+    async def begin_epoch(self, epoch: int) -> trainer_pb2.BeginEpochResponse:
+        """Open an epoch, waiting for a trainer that is not there yet.
+
+        Raises:
+            SluiceError: if it refuses, or cannot be reached in time.
+        """
+
+        async def ask() -> trainer_pb2.BeginEpochResponse:
+            return await self._client.begin_epoch(self._run, epoch, timeout_s=self._deadlines.begin_epoch_s)
+
+        return await self._persist(ask, self._deadlines.begin_epoch_s, f"the trainer does not begin epoch {epoch}")
+
+    async def submit(
+        self,
+        header: trainer_pb2.BatchHeader,
+        trajectories: Sequence[tokens_pb2.Trajectory],
+    ) -> trainer_pb2.SubmitBatchResponse:
+        """Hand over a batch, waiting while the trainer's queue is full.
+
+        Raises:
+            EpochLostError: if the trainer trains another epoch, or went away.
+            SluiceError: if the batch itself is at fault.
+        """
+        while True:
+            try:
+                return await self._client.submit_batch(header, trajectories, timeout_s=self._deadlines.submit_s)
+            except SluiceError as error:
+                if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    await asyncio.sleep(error.retry_after_s or _RETRY_S)
+                    continue
+                await self._explain(error, header.target_version.epoch)
+                log.warning("batch is handed over again", batch=header.batch_id, error=str(error))
+            await asyncio.sleep(_RETRY_S)
+
+    async def steps(self, epoch: int, from_number: int) -> AsyncIterator[trainer_pb2.StepReport]:
+        """Yield the reports of the epoch's batches, each once and in order, across broken connections.
+
+        Raises:
+            EpochLostError: if the trainer trains another epoch, or went away.
+            SluiceError: if reports were lost.
+        """
+        number = from_number
+        while True:
+            try:
+                async for answer in self._client.watch_steps(self._run, number):
+                    if answer.step.policy_version.epoch != epoch:
+                        raise EpochLostError(f"the trainer is in epoch {answer.step.policy_version.epoch}")
+                    number = answer.step.policy_version.number + 1
+                    yield answer.step
+                log.info("the trainer ended the stream of steps; watching again")
+            except SluiceError as error:
+                await self._explain(error, epoch)
+                log.warning("the stream of steps broke; watching again", error=str(error))
+            await asyncio.sleep(_RETRY_S)
+
+    async def past_steps(self, first: int, last: int) -> dict[int, trainer_pb2.StepReport]:
+        """Return the reports of applied batches by number, without those that the trainer no longer keeps.
+
+        Args:
+            first: Number of the first batch.
+            last: Number of the last one; the weights hold it.
+
+        Raises:
+            EpochLostError: if the trainer went away meanwhile.
+        """
+        found: dict[int, trainer_pb2.StepReport] = {}
+        try:
+            oldest = (await self._client.state(self._run)).oldest_reported_number
+            if oldest > last:
+                return found
+            async for answer in self._client.watch_steps(self._run, max(first, oldest)):
+                found[answer.step.policy_version.number] = answer.step
+                if answer.step.policy_version.number >= last:
+                    break
+        except SluiceError as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise EpochLostError(error.message) from error
+        return found
+
+    async def save_checkpoint(self, position: int, deadline_s: float) -> trainer_pb2.Checkpoint:
+        """Write a checkpoint.
+
+        Raises:
+            SluiceError: if it cannot be written.
+        """
+        return (await self._client.save_checkpoint(self._run, position, timeout_s=deadline_s)).checkpoint
+
+    async def _explain(self, error: SluiceError, epoch: int) -> None:
+        """Find out whether a failure means that the epoch is over.
+
+        Raises:
+            EpochLostError: if so.
+            SluiceError: the failure, if repeating cannot help.
+        """
+        state = await self.wait_until_there(self._deadlines.lost_s)
+        present = Version.from_proto(state.policy_version)
+        if present.epoch != epoch or state.phase in _ENDED_PHASES:
+            raise EpochLostError(
+                f"{error.message} ({state.last_error})" if state.last_error else error.message
+            ) from error
+        if error.code not in _TRANSIENT:
+            raise error
+
+    async def _persist(self, ask: Callable[[], Awaitable[_Answer]], deadline_s: float, what: str) -> _Answer:
+        """Ask until there is an answer or the deadline."""
+        give_up = time.monotonic() + deadline_s
+        while True:
+            try:
+                return await ask()
+            except SluiceError as error:
+                if error.code not in _TRANSIENT:
+                    raise
+                if time.monotonic() >= give_up:
+                    raise SluiceError(
+                        error.code, error.reason, f"{what} within {deadline_s:g} s: {error.message}"
+                    ) from error
+                await asyncio.sleep(error.retry_after_s or _RETRY_S)

@@ -19,6 +19,7 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import Episode, Message, MultiTurnEnvironment, SingleTurnEnvironment, Task
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_attribute
+from orchestrator_svc.envs.scoring import Scorer
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
@@ -35,6 +36,7 @@ __all__ = [
     "choose_workflow",
     "derived_seed",
     "sampling_params",
+    "scored_episodes",
 ]
 
 log = structlog.get_logger(__name__)
@@ -108,6 +110,24 @@ class RolloutWorkflow(Protocol):
             SluiceError: if the group as a whole cannot be run.
         """
         ...
+
+
+async def scored_episodes(
+    workflow: RolloutWorkflow, engine: EpisodeEngine, scorer: Scorer | None, data: EpisodeData
+) -> list[orchestrator_pb2.TrajectoryRecord]:
+    """Run the episodes of a task and score those that come without a reward; where scoring fails it stays missing.
+
+    Raises:
+        SluiceError: if the group as a whole cannot be run.
+    """
+    records = await workflow.arun_episode(engine, data)
+    unscored = [each for each in records if not each.trajectory.HasField("reward")]
+    if scorer is not None and unscored:
+        answers = [each.conversation.messages[-1].content for each in unscored]
+        for record, reward in zip(unscored, await scorer.score(data.task, answers), strict=True):
+            if reward is not None:
+                record.trajectory.reward = reward
+    return records
 
 
 def choose_workflow(

@@ -21,9 +21,9 @@ from orchestrator_doubles import (
 )
 
 from orchestrator_svc.app import serve
+from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.segments import segment_path
-from orchestrator_svc.task_stream import TaskStream
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.rpc import SluiceError
@@ -519,7 +519,7 @@ async def test_an_evaluation_that_breaks_last_is_counted_and_the_checkpoint_writ
     async def broken(*_arguments):
         raise RuntimeError("no evaluation today")
 
-    monkeypatch.setattr("orchestrator_svc.pinned_evaluation.evaluate", broken)
+    monkeypatch.setattr("orchestrator_svc.evaluation.evaluate", broken)
     report = await scene.run(evaluation={"every_steps": 4})
     assert (report["state"], report["evaluations_failed"]) == ("succeeded", 1)
     assert scene.trainer.checkpoints == [4]

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.long_tail import LongTail, lengths
 from benchmarks.overlap import EngineSpeed, Workload, finish_times
-from orchestrator_svc.task_stream import TaskStream
+from orchestrator_svc.dispatch import TaskStream
 
 UNSHARED = EngineSpeed({1: 1.0, 64: 64.0})
 """One token per second and sample, however many there are."""

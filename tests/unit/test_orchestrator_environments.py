@@ -7,10 +7,10 @@ import json
 import pytest
 
 from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task, Turn
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
-from orchestrator_svc.task_stream import TaskStream
 from orchestrator_svc.workflows import MultiTurn, SingleTurn, choose_workflow
 from sluice.config import ConfigError
 

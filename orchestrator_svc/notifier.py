@@ -1,14 +1,14 @@
-"""Something happened: wakes everyone who waits, each of whom looks again at what they wait for."""
+"""A condition that loops of one event loop wait for: `notify` wakes all of them, and each checks what it waits for."""
 
 from __future__ import annotations
 
 import asyncio
 
-__all__ = ["Signal"]
+__all__ = ["Notifier"]
 
 
-class Signal:
-    """A wake-up call without content. Check the condition, then `wait`: nothing is missed in between on one event loop."""
+class Notifier:
+    """Wakes all who wait. Check the condition, then `wait`: on one event loop nothing is missed in between."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
