@@ -157,7 +157,7 @@ class Engine(EngineDouble):
 
 async def push(node: Node, version: Version, tensors: dict[str, torch.Tensor]) -> None:
     async with connect(node.target, SecurityConfig()) as channel:
-        await WeightPublisher(channel, RUN, chunk_bytes=1 << 18).push(version, tensors, deadline_s=60)
+        await WeightPublisher(channel, RUN, chunk_bytes=1 << 18).update(version, tensors, deadline_s=60)
 
 
 async def listing(node: Node) -> pb.ListVersionsResponse:

@@ -22,7 +22,7 @@ from weightsync.config import WeightSyncConfig
 from weightsync.format.chunks import make_chunk
 from weightsync.format.manifest import DenseTensor, version_digest
 from weightsync.publish.shard_source import ShardSource
-from weightsync.publisher import WeightPublisher
+from weightsync.publisher import PushReport, WeightPublisher
 from weightsync.receiver import WeightReceiver
 from weightsync.service.delivery import WeightDeliveryServicer
 from weightsync.service.ingest import WeightSyncServicer
@@ -44,6 +44,18 @@ class Stack:
     sync: weightsync_pb2_grpc.WeightSyncServiceAsyncStub
     delivery: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub
     publisher: WeightPublisher
+    dense_publisher: WeightPublisher
+
+    async def push(
+        self,
+        version: Version,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        deadline_s: float,
+        labels: Mapping[str, str] | None = None,
+    ) -> PushReport:
+        """Push whole tensors, by a publisher that never compares."""
+        return await self.dense_publisher.update(version, tensors, deadline_s=deadline_s, labels=labels)
 
     async def push_shard(
         self,
@@ -131,6 +143,7 @@ async def running_stack(
             weightsync_pb2_grpc.WeightSyncServiceStub(channel),
             weightsync_pb2_grpc.WeightDeliveryServiceStub(channel),
             WeightPublisher(channel, RUN, chunk_bytes=1000),
+            WeightPublisher(channel, RUN, chunk_bytes=1000, encoding="dense"),
         )
     finally:
         await channel.close()

@@ -36,7 +36,7 @@ from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfi
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version
-from weightsync.publish.adapter_publisher import AdapterPublisher
+from weightsync.publisher import AdapterPublisher
 
 pytestmark = pytest.mark.slow
 
@@ -255,9 +255,7 @@ async def test_what_cannot_be_loaded_is_refused_with_its_reason(replica):
     load_adapter = replica.admin.LoadAdapter
     assert (await refused(load_adapter(_load("x", 4), timeout=TIMEOUT_S))).code is grpc.StatusCode.NOT_FOUND
     assert (await refused(load_adapter(_load("../x", 4), timeout=TIMEOUT_S))).code is grpc.StatusCode.INVALID_ARGUMENT
-    await replica.sync.publisher.push(
-        Version(1, 1), load_file(replica.base / "model.safetensors"), deadline_s=TIMEOUT_S
-    )
+    await replica.sync.push(Version(1, 1), load_file(replica.base / "model.safetensors"), deadline_s=TIMEOUT_S)
     error = await refused(load_adapter(_load("x", 1), timeout=TIMEOUT_S))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NOT_AN_ADAPTER")
     await replica.publish(2)
@@ -270,7 +268,7 @@ async def test_an_adapter_of_a_pushed_version_brings_its_weights_along(replica, 
     """And the way back to these weights copies nothing."""
     other = save_model(tmp_path / "other", 2)
     adapter = save_adapter(tmp_path / "adapter", other, 9)
-    await replica.sync.publisher.push(Version(1, 1), load_file(other / "model.safetensors"), deadline_s=TIMEOUT_S)
+    await replica.sync.push(Version(1, 1), load_file(other / "model.safetensors"), deadline_s=TIMEOUT_S)
     publisher = AdapterPublisher(replica.sync.channel, RUN, base=Version(1, 1))
     await publisher.push_directory(Version(1, 2), adapter, deadline_s=TIMEOUT_S)
     await until(lambda: replica.engine.status().version == Version(1, 2))

@@ -46,7 +46,7 @@ class Replica:
 
     async def publish(self, number: int) -> None:
         tensors = load_file(self.models[number] / "model.safetensors")
-        await self.sync.publisher.push(Version(1, number), tensors, deadline_s=30)
+        await self.sync.push(Version(1, number), tensors, deadline_s=30)
         await until(lambda: self.engine.status().version == Version(1, number))
 
     async def verify(self, *words: str) -> int:

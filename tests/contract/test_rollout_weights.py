@@ -57,7 +57,7 @@ class Following:
     async def publish(self, number: int) -> Version:
         version = Version(1, number)
         tensors = load_file(self.models[number] / "model.safetensors")
-        await self.sync.publisher.push(version, tensors, deadline_s=TIMEOUT_S)
+        await self.sync.push(version, tensors, deadline_s=TIMEOUT_S)
         return version
 
     @property
@@ -209,7 +209,7 @@ async def test_a_model_of_another_shape_is_refused_and_the_old_one_serves(follow
     await following.until_serves(await following.publish(1))
     tensors = load_file(following.models[2] / "model.safetensors")
     del tensors["model.norm.weight"]
-    await following.sync.publisher.push(Version(1, 2), tensors, deadline_s=TIMEOUT_S)
+    await following.sync.push(Version(1, 2), tensors, deadline_s=TIMEOUT_S)
     await until(lambda: "model.norm.weight" in following.weights.status().last_error)
     await following.assert_samples(1)
     await following.until_serves(await following.publish(3))

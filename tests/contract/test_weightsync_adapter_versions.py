@@ -57,7 +57,7 @@ async def test_an_adapter_is_a_peft_directory(stack: Stack, parts: int) -> None:
 
 
 async def test_the_base_of_an_adapter_stays_as_long_as_the_adapter(stack: Stack) -> None:
-    await stack.publisher.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=30)
     await push_adapter(stack, V2, V1)
     await push_adapter(stack, V3, V1)
     await eventually(lambda: not (stack.directory / "v1.2").exists())
@@ -86,7 +86,7 @@ async def test_an_adapter_names_a_base_that_is_there(stack: Stack) -> None:
 
 async def test_a_restart_finds_adapters(tmp_path: Path) -> None:
     async with running_stack(tmp_path) as stack:
-        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await stack.push(V1, weights(), deadline_s=30)
         pushed = await push_adapter(stack, V2, V1)
     async with running_stack(tmp_path) as stack:
         found = await stack.sync.GetManifest(pb.GetManifestRequest(run=pushed.run), timeout=30)

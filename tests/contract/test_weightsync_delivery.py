@@ -34,7 +34,7 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 
 async def push(stack: Stack, *numbers: int, epoch: int = 1) -> None:
     for number in numbers:
-        await stack.publisher.push(Version(epoch, number), weights(number), deadline_s=30)
+        await stack.push(Version(epoch, number), weights(number), deadline_s=30)
 
 
 async def announced(stack: Stack, known: Version | None = None) -> AsyncIterator[Version | None]:
@@ -89,7 +89,7 @@ async def test_a_pull_gives_the_file_from_any_offset(stack: Stack) -> None:
 async def test_a_pull_from_the_midst_of_a_chunk_gives_the_rest_whole(stack: Stack) -> None:
     tensors = {"w": torch.randn(3 << 18)}
     publisher = WeightPublisher(stack.channel, RUN)
-    await publisher.push(Version(1, 1), tensors, deadline_s=30)
+    await publisher.update(Version(1, 1), tensors, deadline_s=30)
     source = ShardSource("model", tensors)
     for offset in (0, 1, MAX_CHUNK_BYTES, MAX_CHUNK_BYTES + 5):
         request = pb.PullWeightsRequest(
@@ -102,7 +102,7 @@ async def test_a_pull_from_the_midst_of_a_chunk_gives_the_rest_whole(stack: Stac
 
 
 async def test_what_the_disk_damages_after_the_push_shows_in_the_checksum(stack: Stack) -> None:
-    await WeightPublisher(stack.channel, RUN).push(Version(1, 1), weights(), deadline_s=30)
+    await WeightPublisher(stack.channel, RUN).update(Version(1, 1), weights(), deadline_s=30)
     path = stack.directory / "v1.1" / "model.safetensors"
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
@@ -228,7 +228,7 @@ async def test_versions_are_listed_in_pages(stack: Stack) -> None:
 
 async def test_runs_are_kept_apart(stack: Stack) -> None:
     await push(stack, 1)
-    await WeightPublisher(stack.channel, "other").push(Version(1, 5), weights(5), deadline_s=30)
+    await WeightPublisher(stack.channel, "other").update(Version(1, 5), weights(5), deadline_s=30)
     other = await stack.sync.ListVersions(pb.ListVersionsRequest(run="runs/other"), timeout=30)
     assert [Version.from_proto(each.version) for each in other.versions] == [Version(1, 5)]
     assert await stack.visible() == [Version(1, 1)]
@@ -295,7 +295,7 @@ async def test_a_version_is_a_directory_that_transformers_loads(tmp_path: Path) 
     model = save_model(tmp_path / "model", 1)
     trained = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "trained", 2)).state_dict()
     async with running_stack(tmp_path / "out", model=str(model)) as stack:
-        await stack.publisher.push(Version(1, 1), trained, deadline_s=30)
+        await stack.push(Version(1, 1), trained, deadline_s=30)
         names = sorted(trained)
         shards = [
             ShardSource("rank0", {name: trained[name] for name in names[::2]}),
@@ -338,6 +338,6 @@ async def test_a_run_that_does_not_exist_is_not_found_and_nothing_is_made_for_it
                 assert error_of(caught.value).code is grpc.StatusCode.NOT_FOUND
                 assert error_of(caught.value).reason == "NO_SUCH_RUN"
         assert not list(stack.directory.parent.parent.glob("typo*"))
-        await WeightPublisher(stack.channel, "another").push(Version(1, 1), weights(1), deadline_s=30)
+        await WeightPublisher(stack.channel, "another").update(Version(1, 1), weights(1), deadline_s=30)
         with pytest.raises(SluiceError, match="TOO_MANY_RUNS"):
-            await WeightPublisher(stack.channel, "a-third").push(Version(1, 1), weights(1), deadline_s=30)
+            await WeightPublisher(stack.channel, "a-third").update(Version(1, 1), weights(1), deadline_s=30)

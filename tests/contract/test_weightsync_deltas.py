@@ -33,14 +33,14 @@ def changed(seed: int, *names: str) -> dict[str, torch.Tensor]:
 
 async def push_chain(stack: Stack) -> list[Mapping[str, torch.Tensor]]:
     contents = [weights(), changed(1, "model.scalar"), changed(2, "model.scalar", "model.half")]
-    await stack.publisher.push(V1, contents[0], deadline_s=30)
+    await stack.push(V1, contents[0], deadline_s=30)
     await push_delta(stack, V2, V1, contents[1], contents[0])
     await push_delta(stack, V3, V2, contents[2], contents[1])
     return contents
 
 
 async def test_a_delta_is_visible_announced_and_pulled_byte_for_byte(stack: Stack) -> None:
-    await stack.publisher.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=30)
     source = DeltaSource("model", changed(1, "model.scalar"), weights())
     response = await push_delta(stack, V2, V1, changed(1, "model.scalar"), weights())
     assert await stack.visible() == [V2, V1]
@@ -104,13 +104,13 @@ async def test_a_delta_without_a_committed_base_asks_for_an_anchor(stack: Stack)
         assert error_of(caught.value).reason == "BASE_UNKNOWN"
         assert "push an anchor" in str(caught.value.details())
     assert await stack.visible() == []
-    await stack.publisher.push(V2, weights(1), deadline_s=30)
+    await stack.push(V2, weights(1), deadline_s=30)
     assert await stack.visible() == [V2]
 
 
 @pytest.mark.parametrize("damage", ["missing", "other shape", "other digest", "not unchanged"])
 async def test_a_delta_that_does_not_fit_its_base_is_refused(stack: Stack, damage: str) -> None:
-    await stack.publisher.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=30)
     source = DeltaSource("model", changed(1, "model.scalar"), weights())
     await stack.push_shard(source, V2)
     manifest = source.manifest(V2, V1)
@@ -132,7 +132,7 @@ async def test_a_delta_that_does_not_fit_its_base_is_refused(stack: Stack, damag
 
 
 async def test_values_of_a_delta_that_are_not_finite_are_refused(stack: Stack) -> None:
-    await stack.publisher.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=30)
     poisoned = weights() | {"model.scalar": torch.tensor(float("nan"))}
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await push_delta(stack, V2, V1, poisoned, weights())
@@ -154,7 +154,7 @@ async def test_a_restart_finds_deltas_and_drops_those_that_nothing_leads_to(tmp_
 async def test_a_full_disk_refuses_the_delta_and_the_old_version_serves_on(tmp_path: Path) -> None:
     whole = ShardSource("model", weights())
     async with running_stack(tmp_path, dense_delay_s=3600, max_bytes=whole.size + 50) as stack:
-        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await stack.push(V1, weights(), deadline_s=30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await push_delta(stack, V2, V1, changed(1, "model.scalar"), weights())
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -54,7 +54,7 @@ def dense(stack: Stack) -> set[str]:
 
 async def test_the_newest_version_becomes_a_whole_directory(tmp_path: Path) -> None:
     async with running_stack(tmp_path, dense_delay_s=0, heartbeat_s=0.1) as stack:
-        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await stack.push(version(1), content(1), deadline_s=30)
         await push_deltas(stack, 2, 5)
         await eventually(lambda: dense_path(stack, 5).exists())
         assert equal_bits(load_file(dense_path(stack, 5)), content(5))
@@ -106,7 +106,7 @@ async def test_cut_deltas_and_anchors_of_several_files_become_whole_tensors(tmp_
 
 async def test_a_delta_that_gives_other_bytes_is_found_and_the_next_anchor_heals_it(tmp_path: Path) -> None:
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
-        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await stack.push(version(1), content(1), deadline_s=30)
         source = DeltaSource("model", content(2), content(9), encoded=True)  # of another base than it says
         await stack.push_shard(source, version(2))
         await stack.commit(source.manifest(version(2), version(1)))
@@ -119,7 +119,7 @@ async def test_a_delta_that_gives_other_bytes_is_found_and_the_next_anchor_heals
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await push_deltas(stack, 3, 3)
         assert error_of(refused.value).reason == "BASE_DAMAGED"
-        await stack.publisher.push(version(3), content(3), deadline_s=30)
+        await stack.push(version(3), content(3), deadline_s=30)
         await push_deltas(stack, 4, 4)
         await eventually(lambda: dense_path(stack, 4).exists())
         assert equal_bits(load_file(dense_path(stack, 4)), content(4))
@@ -127,7 +127,7 @@ async def test_a_delta_that_gives_other_bytes_is_found_and_the_next_anchor_heals
 
 async def test_values_that_become_infinite_by_a_delta_are_found(tmp_path: Path) -> None:
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
-        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await stack.push(version(1), content(1), deadline_s=30)
         poisoned = content(1)
         poisoned["model.embed.weight"][40, 3] = float("inf")
         await push_delta(stack, version(2), version(1), poisoned, content(1), encoded=True)
@@ -138,7 +138,7 @@ async def test_values_that_become_infinite_by_a_delta_are_found(tmp_path: Path) 
 
 async def test_dense_forms_that_nobody_needs_go_and_the_chain_to_a_slow_replica_stays(tmp_path: Path) -> None:
     async with running_stack(tmp_path, dense_delay_s=0, keep=1, heartbeat_s=0.05, linger_s=0) as stack:
-        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await stack.push(version(1), content(1), deadline_s=30)
         for number in range(2, 7):
             await push_deltas(stack, number, number)
             if number == 3:
@@ -159,7 +159,7 @@ async def test_dense_forms_that_nobody_needs_go_and_the_chain_to_a_slow_replica_
 
 async def test_a_dense_form_goes_on_after_a_restart(tmp_path: Path) -> None:
     async with running_stack(tmp_path, dense_delay_s=3600) as stack:
-        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await stack.push(version(1), content(1), deadline_s=30)
         await push_deltas(stack, 2, 3)
         half = stack.directory / ".building" / "v1.3"
         half.mkdir(parents=True)
@@ -183,7 +183,7 @@ async def test_a_service_that_stops_ends_a_dense_form_under_construction_and_rep
 
     monkeypatch.setattr(dense_files, "_advance_file", until_told_to_stop)
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
-        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await stack.push(version(1), content(1), deadline_s=30)
         await push_deltas(stack, 2, 2)
         await eventually(began.is_set)
     assert dense(stack) == {"v1.1"}
@@ -194,7 +194,7 @@ async def test_a_service_that_stops_ends_a_dense_form_under_construction_and_rep
 async def test_without_room_deltas_are_committed_and_the_dense_form_waits(tmp_path: Path) -> None:
     size = ShardSource("model", content(1)).size
     async with running_stack(tmp_path, dense_delay_s=0, heartbeat_s=0.05, max_bytes=int(1.9 * size)) as stack:
-        await stack.publisher.push(version(1), content(1), deadline_s=30)
+        await stack.push(version(1), content(1), deadline_s=30)
         await push_deltas(stack, 2, 4)
         assert await stack.visible() == [version(number) for number in (4, 3, 2, 1)]
         assert dense(stack) == {"v1.1"}

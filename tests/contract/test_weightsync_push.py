@@ -34,7 +34,7 @@ def on_disk(stack: Stack, version: Version) -> dict[str, torch.Tensor]:
 
 
 async def test_a_pushed_version_is_stored_bit_for_bit(stack: Stack) -> None:
-    report = await stack.publisher.push(V1, weights(), deadline_s=30)
+    report = await stack.push(V1, weights(), deadline_s=30)
     assert equal_bits(on_disk(stack, V1), weights())
     assert await stack.visible() == [V1]
     assert report.bytes_sent == (stack.directory / "v1.1" / "model.safetensors").stat().st_size
@@ -42,15 +42,15 @@ async def test_a_pushed_version_is_stored_bit_for_bit(stack: Stack) -> None:
 
 
 async def test_publishing_the_same_version_again_sends_nothing(stack: Stack) -> None:
-    first = await stack.publisher.push(V1, weights(), deadline_s=30)
-    again = await stack.publisher.push(V1, weights(), deadline_s=30)
+    first = await stack.push(V1, weights(), deadline_s=30)
+    again = await stack.push(V1, weights(), deadline_s=30)
     assert (again.bytes_sent, again.duplicate, again.digest) == (0, True, first.digest)
 
 
 async def test_a_committed_version_never_changes(stack: Stack) -> None:
-    await stack.publisher.push(V1, weights(1), deadline_s=30)
+    await stack.push(V1, weights(1), deadline_s=30)
     with pytest.raises(SluiceError) as caught:
-        await stack.publisher.push(V1, weights(2), deadline_s=30)
+        await stack.push(V1, weights(2), deadline_s=30)
     assert caught.value.code is grpc.StatusCode.ALREADY_EXISTS
     other = ShardSource("model", weights(2))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -60,7 +60,7 @@ async def test_a_committed_version_never_changes(stack: Stack) -> None:
 
 
 async def test_a_shard_of_a_committed_version_with_the_same_digest_is_accepted_unread(stack: Stack) -> None:
-    await stack.publisher.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=30)
     source = ShardSource("model", weights())
     response = await stack.push_shard(source, V1, until=0, digest=source.digest())
     assert response.stored_bytes == source.size
@@ -211,7 +211,7 @@ async def test_an_idle_push_fails_and_can_be_resumed(tmp_path: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert error_of(caught.value).reason == "PUSH_IDLE"
-        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await stack.push(V1, weights(), deadline_s=30)
         assert await stack.visible() == [V1]
 
 
@@ -241,16 +241,16 @@ async def test_values_that_are_not_finite_never_become_a_version(
     poisoned["model.poisoned"] = torch.zeros(999, dtype=dtype)
     poisoned["model.poisoned"][731] = value
     with pytest.raises(SluiceError) as caught:
-        await stack.publisher.push(V1, poisoned, deadline_s=30)
+        await stack.push(V1, poisoned, deadline_s=30)
     assert caught.value.reason == "NON_FINITE"
     assert "model.poisoned" in caught.value.message
-    await stack.publisher.push(V1, weights(), deadline_s=30)
+    await stack.push(V1, weights(), deadline_s=30)
 
 
 async def test_an_older_start_of_the_trainer_is_refused(stack: Stack) -> None:
-    await stack.publisher.push(Version(2, 0), weights(), deadline_s=30)
+    await stack.push(Version(2, 0), weights(), deadline_s=30)
     with pytest.raises(SluiceError) as caught:
-        await stack.publisher.push(Version(1, 7), weights(), deadline_s=30)
+        await stack.push(Version(1, 7), weights(), deadline_s=30)
     assert caught.value.reason == "OLDER_EPOCH"
 
 

@@ -84,7 +84,7 @@ def staged_files(stage_dir: Path) -> list[str]:
 
 
 async def push(stack: Stack, number: int) -> None:
-    await stack.publisher.push(Version(1, number), weights(number), deadline_s=30)
+    await stack.push(Version(1, number), weights(number), deadline_s=30)
 
 
 async def test_each_version_arrives_bit_for_bit_and_is_reported(stack: Stack, stage_dir: Path) -> None:

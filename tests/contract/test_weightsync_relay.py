@@ -20,8 +20,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.host import host_id
-from weightsync.publish.adapter_publisher import AdapterPublisher
-from weightsync.publisher import WeightPublisher
+from weightsync.publisher import AdapterPublisher, WeightPublisher
 
 pytestmark = pytest.mark.slow
 
@@ -269,7 +268,7 @@ async def test_only_an_administrator_calls_itself_a_relay(tmp_path: Path) -> Non
 
 async def test_a_relay_takes_up_runs_that_upstream_has_and_no_others(root: Node, relay: Node) -> None:
     async with connect(root.target, SecurityConfig()) as channel:
-        await WeightPublisher(channel, "other").push(Version(1, 1), weights(1), deadline_s=60)
+        await WeightPublisher(channel, "other").update(Version(1, 1), weights(1), deadline_s=60)
     async with connect(relay.target, SecurityConfig()) as channel:
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -62,15 +62,15 @@ async def test_a_run_that_holds_many_versions_gives_way_to_another_that_pushes_i
     size = ShardSource("model", weights()).size
     async with running_stack(tmp_path, keep=5, max_bytes=int(3.5 * size)) as stack:
         for number in (1, 2, 3):
-            await stack.publisher.push(Version(1, number), weights(number), deadline_s=30)
-        other = WeightPublisher(stack.channel, "other")
-        await other.push(Version(1, 1), weights(), deadline_s=30)
+            await stack.push(Version(1, number), weights(number), deadline_s=30)
+        other = WeightPublisher(stack.channel, "other", encoding="dense")
+        await other.update(Version(1, 1), weights(), deadline_s=30)
         assert await stack.visible() == [Version(1, 3), Version(1, 2)]
         # The oldest version of all that nobody needs goes first: of this run, whose other versions are older.
-        await other.push(Version(1, 2), weights(1), deadline_s=30)
+        await other.update(Version(1, 2), weights(1), deadline_s=30)
         assert await stack.visible() == [Version(1, 3)]
         # Each run keeps its newest version, whoever pushes.
-        await other.push(Version(1, 3), weights(2), deadline_s=30)
+        await other.update(Version(1, 3), weights(2), deadline_s=30)
         assert await stack.visible() == [Version(1, 3)]
         listed = await stack.sync.ListVersions(pb.ListVersionsRequest(run="runs/other"), timeout=30)
         assert [each.version.number for each in listed.versions] == [3, 2]

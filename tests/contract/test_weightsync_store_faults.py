@@ -76,7 +76,7 @@ async def test_a_link_in_the_place_of_a_store_s_own_directory_is_removed_and_not
     root.mkdir(parents=True)
     (root / name).symlink_to(stranger)
     async with running_stack(tmp_path / "out", dense_delay_s=0, keep=1, model=str(model)) as stack:
-        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await stack.push(V1, weights(), deadline_s=30)
         await push_delta(stack, V2, V1, weights(1), weights())
         await eventually((stack.directory / "v1.2" / "manifest.json").exists)
         assert not list(stack.directory.glob(f"{name}/file"))
@@ -86,8 +86,8 @@ async def test_a_link_in_the_place_of_a_store_s_own_directory_is_removed_and_not
 
 async def test_a_run_that_could_not_be_opened_can_be_opened_later(tmp_path: Path) -> None:
     async with running_stack(tmp_path) as stack:
-        await stack.publisher.push(V1, weights(), deadline_s=30)
-        await stack.publisher.push(V2, weights(1), deadline_s=30)
+        await stack.push(V1, weights(), deadline_s=30)
+        await stack.push(V2, weights(1), deadline_s=30)
     (stack.directory / version_directory(V1) / "manifest.json").write_text("damaged")
     in_the_way = stack.directory / ".trash"
     in_the_way.touch()
@@ -103,7 +103,7 @@ async def test_a_version_whose_base_is_found_damaged_under_its_commit_leaves_not
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_stack(tmp_path, dense_delay_s=3600) as stack:
-        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await stack.push(V1, weights(), deadline_s=30)
         await push_delta(stack, V2, V1, weights(1), weights())
         run = await stack.runs.open(RESOURCE)
         commit = run.store.commit
@@ -121,7 +121,7 @@ async def test_a_version_whose_base_is_found_damaged_under_its_commit_leaves_not
 
 async def test_a_dense_form_whose_source_cannot_be_read_is_tried_again(tmp_path: Path) -> None:
     async with running_stack(tmp_path, dense_delay_s=0.2, heartbeat_s=0.1) as stack:
-        await stack.publisher.push(V1, weights(), deadline_s=30)
+        await stack.push(V1, weights(), deadline_s=30)
         file = stack.directory / "v1.1" / "model.safetensors"
         whole = file.read_bytes()
         file.write_bytes(whole[:8] + b"?" + whole[9:])

@@ -21,7 +21,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import common_pb2, common_pb2_grpc, rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version
-from weightsync.publish.adapter_publisher import AdapterPublisher
+from weightsync.publisher import AdapterPublisher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -57,7 +57,7 @@ class Running:
 
     async def publish(self, model: Path, number: int) -> Version:
         version = Version(1, number)
-        await self.sync.publisher.push(version, load_file(model / "model.safetensors"), deadline_s=DEADLINE_S)
+        await self.sync.push(version, load_file(model / "model.safetensors"), deadline_s=DEADLINE_S)
         return version
 
     async def until(self, state: rollout_pb2.ReplicaState.ValueType, version: Version, restarts: int = 0) -> None:

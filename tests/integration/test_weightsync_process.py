@@ -40,7 +40,7 @@ from weightsync.publisher import WeightPublisher
 async def main():
     async with connect(sys.argv[1], SecurityConfig()) as channel:
         tensors = {"w": torch.ones(int(sys.argv[3]) << 18)}
-        await WeightPublisher(channel, sys.argv[2], chunk_bytes=1024).push(Version(1, 2), tensors, deadline_s=300)
+        await WeightPublisher(channel, sys.argv[2], chunk_bytes=1024).update(Version(1, 2), tensors, deadline_s=300)
 
 asyncio.run(main())
 """
@@ -165,13 +165,13 @@ def service(tmp_path: Path) -> Service:
 
 async def test_a_trainer_killed_while_it_pushes_leaves_the_old_version(service: Service, tmp_path: Path) -> None:
     async with service.running(), publishing(service) as publisher:
-        await publisher.push(Version(1, 1), weights(1), deadline_s=60)
+        await publisher.update(Version(1, 1), weights(1), deadline_s=60)
         async with program("-c", PUSHER, service.target, RUN, str(MEGABYTES), log=tmp_path / "pusher.log") as pusher:
             await eventually(lambda: service.incoming_bytes() > 1 << 20, 60)
             pusher.kill()
             await pusher.wait()
         assert await service.visible() == [Version(1, 1)]
-        await publisher.push(Version(1, 2), weights(2), deadline_s=60)
+        await publisher.update(Version(1, 2), weights(2), deadline_s=60)
         assert await service.visible() == [Version(1, 2), Version(1, 1)]
         assert equal_bits(load_file(service.directory / "v1.2" / "model.safetensors"), weights(2))
 
@@ -179,9 +179,9 @@ async def test_a_trainer_killed_while_it_pushes_leaves_the_old_version(service: 
 async def test_a_service_killed_during_a_push_takes_the_same_push_after_its_restart(service: Service) -> None:
     async with service.running() as first:
         async with publishing(service) as publisher:
-            await publisher.push(Version(1, 1), weights(1), deadline_s=60)
+            await publisher.update(Version(1, 1), weights(1), deadline_s=60)
         async with publishing(service, chunk_bytes=4096) as publisher:
-            push = asyncio.create_task(publisher.push(Version(1, 2), weights(2), deadline_s=120))
+            push = asyncio.create_task(publisher.update(Version(1, 2), weights(2), deadline_s=120))
             await eventually(lambda: service.incoming_bytes() > 1 << 20, 60)
             first.kill()
             await first.wait()
@@ -204,7 +204,7 @@ async def test_a_service_killed_during_a_pull_gives_the_rest_after_its_restart(
 
     async with service.running() as first:
         async with publishing(service) as publisher:
-            await publisher.push(Version(1, 1), weights(1), deadline_s=60)
+            await publisher.update(Version(1, 1), weights(1), deadline_s=60)
         async with receiving(service, stage_dir, engine):
             await eventually(lambda: staging_bytes() > 0, 60)
             first.kill()
@@ -219,14 +219,14 @@ async def test_a_replica_without_a_service_serves_on_and_catches_up(service: Ser
     engine = Engine()
     async with service.running() as first, receiving(service, tmp_path / "shm", engine) as receiver:
         async with publishing(service) as publisher:
-            await publisher.push(Version(1, 1), weights(1), deadline_s=60)
+            await publisher.update(Version(1, 1), weights(1), deadline_s=60)
             await eventually(lambda: engine.version == Version(1, 1), 60)
         first.kill()
         await first.wait()
         await eventually(lambda: not receiver.status().connected, 60)
         assert receiver.status().serving == Version(1, 1)
         async with service.running(), publishing(service) as publisher:
-            await publisher.push(Version(2, 0), weights(2), deadline_s=60)
+            await publisher.update(Version(2, 0), weights(2), deadline_s=60)
             await eventually(lambda: engine.version == Version(2, 0), 60)
     assert equal_bits(engine.tensors, weights(2))
 
@@ -234,7 +234,7 @@ async def test_a_replica_without_a_service_serves_on_and_catches_up(service: Ser
 async def test_what_a_killed_replica_had_staged_is_removed(service: Service, tmp_path: Path) -> None:
     stage_dir = tmp_path / "shm"
     async with service.running(), publishing(service) as publisher:
-        await publisher.push(Version(1, 1), weights(1), deadline_s=60)
+        await publisher.update(Version(1, 1), weights(1), deadline_s=60)
         arguments = ("-c", RECEIVER, service.target, RUN, str(stage_dir))
         async with program(*arguments, log=tmp_path / "receiver.log") as replica:
             assert replica.stdout is not None

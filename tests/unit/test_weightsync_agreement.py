@@ -8,8 +8,7 @@ import pytest
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.group_commit import Frame, Ranks, first_failure
-from weightsync.publish.version_push import agree
+from weightsync.publish.ranks import Frame, Ranks, agree, first_failure
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 
@@ -36,17 +35,17 @@ def offer(
 
 
 def test_all_ranks_together_push_a_delta_that_is_at_most_half_a_copy() -> None:
-    assert agree([offer(encoded=900), offer(encoded=100)]).kind == "delta"
-    assert agree([offer(encoded=901), offer(encoded=100)]).kind == "anchor"
+    assert agree([offer(encoded=900), offer(encoded=100)]).delta
+    assert not agree([offer(encoded=901), offer(encoded=100)]).delta
 
 
 def test_one_rank_without_a_delta_makes_it_an_anchor() -> None:
-    assert agree([offer(), offer(base=None)]).kind == "anchor"
-    assert agree([offer(), offer(version=V2, base=Version(1, 0))]).kind == "anchor", "bases differ"
+    assert not agree([offer(), offer(base=None)]).delta
+    assert not agree([offer(), offer(version=V2, base=Version(1, 0))]).delta, "bases differ"
     gave_up = offer(encoded=0)
     gave_up.kind = pb.VERSION_KIND_ANCHOR
     decided = agree([offer(), gave_up])
-    assert (decided.kind, decided.compared) == ("anchor", True)
+    assert (decided.delta, decided.compared) == (False, True)
 
 
 def test_ranks_that_publish_different_versions_are_told() -> None:

@@ -33,7 +33,7 @@ class KeptFile:
     """Writable memory of a fixed size.
 
     With a directory of shared memory it is a file there, removed by `close`, with the object, or at the end of the process.
-    The process holds a lock on it, so that `sweep` can tell and remove what a killed process left behind. Where the
+    The process holds a lock on it; `sweep` removes files without one, which killed processes left behind. If the
     directory has no room, it is ordinary memory.
 
     Args:
@@ -51,7 +51,7 @@ class KeptFile:
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
 
     def local(self, shard: str) -> pb.LocalFile | None:
-        """The file as the contract names it, None where there is none.
+        """Return the file as the contract names it, None if there is none.
 
         Args:
             shard: Name of the shard that it holds.
@@ -69,12 +69,14 @@ def sweep(directory: Path) -> None:
 
 
 def _new_file(size: int, directory: Path) -> tuple[int, Path | None]:
-    """Descriptor and path of a new file; -1 and None where the directory cannot hold it."""
+    """Return descriptor and path of a new file; -1 and None if the directory cannot hold it."""
     descriptor = -1
     try:
         space = os.statvfs(directory)
         if space.f_bavail * space.f_frsize < (1 + _SPARE_COPIES) * size:
-            log.info("no room to hand weights over in shared memory, they go by socket", directory=str(directory))
+            log.info(
+                "shared memory has no room to hand weights over; they are sent by socket", directory=str(directory)
+            )
             return -1, None
         descriptor = open_private(directory.resolve(), os.O_TMPFILE | os.O_RDWR)
         os.posix_fallocate(descriptor, 0, size)  # now, rather than by a SIGBUS at a later write
@@ -84,7 +86,7 @@ def _new_file(size: int, directory: Path) -> tuple[int, Path | None]:
         # directory descriptor is given.
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
     except OSError as error:
-        log.info("weights cannot be handed over in shared memory, they go by socket", reason=str(error))
+        log.info("weights cannot be handed over in shared memory; they are sent by socket", reason=str(error))
         if descriptor >= 0:
             close(descriptor)
         return -1, None

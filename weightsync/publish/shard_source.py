@@ -44,13 +44,13 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.it
 
 
 class FileSource:
-    """Bytes of a file that lie in several places, readable at any offset, so that an interrupted push can go on.
+    """Bytes of a file that lie in several places, readable at any offset, so that an interrupted push can be continued.
 
     The memory is read whenever bytes are asked for: it must not change before the push is over.
 
     Args:
         name: The shard's name.
-        parts: What the file consists of, one behind the other.
+        parts: The file's content, in order.
     """
 
     def __init__(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -59,29 +59,28 @@ class FileSource:
         self._starts = list(accumulate(map(len, parts[:-1]), initial=0))
         self.size = self._starts[-1] + len(parts[-1])
 
-    def pieces(self, begin: int, end: int) -> list[memoryview]:
-        """Views of the file's bytes from `begin` to before `end`."""
+    def views(self, begin: int, end: int) -> list[memoryview]:
+        """Return views of the file's bytes from `begin` to before `end`."""
         index = bisect_right(self._starts, begin) - 1
-        pieces: list[memoryview] = []
+        views: list[memoryview] = []
         while begin < end:
             start, part = self._starts[index], self._parts[index]
-            piece = part[begin - start : end - start]
-            pieces.append(piece)
-            begin += len(piece)
+            views.append(part[begin - start : end - start])
+            begin += len(views[-1])
             index += 1
-        return pieces
+        return views
 
     def read(self, begin: int, end: int) -> bytes:
-        """Bytes of the file from `begin` to before `end`: one copy."""
-        return b"".join(self.pieces(begin, end))
+        """Return the bytes of the file from `begin` to before `end`: one copy."""
+        return b"".join(self.views(begin, end))
 
     def spans(self, begin: int, step: int) -> Iterator[tuple[int, int]]:
-        """Cut the file from `begin` on into pieces of at most `step` bytes."""
+        """Yield begin and end of each `step` bytes of the file, from `begin` on."""
         for start in range(begin, self.size, step):
             yield start, min(start + step, self.size)
 
     def digest(self) -> str:
-        """xxh3-128 of the file, hexadecimal; blocking, about 10 GB/s."""
+        """Return the xxh3-128 of the file, hexadecimal; blocking, about 10 GB/s."""
         whole = xxhash.xxh3_128()
         for part in self._parts:
             whole.update(part)
@@ -113,14 +112,14 @@ class ShardSource(FileSource):
         super().__init__(name, [memoryview(header), *(tensor_bytes(tensor).data for *_, tensor in rows)])
 
     def tensor_digests(self) -> dict[str, str]:
-        """xxh3-128 of each tensor by name, hexadecimal; blocking, about 10 GB/s."""
+        """Return the xxh3-128 of each tensor by name, hexadecimal; blocking, about 10 GB/s."""
         return {
             entry.name: str(xxhash.xxh3_128(part).hexdigest())
             for entry, part in zip(self.entries, self._parts[1:], strict=True)
         }
 
     def describe(self, digests: Mapping[str, str] | None = None) -> pb.Shard:
-        """The shard as the contract describes it, with the tensors' digests where they are given."""
+        """Return the shard as the contract describes it, with the tensors' digests if they are given."""
         shard = pb.Shard(name=self.name, size_bytes=self.size)
         for entry in self.entries:
             shard.tensors.add(
@@ -134,7 +133,7 @@ class ShardSource(FileSource):
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """The data type of tensor `name` as safetensors names it.
+    """Return the data type of tensor `name` as safetensors names it.
 
     Raises:
         ValueError: if there is no such name.
@@ -145,7 +144,7 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The dense bytes of a tensor in host memory: a view, a copy only where it is not contiguous."""
+    """Return the dense bytes of a tensor in host memory: a view, or a copy if it is not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return np.asarray(flat.numpy())
 

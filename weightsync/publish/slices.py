@@ -1,4 +1,4 @@
-"""What a process holds of a model: whole tensors, and slices of DTensors in the coordinates of the checkpoint."""
+"""The part of a model that a process holds: whole tensors, and slices of DTensors in the coordinates of the checkpoint."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ class LocalSlice:
 
     @property
     def key(self) -> SliceKey:
-        """What tells it apart."""
+        """Return what tells it apart."""
         return self.name, self.offsets, self.sizes
 
     @property
     def whole(self) -> bool:
-        """Whether it is the whole tensor."""
+        """Return whether it is the whole tensor."""
         return self.sizes == self.global_shape
 
     @property
     def elements(self) -> int:
-        """Number of values."""
+        """Return the number of values."""
         return math.prod(self.sizes)
 
     @property
     def size_bytes(self) -> int:
-        """Dense size."""
+        """Return the dense size in bytes."""
         return self.elements * DTYPES[self.dtype].size
 
 
@@ -65,8 +65,7 @@ def local_slices(
 ) -> list[tuple[LocalSlice, torch.Tensor]]:
     """Find what this process holds of each tensor, with the live memory that it lies in; nothing is copied.
 
-    Of names that share their memory (tied weights) the first one alone appears. A rank's empty share of a tensor is left
-    out.
+    If names share their memory (tied weights), only the first one appears. A rank's empty slice of a tensor is left out.
 
     Args:
         tensors: Plain tensors or DTensors by the names of the checkpoint, on any device.
@@ -94,7 +93,7 @@ def local_slices(
 
 
 def to_proto(rows: Sequence[LocalSlice], shard: str) -> pb.Shard:
-    """The slices as the contract describes them, without encoding and digests.
+    """Return the slices as the contract describes them, without encoding and digests.
 
     Whole tensors have no offsets and sizes. Slices of a tensor that is cut have entries of their own.
     """
@@ -109,7 +108,7 @@ def to_proto(rows: Sequence[LocalSlice], shard: str) -> pb.Shard:
 
 
 def entry_name(row: LocalSlice) -> str:
-    """Name of the slice in its shard's file."""
+    """Return the name of the slice in its shard's file."""
     return row.name if row.whole else f"{row.name}@{'.'.join(map(str, row.offsets))}"
 
 

@@ -1,4 +1,4 @@
-"""The kept copy of what a process pushed last: compared with the live weights slice by slice, and renewed in place."""
+"""The copy of what a process pushed last: compared with the live weights slice by slice, and renewed in place."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from weightsync.publish.kept_file import KeptFile
 from weightsync.publish.shard_source import METADATA, TORCH_DTYPES, FileSource, tensor_bytes
 from weightsync.publish.slices import LocalSlice, entry_name, to_proto
 
-__all__ = ["Baseline", "Diff", "Encoded"]
+__all__ = ["Diff", "EncodedSlice", "KeptCopy"]
 
 _STREAMS = {Encoding.DENSE_ZSTD, Encoding.DELTA}
 """Encodings whose bytes are held until they are pushed; dense ones lie in the kept copy anyway."""
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedSlice:
     """One slice after it was renewed.
 
     Attributes:
@@ -57,14 +57,14 @@ class Diff:
         seconds: Time that it took.
     """
 
-    slices: tuple[Encoded, ...]
+    slices: tuple[EncodedSlice, ...]
     encoded_bytes: int
     compared: bool
     changed_fraction: float
     seconds: float
 
 
-class Baseline:
+class KeptCopy:
     """One copy of a shard, laid out as the safetensors file in which an anchor travels.
 
     The memory is taken once and written in place ever after. Not thread-safe: the owner sees to it that the copy is not
@@ -89,12 +89,12 @@ class Baseline:
 
     @property
     def local(self) -> pb.LocalFile | None:
-        """The file in shared memory that the copy is, None if it lies in ordinary memory."""
+        """Return the file in shared memory that the copy is, None if it lies in ordinary memory."""
         return self._file.local(self.shard)
 
     @property
     def address(self) -> int:
-        """Where the copy begins in memory."""
+        """Return where the copy begins in memory."""
         return int(self._file.bytes.ctypes.data)
 
     def close(self) -> None:
@@ -102,23 +102,23 @@ class Baseline:
         self._file.close()
 
     def renew(self, tensors: Sequence[torch.Tensor], *, compare: bool, most_bytes: int) -> Diff:
-        """Make the copy equal to the live tensors, which must not change meanwhile.
+        """Make the copy equal to the live tensors, which must not change in the meantime.
 
-        This thread brings one slice after another into host memory and the published precision, where it is not; a pool
-        of as many threads as PyTorch has compares, hashes and copies. Beyond the copy, memory is taken for one slice per
-        thread and one more, and for encoded streams of at most `most_bytes` and a slice per thread.
+        This thread brings one slice after another into host memory and the published precision; a pool of as many threads
+        as PyTorch has compares, hashes and copies. Beyond the copy, this takes memory for one slice per thread and one
+        more, and for encoded streams of at most `most_bytes` and a slice per thread.
 
         Args:
             tensors: Live memory of each of `rows`.
             compare: Whether to encode the difference; otherwise the copy is overwritten unread.
-            most_bytes: Encoded size beyond which comparing is given up.
+            most_bytes: EncodedSlice size beyond which comparing is given up.
         """
         started = time.perf_counter()
         threads = max(1, torch.get_num_threads())
         work = _Collected(most_bytes, compare=compare)
         order = sorted(range(len(self.rows)), key=lambda index: -self._entries[index].size)
         with ThreadPoolExecutor(threads, thread_name_prefix="diff") as pool:
-            running: deque[tuple[int, Future[Encoded]]] = deque()
+            running: deque[tuple[int, Future[EncodedSlice]]] = deque()
             for index in order:
                 new = _published_bytes(tensors[index], self.rows[index].dtype)
                 running.append((index, pool.submit(self._renew_slice, index, new, compare=work.comparing)))
@@ -129,7 +129,7 @@ class Baseline:
         return work.diff(len(self.rows), time.perf_counter() - started)
 
     def anchor(self, diff: Diff) -> tuple[FileSource, pb.Shard]:
-        """The copy as a dense shard: what to send, and its description."""
+        """Return the copy as a dense shard: what to send, and its description."""
         shard = to_proto(self.rows, self.shard)
         for tensor, encoded in zip(shard.tensors, diff.slices, strict=True):
             tensor.encoding = pb.TENSOR_ENCODING_DENSE
@@ -139,7 +139,7 @@ class Baseline:
         return source, shard
 
     def delta(self, diff: Diff) -> tuple[FileSource, pb.Shard]:
-        """The difference as a shard: what to send, and its description. Dense entries are read from the copy."""
+        """Return the difference as a shard: what to send, and its description. Dense entries are read from the copy."""
         shard = to_proto(self.rows, self.shard)
         rows: list[tuple[str, str, tuple[int, ...]]] = []
         parts: list[memoryview] = []
@@ -160,17 +160,17 @@ class Baseline:
         shard.digest = source.digest()
         return source, shard
 
-    def _renew_slice(self, index: int, new: NDArray[np.uint8], *, compare: bool) -> Encoded:
+    def _renew_slice(self, index: int, new: NDArray[np.uint8], *, compare: bool) -> EncodedSlice:
         kept = self._bytes(index)
         digest = str(xxhash.xxh3_128(new.data).hexdigest())
         if not compare:
             np.copyto(kept, new)
-            return Encoded(Encoding.DENSE, b"", digest, self.rows[index].elements)
+            return EncodedSlice(Encoding.DENSE, b"", digest, self.rows[index].elements)
         found = encode(new, kept, self.rows[index].dtype)
         data = bytes(found.data) if found.encoding in _STREAMS else b""
         if found.encoding is not Encoding.UNCHANGED:
             np.copyto(kept, new)
-        return Encoded(found.encoding, data, digest, found.changed)
+        return EncodedSlice(found.encoding, data, digest, found.changed)
 
     def _bytes(self, index: int) -> NDArray[np.uint8]:
         entry: Entry = self._entries[index]
@@ -178,15 +178,15 @@ class Baseline:
 
 
 class _Collected:
-    """Renewed slices as they come in; says when comparing is no longer worth it."""
+    """Collects renewed slices, and decides when comparing is no longer worth it."""
 
     def __init__(self, most_bytes: int, *, compare: bool) -> None:
         self.comparing = compare
         self._most_bytes = most_bytes
-        self._found: dict[int, Encoded] = {}
+        self._found: dict[int, EncodedSlice] = {}
         self._bytes = self._changed = self._elements = 0
 
-    def add(self, index: int, encoded: Encoded, rows: Sequence[LocalSlice]) -> None:
+    def add(self, index: int, encoded: EncodedSlice, rows: Sequence[LocalSlice]) -> None:
         self._found[index] = encoded
         if not self.comparing:
             return
@@ -200,15 +200,15 @@ class _Collected:
         fraction = self._changed / self._elements if self._elements else float(not self.comparing)
         if self.comparing:
             return Diff(slices, self._bytes, compared=True, changed_fraction=fraction, seconds=seconds)
-        streamless = tuple(Encoded(each.encoding, b"", each.digest, each.changed) for each in slices)
+        streamless = tuple(EncodedSlice(each.encoding, b"", each.digest, each.changed) for each in slices)
         return Diff(streamless, self._bytes, compared=False, changed_fraction=fraction, seconds=seconds)
 
 
-def _finished(running: deque[tuple[int, Future[Encoded]]]) -> tuple[int, Encoded]:
+def _finished(running: deque[tuple[int, Future[EncodedSlice]]]) -> tuple[int, EncodedSlice]:
     index, future = running.popleft()
     return index, future.result()
 
 
 def _published_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
-    """Dense bytes in host memory: the tensor's own where it lies there as it travels, otherwise a copy."""
+    """Return dense bytes in host memory: the tensor's own if they lie there in the published precision, else a copy."""
     return tensor_bytes(tensor.detach().to("cpu", TORCH_DTYPES[dtype]))

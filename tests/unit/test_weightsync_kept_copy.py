@@ -17,13 +17,13 @@ from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import Encoding, apply
 from weightsync.format.chunks import make_chunk
 from weightsync.format.manifest import ManifestError, entry_name
-from weightsync.publish.baseline import Baseline, Diff
-from weightsync.publish.delta_trials import DeltaTrials
+from weightsync.publish.kept_copy import Diff, KeptCopy
 from weightsync.publish.kept_file import KeptFile, sweep
+from weightsync.publish.push import wire_chunk
+from weightsync.publish.ranks import assign_slices, total_bytes
 from weightsync.publish.shard_source import tensor_bytes
-from weightsync.publish.slice_plan import share_out, total_bytes
 from weightsync.publish.slices import LocalSlice, local_slices, to_proto
-from weightsync.publish.transfer import wire_chunk
+from weightsync.publisher import DeltaTrials
 
 WHOLE = 1 << 40
 """A limit on encoded bytes that nothing here reaches."""
@@ -31,9 +31,9 @@ WHOLE = 1 << 40
 
 def baseline_of(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None, directory: Path | None = None
-) -> tuple[Baseline, list[torch.Tensor]]:
+) -> tuple[KeptCopy, list[torch.Tensor]]:
     held = local_slices(tensors, dtype)
-    kept = Baseline("model", [row for row, _ in held], directory)
+    kept = KeptCopy("model", [row for row, _ in held], directory)
     live = {row.key: tensor for row, tensor in held}
     return kept, [live[row.key] for row in kept.rows]
 
@@ -47,12 +47,12 @@ def nudged(tensors: dict[str, torch.Tensor], share: float = 0.02, seed: int = 0)
             tensor.add_((tensor * 0.01).where(mask, 0))
 
 
-def anchor(kept: Baseline, diff: Diff) -> dict[str, torch.Tensor]:
+def anchor(kept: KeptCopy, diff: Diff) -> dict[str, torch.Tensor]:
     source, _ = kept.anchor(diff)
     return load(source.read(0, source.size))
 
 
-def applied(before: dict[str, torch.Tensor], kept: Baseline, diff: Diff) -> dict[str, torch.Tensor]:
+def applied(before: dict[str, torch.Tensor], kept: KeptCopy, diff: Diff) -> dict[str, torch.Tensor]:
     """What a receiver makes of a delta: read as an ordinary safetensors file, applied to the version before."""
     source, shard = kept.delta(diff)
     entries = load(source.read(0, source.size))
@@ -135,8 +135,8 @@ def test_there_is_one_copy_which_stays_where_it_is() -> None:
         diff = kept.renew(live, compare=version > 0, most_bytes=size // 2)
         assert kept.address == address
         for source, _ in (kept.anchor(diff), kept.delta(diff)):
-            held = sum(len(piece) for piece in source.pieces(0, source.size))
-            own = [np.frombuffer(piece, dtype=np.uint8) for piece in source.pieces(0, source.size)]
+            held = sum(len(view) for view in source.views(0, source.size))
+            own = [np.frombuffer(view, dtype=np.uint8) for view in source.views(0, source.size)]
             outside = sum(part.nbytes for part in own if not np.shares_memory(part, kept._file.bytes))
             assert held == source.size
             assert outside < size // 2, "what is not read from the copy is small"
@@ -218,20 +218,20 @@ def test_what_all_ranks_hold_is_sent_once_by_whoever_has_least_to_send() -> None
     cut = [[part("cut", (8, 4), 0, 6)], [part("cut", (8, 4), 6, 2)]]
     common = [part("big", (5, 4)), part("small", (1, 4)), part("tiny", (1, 2))]
     held = [to_proto(rows + common, "s") for rows in cut]
-    assert names(share_out(held)) == [["cut", "small", "tiny"], ["big", "cut"]]
+    assert names(assign_slices(held)) == [["cut", "small", "tiny"], ["big", "cut"]]
     assert total_bytes(held) == 2 * (32 + 20 + 4 + 2)
 
 
 def test_every_slice_is_sent_by_one_rank() -> None:
     pairs = [[part("cut", (4, 2), 2 * (rank % 2), 2)] for rank in range(4)]  # ranks 0 and 2 hold the same, 1 and 3 too
-    shares = share_out([to_proto(rows, "s") for rows in pairs])
+    shares = assign_slices([to_proto(rows, "s") for rows in pairs])
     assert [len(share) for share in shares] == [1, 1, 0, 0]
 
 
 def test_slices_that_leave_a_hole_are_found_before_anything_is_sent() -> None:
     held = [to_proto([part("cut", (8, 4), 0, 3)], "s"), to_proto([part("cut", (8, 4), 4, 4)], "s")]
     with pytest.raises(ManifestError, match="cover 28 of its 32"):
-        share_out(held)
+        assign_slices(held)
 
 
 def test_trials_in_vain_become_rare_and_one_that_pays_ends_the_pause() -> None:

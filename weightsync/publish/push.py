@@ -1,0 +1,424 @@
+"""Pushes one version: each rank's shard, by a file of the host or in chunks, then one commit. One way for every form."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import google_crc32c
+import grpc
+import numpy as np
+import structlog
+from google.protobuf.duration_pb2 import Duration
+
+from sluice.rpc import SluiceError
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.v1 import weightsync_pb2_grpc
+from sluice.versions import Version
+from weightsync.format.manifest import manifest_digest
+from weightsync.publish.kept_file import KeptFile
+from weightsync.publish.ranks import Frame, Ranks, first_failure
+from weightsync.publish.shard_source import FileSource
+
+__all__ = ["Destination", "Form", "PushReport", "VersionPush", "duration", "wire_chunk"]
+
+_REPEATABLE = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.CANCELLED,
+}
+"""How a broken connection or a damaged transfer shows. A repeat is harmless, because every step is idempotent."""
+
+_REPEATABLE_REASONS = {"SHARDS_MISSING", "PUSH_IDLE", "SHARD_OFFSET"}
+"""Refusals that a repeat answers: the service was restarted between push and commit, or this process stood still."""
+
+_BASE_REASONS = {"BASE_UNKNOWN", "BASE_DAMAGED"}
+"""Refusals of a delta that a push of whole tensors answers."""
+
+_RESERVE_S = 5.0
+"""Longest part of the deadline that ranks keep back to report a failure to each other; a tenth of short ones."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What publishing a version cost; of several ranks, sums of bytes and the slowest one's seconds.
+
+    Attributes:
+        bytes_sent: Bytes of the shards that were handed over, those of repeats included; 0 if the service had the version.
+        push_s: Seconds until the service held every byte on disk.
+        commit_s: Seconds that the commit took.
+        digest: The version's digest.
+        duplicate: Whether the version was committed before.
+        kind: Whether whole tensors travelled, or the difference from the version before.
+        dense_bytes: Bytes of a dense copy.
+        diff_s: Seconds of comparing and encoding.
+        changed_fraction: Values that differ from the version before, of those compared; 1 if none were.
+    """
+
+    bytes_sent: int
+    push_s: float
+    commit_s: float
+    digest: str
+    duplicate: bool
+    kind: Literal["anchor", "delta"] = "anchor"
+    dense_bytes: int = 0
+    diff_s: float = 0.0
+    changed_fraction: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A version at a service.
+
+    Attributes:
+        channel: To the weight service.
+        run: `runs/{run}`.
+        version: Which one.
+        deadline: Time of `time.monotonic` at which everything ends.
+    """
+
+    channel: grpc.aio.Channel
+    run: str
+    version: Version
+    deadline: float
+
+    @property
+    def stub(self) -> weightsync_pb2_grpc.WeightSyncServiceAsyncStub:
+        """Return the service."""
+        return weightsync_pb2_grpc.WeightSyncServiceStub(self.channel)
+
+    def remaining(self) -> float:
+        """Return the seconds that are left.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if there are none.
+        """
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "PUSH_DEADLINE",
+                f"version {self.version} was not published in time; the version before is still served: push again,"
+                " or allow more time",
+            )
+        return remaining
+
+    async def committed(self) -> bool:
+        """Return whether the version is there already."""
+        request = pb.GetManifestRequest(run=self.run, version=self.version.to_proto())
+        try:
+            await self.stub.GetManifest(request, timeout=self.remaining(), wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return False
+            raise
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form in which a version can be pushed.
+
+    Attributes:
+        manifest: All of its manifest but the shards: kind, base, labels, adapter_config, push_timings.
+        make: Makes this rank's shard: what to send and its description, digests included; None if this rank has none.
+            Called in a thread. The memory that it names must not change until the push has ended.
+        local: A file in shared memory that holds the shard's bytes; None: there is none yet.
+    """
+
+    manifest: pb.Manifest
+    make: Callable[[], tuple[FileSource, pb.Shard] | None]
+    local: pb.LocalFile | None = None
+
+
+class VersionPush:
+    """Pushes one version.
+
+    Args:
+        to: The version at its service.
+        forms: The forms to try: a later one if the service does not hold the base of the one before. All ranks give forms
+            of the same kinds.
+        ranks: Who publishes it.
+        chunk_bytes: Bytes per chunk.
+        directory: Shared memory in which the service may find files; None: send chunks.
+
+    Attributes:
+        sees_files: Whether the service took every file that it was offered.
+    """
+
+    def __init__(
+        self,
+        to: Destination,
+        forms: Sequence[Form],
+        ranks: Ranks,
+        *,
+        chunk_bytes: int,
+        directory: Path | None = None,
+    ) -> None:
+        reserve = min(_RESERVE_S, (to.deadline - time.monotonic()) / 10) if ranks.count > 1 else 0.0
+        self._to = Destination(to.channel, to.run, to.version, to.deadline - reserve)
+        self._deadline = to.deadline
+        self._forms, self._ranks = list(forms), ranks
+        self._chunk_bytes, self._directory = chunk_bytes, directory
+        self._bytes_sent = 0
+        self.sees_files = directory is not None
+
+    async def run(self) -> PushReport:
+        """Push and commit. Repeat a broken transfer once, from where it broke; push a delta without its base as an anchor.
+
+        Raises:
+            SluiceError: what any rank failed with; the same on all of them.
+        """
+        resume, repeated = False, False
+        while True:
+            try:
+                return await self._attempt(self._forms[0], resume=resume)
+            except SluiceError as error:
+                if len(self._forms) > 1 and error.reason in _BASE_REASONS:
+                    del self._forms[0]
+                    resume = False
+                elif not repeated and (error.code in _REPEATABLE or error.reason in _REPEATABLE_REASONS):
+                    resume = repeated = True
+                else:
+                    raise
+                log.warning("push is repeated", version=str(self._to.version), error=str(error))
+
+    async def _attempt(self, form: Form, *, resume: bool) -> PushReport:
+        """Send every rank's shard, have rank 0 commit them, and tell all ranks the outcome."""
+        frames = await self._exchange("shards", await self._send(form, resume=resume))
+        pushed = time.perf_counter()
+        parts = [pb.Manifest.FromString(frame.payload) for frame in frames]
+        outcome = await self._commit(form, parts) if self._ranks.rank == 0 else Frame()
+        answers = await self._exchange("outcome", outcome)
+        response = pb.CommitVersionResponse.FromString(answers[0].payload)
+        delta = form.manifest.kind == pb.VERSION_KIND_DELTA
+        return PushReport(
+            bytes_sent=sum(part.size_bytes for part in parts),
+            push_s=max(part.push_timings.push.ToNanoseconds() for part in parts) / 1e9,
+            commit_s=time.perf_counter() - pushed,
+            digest=response.manifest.digest,
+            duplicate=response.duplicate,
+            kind="delta" if delta else "anchor",
+        )
+
+    async def _send(self, form: Form, *, resume: bool) -> Frame:
+        """Send this rank's shard; return its description, or why it could not be sent."""
+        started = time.perf_counter()
+        part = pb.Manifest()
+        try:
+            shard = await self._send_shard(form, resume=resume)
+        except Exception as error:  # noqa: BLE001  whatever it is: the other ranks wait for this one's message
+            return Frame(failure=_typed(error))
+        if shard is not None:
+            part.shards.append(shard)
+        part.size_bytes = self._bytes_sent
+        part.push_timings.push.CopyFrom(duration(time.perf_counter() - started))
+        return Frame(part.SerializeToString())
+
+    async def _send_shard(self, form: Form, *, resume: bool) -> pb.Shard | None:
+        made = await asyncio.to_thread(form.make)
+        if made is None:
+            return None
+        source, shard = made
+        transfer = _ShardTransfer(self._to, source, shard, self._chunk_bytes)
+        try:
+            if await self._to.committed():
+                return shard
+            if self._directory is not None:
+                if await transfer.hand_over(self._directory, form.local):
+                    return shard
+                self.sees_files = False
+            await transfer.send_chunks(resume=resume)
+        finally:
+            self._bytes_sent += transfer.bytes_sent
+        return shard
+
+    async def _commit(self, form: Form, parts: Sequence[pb.Manifest]) -> Frame:
+        manifest = pb.Manifest(
+            run=self._to.run,
+            version=self._to.version.to_proto(),
+            shards=[each for part in parts for each in part.shards],
+        )
+        manifest.MergeFrom(form.manifest)
+        slowest = max((part.push_timings.push for part in parts), key=Duration.ToNanoseconds)
+        manifest.push_timings.push.CopyFrom(slowest)
+        manifest.digest = manifest_digest(manifest)
+        try:
+            request = pb.CommitVersionRequest(manifest=manifest)
+            response = await self._to.stub.CommitVersion(request, timeout=self._to.remaining())
+        except (grpc.aio.AioRpcError, SluiceError) as error:
+            return Frame(failure=_typed(error))
+        digest = pb.Manifest(digest=response.manifest.digest)
+        return Frame(pb.CommitVersionResponse(manifest=digest, duplicate=response.duplicate).SerializeToString())
+
+    async def _exchange(self, what: str, frame: Frame) -> list[Frame]:
+        step = f"{what} {self._to.version}"
+        frames = await asyncio.to_thread(self._ranks.exchange, step, frame, self._deadline)
+        failure = first_failure(frames)
+        if failure is not None:
+            raise failure
+        return frames
+
+
+class _ShardTransfer:
+    """Sends one shard.
+
+    Args:
+        to: The version that it belongs to.
+        source: Its bytes.
+        shard: Its description.
+        chunk_bytes: Bytes per chunk.
+
+    Attributes:
+        bytes_sent: Bytes of the shard that were handed over.
+    """
+
+    def __init__(self, to: Destination, source: FileSource, shard: pb.Shard, chunk_bytes: int) -> None:
+        self._to, self._source, self._shard, self._chunk_bytes = to, source, shard, chunk_bytes
+        # Messages are serialised here: the stub would build a protobuf object, which copies its bytes twice more.
+        self._push = to.channel.stream_unary(
+            "/sluice.v1.WeightSyncService/PushWeights",
+            request_serializer=_as_is,
+            response_deserializer=pb.PushWeightsResponse.FromString,
+        )
+        self.bytes_sent = 0
+
+    async def hand_over(self, directory: Path, local: pb.LocalFile | None) -> bool:
+        """Offer the shard as a file of this host; return whether the service took it.
+
+        Args:
+            directory: Shared memory in which a file is written if there is none yet.
+            local: The file that holds the shard, if there is one.
+
+        Raises:
+            grpc.aio.AioRpcError, SluiceError: as the contract says of PushWeights.
+        """
+        if local is not None:
+            return await self._offer(local)
+        written = await asyncio.to_thread(_write, self._source, directory)
+        try:
+            local = written.local(self._source.name)
+            return local is not None and await self._offer(local)
+        finally:
+            await asyncio.to_thread(written.close)  # giving back shared memory takes as long as filling it
+
+    async def send_chunks(self, *, resume: bool) -> None:
+        """Send what the service lacks.
+
+        Args:
+            resume: Whether to continue behind what the service holds of an earlier attempt.
+
+        Raises:
+            grpc.aio.AioRpcError, SluiceError: as the contract says of PushWeights.
+        """
+        offset = await self._ask_offset() if resume else 0
+        if offset < self._source.size:
+            await self._call(self._requests(offset))
+
+    async def _offer(self, local: pb.LocalFile) -> bool:
+        try:
+            response = await self._call(_once(self._header(0, local)))
+        except grpc.aio.AioRpcError as error:
+            if SluiceError.from_rpc(error).reason == "NO_LOCAL_FILE":
+                return False
+            raise
+        if response.stored_bytes != self._source.size:  # a service that does not know of local files
+            return False
+        self.bytes_sent += self._source.size
+        return True
+
+    async def _ask_offset(self) -> int:
+        """Return where to continue: a header that continues at the end is corrected unless the service has everything."""
+        try:
+            await self._call(_once(self._header(self._source.size)))
+        except grpc.aio.AioRpcError as error:
+            failure = SluiceError.from_rpc(error)
+            if failure.reason != "SHARD_OFFSET":
+                raise
+            return int(failure.metadata["stored_bytes"])
+        return self._source.size
+
+    async def _call(self, requests: AsyncIterator[bytes]) -> pb.PushWeightsResponse:
+        response: pb.PushWeightsResponse = await self._push(requests, timeout=self._to.remaining())
+        return response
+
+    def _header(self, offset: int, local: pb.LocalFile | None = None) -> bytes:
+        header = pb.PushHeader(
+            run=self._to.run,
+            version=self._to.version.to_proto(),
+            shard=self._shard,
+            resume_offset=offset,
+            local=local,
+        )
+        return pb.PushWeightsRequest(header=header).SerializeToString()
+
+    async def _requests(self, offset: int) -> AsyncIterator[bytes]:
+        yield self._header(offset)
+        for begin, end in self._source.spans(offset, self._chunk_bytes):
+            # Here and not in a thread: the way there and back takes longer than a chunk's sum and copy (0.15 ms).
+            yield wire_chunk(begin, self._source.views(begin, end))
+            self.bytes_sent += end - begin
+
+
+def wire_chunk(offset: int, views: Sequence[memoryview]) -> bytes:
+    """Return a serialised PushWeightsRequest with a chunk; its bytes are copied once.
+
+    Fields in the order of their numbers, as protobuf writes them: chunk = 2 {offset = 1, data = 2, crc32c = 3}.
+    """
+    checksum = 0
+    for view in views:
+        checksum = google_crc32c.extend(checksum, np.frombuffer(view, dtype=np.uint8))
+    length = sum(map(len, views))
+    head = (b"\x08" + _varint(offset) if offset else b"") + b"\x12" + _varint(length)
+    tail = b"\x1d" + checksum.to_bytes(4, "little") if checksum else b""
+    return b"".join((b"\x12", _varint(len(head) + length + len(tail)), head, *views, tail))
+
+
+def duration(seconds: float) -> Duration:
+    """Return seconds as protobuf writes them."""
+    written = Duration()
+    written.FromNanoseconds(int(seconds * 1e9))
+    return written
+
+
+def _varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
+
+
+def _write(source: FileSource, directory: Path) -> KeptFile:
+    file = KeptFile(source.size, directory)
+    if file.path is not None:
+        position = 0
+        for view in source.views(0, source.size):
+            file.bytes[position : position + len(view)] = np.frombuffer(view, dtype=np.uint8)
+            position += len(view)
+    return file
+
+
+def _typed(error: Exception) -> SluiceError:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return SluiceError.from_rpc(error)
+    if isinstance(error, SluiceError):
+        return error
+    return SluiceError(grpc.StatusCode.INTERNAL, "PUSH_FAILED", f"{type(error).__name__}: {error}")
+
+
+async def _once(message: bytes) -> AsyncIterator[bytes]:
+    yield message
+
+
+def _as_is(message: bytes) -> bytes:
+    return message
