@@ -18,6 +18,7 @@ import zstandard
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
+from benchmarks.weights.entropy import entropy_bound_bytes
 from sluice.render import ChatRenderer
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
@@ -26,7 +27,6 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.examples import render_row
 from trainer_svc.update.policy import PolicyUpdate
 from weightsync.codec import Encoding, encode
-from weightsync.codec.entropy import entropy_bound_bytes
 
 __all__ = ["DeltaSizes", "measure_deltas"]
 

@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from weightsync.codec import Encoding, apply, encode, entropy_bound_bytes
+from benchmarks.weights.entropy import entropy_bound_bytes
+from weightsync.codec import Encoding, apply, encode
 
 COUNT = 1 << 20
 

@@ -2,6 +2,5 @@
 
 from weightsync.codec.choose import apply, encode
 from weightsync.codec.encoding import CodecError, Encoded, Encoding
-from weightsync.codec.entropy import entropy_bound_bytes
 
-__all__ = ["CodecError", "Encoded", "Encoding", "apply", "encode", "entropy_bound_bytes"]
+__all__ = ["CodecError", "Encoded", "Encoding", "apply", "encode"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.codec.delta import BLOCK_LOG2, BLOCK_LOG2_SPARSE, apply_delta, encode_block, encode_delta, patterns
-from weightsync.codec.differences import count_changed
+from weightsync.codec.delta import BLOCK_LOG2, BLOCK_LOG2_SPARSE, apply_delta, encode_block, encode_delta
 from weightsync.codec.encoding import CodecError, Encoded, Encoding
-from weightsync.codec.frames import compress, decompress
-from weightsync.codec.integers import WIDTHS, Patterns
+from weightsync.codec.integers import WIDTHS, Patterns, count_changed, patterns
+from weightsync.codec.streams import compress, decompress
 from weightsync.format.dtypes import DTYPES
 
 __all__ = ["apply", "encode"]

@@ -11,15 +11,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.codec.bits import packed_size
-from weightsync.codec.differences import changed_positions
 from weightsync.codec.encoding import CodecError
-from weightsync.codec.frames import pack, unpack
-from weightsync.codec.gaps import check_lengths, choose_mode, read_positions, write_positions
-from weightsync.codec.integers import Patterns, pattern_type, step_codes, take_steps
-from weightsync.codec.steps import STEP_BITS, choose_bits, read_codes, write_codes
+from weightsync.codec.integers import Patterns, changed_positions, step_codes, take_steps
+from weightsync.codec.streams import (
+    STEP_BITS,
+    check_lengths,
+    choose_bits,
+    choose_mode,
+    pack,
+    packed_size,
+    read_codes,
+    read_positions,
+    unpack,
+    write_codes,
+    write_positions,
+)
 
-__all__ = ["BLOCK_LOG2", "BLOCK_LOG2_SPARSE", "apply_delta", "encode_block", "encode_delta", "patterns"]
+__all__ = ["BLOCK_LOG2", "BLOCK_LOG2_SPARSE", "apply_delta", "encode_block", "encode_delta"]
 
 BLOCK_LOG2 = 20
 """Elements of a block, as a power of two: the arrays of one whose elements all change are a few MiB each."""
@@ -147,8 +155,3 @@ def _check_streams(lengths: list[tuple[int, int]], changed: int, elements: int, 
 
 def _unpacked(reader: _Reader, size: int, stored: int) -> NDArray[np.uint8]:
     return np.frombuffer(unpack(reader.take(stored), size), np.uint8)
-
-
-def patterns(octets: NDArray[np.uint8], width: int) -> Patterns:
-    """Dense bytes as bit patterns of `width` bytes, not copied."""
-    return octets.view(pattern_type(width))

@@ -7,9 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.codec.delta import patterns
-from weightsync.codec.differences import changed_positions
-from weightsync.codec.integers import WIDTHS, step_codes
+from weightsync.codec.integers import WIDTHS, changed_positions, patterns, step_codes
 
 __all__ = ["entropy_bound_bytes"]
 

@@ -1,0 +1,279 @@
+"""The streams of a delta's block: ascending positions, step codes, packed bits, zstd frames. See docs/delta-format.md.
+
+Positions. Where changes are sparse, a stream counts the elements between one change and the next: a byte below 255 is such a
+gap, a byte 255 says "255 more, and no change yet". Where changes are rare, the lowest bits of each gap, which are noise, are
+packed into a stream of their own, and the gaps count units of 4, 16 or 256 elements: fewer escapes, and a shorter alphabet
+for the entropy coder. Where changes are frequent, one bit per element is smaller.
+
+Steps. Most codes of a block are small. They are written with 2, 4 or 8 bits, several to a byte, so that the entropy coder
+sees several at once. The largest number of that many bits is an escape: the code follows in the planes, which hold such
+codes byte by byte, first all lowest bytes, then all second bytes, and so on. With 0 bits every code is in the planes.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from weightsync.codec.encoding import CodecError
+from weightsync.codec.integers import Patterns, pattern_type
+
+__all__ = [
+    "BITMAP",
+    "STEP_BITS",
+    "check_lengths",
+    "choose_bits",
+    "choose_mode",
+    "compress",
+    "decompress",
+    "pack",
+    "packed_size",
+    "read_codes",
+    "read_positions",
+    "unpack",
+    "write_codes",
+    "write_positions",
+]
+
+ESCAPE = 255
+BITMAP = 255
+"""Mode: one bit per element; every smaller mode is a number of low bits."""
+_LOW_BITS = (8, 4, 2)
+_BITMAP_FROM = 1 / 4
+"""Share of changed elements from which on a bitmap is as small as gaps, and quicker."""
+_MEAN_GAP = 16
+"""Gaps are cut to no less than this on average: the bits cut off are even enough to lose nothing by packing them."""
+
+STEP_BITS = (0, 2, 4, 8)
+_ESCAPES_AT_MOST = 1 / 4
+"""Share of codes in the planes up to which a width is taken."""
+
+_LEVEL = 1
+"""The streams have no repetitions worth a search: this level's entropy coder comes within 2% of their entropy."""
+_MAX_WINDOW_BYTES = 1 << 27
+"""Bounds what a hostile frame can make the decoder allocate besides its output."""
+
+_local = threading.local()
+
+
+def choose_mode(changed: int, elements: int) -> int:
+    """How to write `changed` positions among `elements`: BITMAP or a number of low bits."""
+    if changed >= elements * _BITMAP_FROM:
+        return BITMAP
+    return next((bits for bits in _LOW_BITS if elements >> bits >= changed * _MEAN_GAP), 0)
+
+
+def write_positions(
+    positions: NDArray[np.int64], elements: int, mode: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Write positions.
+
+    Args:
+        positions: Ascending, at least one, each below `elements`.
+        elements: Length of the block.
+        mode: From `choose_mode`.
+
+    Returns:
+        The stream of gaps, or the bitmap; and the stream of low bits, or nothing.
+    """
+    nothing = np.empty(0, np.uint8)
+    if mode == BITMAP:
+        bits = np.zeros(elements, np.bool_)
+        bits[positions] = True
+        return np.packbits(bits, bitorder="little"), nothing
+    gaps = np.diff(positions, prepend=-1)
+    gaps -= 1
+    lows = pack_bits((gaps & ((1 << mode) - 1)).astype(np.uint8), mode)
+    gaps >>= mode
+    escapes = gaps // ESCAPE
+    gaps -= escapes * ESCAPE
+    ends = np.cumsum(escapes)
+    ends += np.arange(ends.size)
+    stream = np.full(int(ends[-1]) + 1, ESCAPE, np.uint8)
+    stream[ends] = gaps
+    return stream, lows
+
+
+def check_lengths(mode: int, changed: int, elements: int, gaps: int, lows: int) -> None:
+    """Refuse stream lengths that no block of this size can have, before anything is allocated for them.
+
+    Raises:
+        CodecError: if so.
+    """
+    if mode == BITMAP:
+        possible = gaps == -(-elements // 8) and lows == 0
+    elif mode in (0, *_LOW_BITS):
+        possible = changed <= gaps <= changed + (elements >> mode) // ESCAPE and lows == packed_size(changed, mode)
+    else:
+        raise CodecError(f"positions are written in mode {mode}, which this release does not know; update it")
+    if not possible:
+        raise CodecError("the streams of positions have impossible lengths; pull the version again")
+
+
+def read_positions(
+    gaps: NDArray[np.uint8], lows: NDArray[np.uint8], changed: int, elements: int, mode: int
+) -> NDArray[np.int64]:
+    """Undo `write_positions`; the lengths are checked.
+
+    Returns:
+        `changed` positions, ascending, each below `elements`.
+
+    Raises:
+        CodecError: if the streams say something else.
+    """
+    if mode == BITMAP:
+        positions = np.flatnonzero(np.unpackbits(gaps, bitorder="little").view(np.bool_))
+    else:
+        if gaps[-1] == ESCAPE:
+            raise CodecError("the stream of gaps ends within a gap; pull the version again")
+        positions = np.cumsum(gaps, dtype=np.int64)[gaps != ESCAPE]
+        positions <<= mode
+        positions += np.arange(positions.size)
+        if mode and positions.size == changed:
+            positions += np.cumsum(unpack_bits(lows, changed, mode), dtype=np.int64)
+    if positions.size != changed or positions[-1] >= elements:
+        raise CodecError("the streams of positions do not fit the tensor; pull the version again")
+    return positions
+
+
+def choose_bits(codes: Patterns) -> int:
+    """The smallest width with few escapes, 0 if there is none."""
+    for bits in STEP_BITS[1:]:
+        if np.count_nonzero(codes >= _escape(bits)) <= codes.size * _ESCAPES_AT_MOST:
+            return bits
+    return 0
+
+
+def write_codes(codes: Patterns, bits: int) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
+    """Write step codes.
+
+    Args:
+        codes: Step codes.
+        bits: From `choose_bits`.
+
+    Returns:
+        The packed stream and the planes, as many as an element has bytes.
+    """
+    if bits == 0:
+        return np.empty(0, np.uint8), _planes(codes)
+    small = np.minimum(codes, codes.dtype.type(_escape(bits))).astype(np.uint8)
+    return pack_bits(small, bits), _planes(codes[codes >= _escape(bits)])
+
+
+def read_codes(packed: NDArray[np.uint8], planes: list[NDArray[np.uint8]], count: int, bits: int) -> Patterns:
+    """Undo `write_codes`.
+
+    Args:
+        packed: `packed_size(count, bits)` bytes.
+        planes: As many as an element has bytes, of one length.
+        count: Number of codes.
+        bits: From the header.
+
+    Raises:
+        CodecError: if the planes do not hold as many codes as the packed stream has escapes.
+    """
+    wide = np.stack(planes, axis=1).reshape(-1).view(pattern_type(len(planes)))
+    if bits == 0:
+        codes, escapes = wide, count
+    else:
+        codes = unpack_bits(packed, count, bits).astype(wide.dtype)
+        escaped = np.flatnonzero(codes == _escape(bits))
+        escapes = escaped.size
+        if escapes == wide.size:
+            codes[escaped] = wide
+    if escapes != wide.size:
+        raise CodecError(f"{wide.size} steps are written in full, {escapes} were announced; pull the version again")
+    return codes
+
+
+def _escape(bits: int) -> int:
+    return (1 << bits) - 1
+
+
+def _planes(codes: Patterns) -> list[NDArray[np.uint8]]:
+    width = codes.itemsize
+    octets = codes.view(np.uint8).reshape(-1, width)
+    return [np.ascontiguousarray(octets[:, plane]) for plane in range(width)]
+
+
+def compress(data: bytes | memoryview) -> bytes:
+    """One zstd frame that states its content size."""
+    compressor = getattr(_local, "compressor", None)
+    if compressor is None:
+        compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
+    frame: bytes = compressor.compress(data)
+    return frame
+
+
+def decompress(frame: memoryview, size: int) -> bytes:
+    """Undo `compress`.
+
+    Args:
+        frame: One frame, nothing behind it.
+        size: Bytes that it must contain; nothing larger is allocated.
+
+    Raises:
+        CodecError: if it is anything else.
+    """
+    try:
+        if zstandard.frame_content_size(frame) != size:
+            raise CodecError(f"a zstd frame does not contain the {size} bytes announced; pull the version again")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+        data: bytes = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"a zstd frame is damaged ({error}); pull the version again") from error
+    if len(data) != size:
+        raise CodecError(f"a zstd frame contains {len(data)} bytes, announced were {size}; pull the version again")
+    return data
+
+
+def pack(stream: bytes | memoryview) -> bytes | memoryview:
+    """The stream as one zstd frame, or unchanged where the frame would not be smaller."""
+    frame = compress(stream) if len(stream) else b""
+    return frame if len(frame) < len(stream) else stream
+
+
+def unpack(stored: memoryview, size: int) -> bytes | memoryview:
+    """Undo `pack`: a stream of `size` bytes.
+
+    Raises:
+        CodecError: if the stored bytes are not such a stream.
+    """
+    if len(stored) == size:
+        return stored
+    return decompress(stored, size)
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes that `count` numbers of `bits` bits take."""
+    return -(-count * bits // 8)
+
+
+def pack_bits(numbers: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Pack numbers below `2^bits`; unused bits of the last byte are 0."""
+    if bits in {0, 8}:
+        return numbers[: numbers.size if bits else 0]
+    per_byte = 8 // bits
+    padded = np.zeros(packed_size(numbers.size, bits) * per_byte, np.uint8)
+    padded[: numbers.size] = numbers
+    packed = padded[::per_byte].copy()
+    for place in range(1, per_byte):
+        packed |= padded[place::per_byte] << np.uint8(bits * place)
+    return packed
+
+
+def unpack_bits(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.uint8]:
+    """Undo `pack_bits`: the first `count` numbers of `packed_size(count, bits)` bytes; zeros for 0 bits."""
+    if bits == 8:
+        return packed
+    if bits == 0:
+        return np.zeros(count, np.uint8)
+    per_byte = 8 // bits
+    unpacked = np.empty((packed.size, per_byte), np.uint8)
+    for place in range(per_byte):
+        np.right_shift(packed, np.uint8(bits * place), out=unpacked[:, place])
+    unpacked &= np.uint8((1 << bits) - 1)
+    return unpacked.reshape(-1)[:count]
