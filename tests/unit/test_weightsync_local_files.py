@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.raw_chunks import RawChunk
+from weightsync.format.chunks import RawChunk
 from weightsync.receive.local_files import read_local
 from weightsync.receive.pull import PullError
 

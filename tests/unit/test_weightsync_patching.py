@@ -18,10 +18,10 @@ from weightsync_stack import RESOURCE
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import Encoding, encode
+from weightsync.format.chunks import RawChunk
 from weightsync.format.dtypes import DTYPES
-from weightsync.format.layout import Entry, place, render_header
 from weightsync.format.manifest import manifest_digest
-from weightsync.format.raw_chunks import RawChunk
+from weightsync.format.safetensors import Entry, place, render_header
 from weightsync.receive.delta_shard import DeltaShard
 from weightsync.receive.patching import PatchedFile, slice_digests
 from weightsync.receive.staging import StagingError

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from weightsync.format.dtypes import DTYPES, all_finite
-from weightsync.format.layout import LayoutError, parse_header, place, render_header
-from weightsync.format.scan import Scan
+from weightsync.format.safetensors import LayoutError, Scan, parse_header, place, render_header
 from weightsync.publish.shard_source import ShardSource
 
 TENSORS = {

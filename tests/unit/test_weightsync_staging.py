@@ -12,10 +12,9 @@ from weightsync_stack import equal_bits, manifest_of, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.chunks import ChunkError, make_chunk
-from weightsync.format.raw_chunks import RawChunk
+from weightsync.format.chunks import ChunkError, RawChunk, make_chunk
+from weightsync.format.safetensors import FileLayout, read_layout
 from weightsync.publish.shard_source import ShardSource
-from weightsync.receive.staged_file import FileLayout, read_layout
 from weightsync.receive.staging import StagingError, StagingFile
 
 V1 = Version(1, 1)

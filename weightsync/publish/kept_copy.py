@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import Encoding, encode
 from weightsync.format.dtypes import DTYPES
-from weightsync.format.layout import Entry, place, render_header
+from weightsync.format.safetensors import Entry, place, render_header
 from weightsync.publish.kept_file import KeptFile
 from weightsync.publish.shard_source import METADATA, TORCH_DTYPES, FileSource, tensor_bytes
 from weightsync.publish.slices import LocalSlice, entry_name, to_proto

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.dtypes import DTYPES
-from weightsync.format.layout import place, render_header
 from weightsync.format.names import check_tensor
+from weightsync.format.safetensors import place, render_header
 
 __all__ = ["METADATA", "TORCH_DTYPES", "FileSource", "ShardSource", "dtype_name", "tensor_bytes"]
 

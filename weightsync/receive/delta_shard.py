@@ -8,9 +8,9 @@ import numpy as np
 import xxhash
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.layout import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, Entry, LayoutError, parse_header
+from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import box, entry_name
-from weightsync.format.raw_chunks import RawChunk
+from weightsync.format.safetensors import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES, Entry, LayoutError, parse_header
 from weightsync.receive.staging import StagingError
 
 __all__ = ["DeltaShard"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sluice.host_files import PeerFileError, open_peer_file
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.raw_chunks import RawChunk
+from weightsync.format.chunks import RawChunk
 from weightsync.receive.pull import ChunkSink, PullError
 
 __all__ = ["is_local", "read_local"]

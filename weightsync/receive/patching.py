@@ -19,10 +19,9 @@ import xxhash
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import CodecError, Encoding, apply
 from weightsync.format.dtypes import DTYPES, all_finite
-from weightsync.format.layout import LayoutError
 from weightsync.format.manifest import Box, ManifestError, box, check_manifest, manifest_digest
+from weightsync.format.safetensors import LayoutError, read_layout
 from weightsync.receive.delta_shard import DeltaShard
-from weightsync.receive.staged_file import read_layout
 from weightsync.receive.staging import StagingError
 
 __all__ = ["Digests", "PatchedFile", "SliceKey", "slice_digests"]

@@ -16,8 +16,7 @@ from sluice.tasks import settle
 from sluice.v1 import common_pb2
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.backoff import Backoff
-from weightsync.format.chunks import ChunkError, ChunkSizeError
-from weightsync.format.raw_chunks import RawChunk, parse_pull_response
+from weightsync.format.chunks import ChunkError, ChunkSizeError, RawChunk, parse_pull_response
 
 __all__ = ["ChunkSink", "PullCall", "PullError", "PullLimits", "ShardRange", "pull_call", "pull_range"]
 

@@ -6,11 +6,10 @@ import os
 import threading
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.layout import Entry, LayoutError, render_header
+from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import ManifestError, check_manifest, entry_name, is_whole, manifest_digest
-from weightsync.format.raw_chunks import RawChunk
-from weightsync.format.scan import Scan
-from weightsync.receive.staged_file import FileLayout, write_all
+from weightsync.format.safetensors import Entry, FileLayout, LayoutError, Scan, render_header
+from weightsync.receive.staged_file import write_all
 
 __all__ = ["ShardSink", "StagingError", "StagingFile", "check_dense"]
 

@@ -9,9 +9,9 @@ import structlog
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.backoff import Backoff
-from weightsync.format.layout import LayoutError
+from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import ManifestError, check_manifest
-from weightsync.format.raw_chunks import RawChunk
+from weightsync.format.safetensors import LayoutError
 from weightsync.metrics import RELAYED_BYTES
 from weightsync.receive.pull import PullCall, PullError, PullLimits, ShardRange, pull_range
 from weightsync.service.commit import commit_version

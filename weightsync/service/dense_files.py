@@ -22,8 +22,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import CodecError, Encoding, apply
 from weightsync.format.dtypes import DTYPES, all_finite
-from weightsync.format.layout import HEADER_LENGTH_BYTES, Entry, LayoutError, parse_header, place, render_header
 from weightsync.format.manifest import box, entry_name, is_whole, manifest_digest
+from weightsync.format.safetensors import Entry, LayoutError, place, read_layout, render_header
 from weightsync.service.stored import StoredForm
 from weightsync.service.upload import Upload
 
@@ -168,15 +168,11 @@ def _read_patches(deltas: Sequence[StoredForm]) -> Mapping[str, list[_Patch]]:
 
 def _mapped_entries(path: Path) -> Iterator[tuple[str, Bytes]]:
     """Yield the entries of a safetensors file by name, mapped into memory."""
+    with path.open("rb") as file:
+        layout = read_layout(file.fileno())
     mapped = np.memmap(path, dtype=np.uint8, mode="r")
-    entries, data_begin = _layout(mapped)
-    for entry in entries:
-        yield entry.name, mapped[data_begin + entry.begin : data_begin + entry.end]
-
-
-def _layout(mapped: Bytes) -> tuple[list[Entry], int]:
-    data_begin = HEADER_LENGTH_BYTES + int.from_bytes(mapped[:HEADER_LENGTH_BYTES].tobytes(), "little")
-    return parse_header(mapped[HEADER_LENGTH_BYTES:data_begin].tobytes()), data_begin
+    for entry in layout.entries.values():
+        yield entry.name, mapped[layout.data_begin + entry.begin : layout.data_begin + entry.end]
 
 
 def _advance_file(
@@ -184,11 +180,13 @@ def _advance_file(
 ) -> pb.Shard:
     source = np.memmap(source_path, dtype=np.uint8, mode="r")
     target = np.memmap(target_path, dtype=np.uint8, mode="r+")
-    entries, data_begin = _layout(source)
+    with source_path.open("rb") as file:
+        layout = read_layout(file.fileno())
+    data_begin = layout.data_begin
     shard = pb.Shard(name=name, size_bytes=source.size)
     target[:data_begin] = source[:data_begin]
     whole = xxhash.xxh3_128(target[:data_begin].data)
-    for entry in entries:  # in the order of the file, so that its digest is computed in the same pass
+    for entry in layout.entries.values():  # in the order of the file, so that its digest is computed in the same pass
         if stop.is_set():
             raise StoppedError
         position = slice(data_begin + entry.begin, data_begin + entry.end)

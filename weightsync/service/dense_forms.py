@@ -16,7 +16,7 @@ import structlog
 
 from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end
-from weightsync.format.layout import LayoutError
+from weightsync.format.safetensors import LayoutError
 from weightsync.metrics import DENSE_SECONDS
 from weightsync.service.chain import PathStep, next_dense
 from weightsync.service.dense_files import DamagedDeltaError, StoppedError, apply_deltas

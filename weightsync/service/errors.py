@@ -9,8 +9,8 @@ import grpc
 from sluice.host_files import PeerFileError
 from sluice.rpc import SluiceError
 from weightsync.format.chunks import ChunkError, ChunkSizeError
-from weightsync.format.layout import LayoutError
 from weightsync.format.manifest import ManifestError
+from weightsync.format.safetensors import LayoutError
 from weightsync.service.ledger import RefusedError
 from weightsync.service.store import StoreLockedError
 from weightsync.service.upload import OffsetError, SupersededError

@@ -12,7 +12,7 @@ import xxhash
 from sluice.host_files import PeerFileError
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkSums, check_chunk
-from weightsync.format.scan import Scan, ScannedTensor
+from weightsync.format.safetensors import Scan, ScannedTensor
 
 __all__ = ["OffsetError", "SupersededError", "Upload"]
 

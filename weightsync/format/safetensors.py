@@ -1,0 +1,307 @@
+"""Safetensors files: the header, which says where each tensor's bytes lie, and a check of a file as its bytes arrive.
+
+Format: https://huggingface.co/docs/safetensors#format. The library reads whole files; a stream needs the header alone, as
+soon as its bytes are there, and a file that is being written needs it before the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from weightsync.format.dtypes import DTYPES, Dtype, all_finite
+from weightsync.format.names import BadNameError, check_tensor
+
+__all__ = [
+    "HEADER_LENGTH_BYTES",
+    "MAX_HEADER_BYTES",
+    "Entry",
+    "FileLayout",
+    "LayoutError",
+    "Scan",
+    "ScannedTensor",
+    "parse_header",
+    "place",
+    "read_layout",
+    "render_header",
+]
+
+HEADER_LENGTH_BYTES = 8
+"""A file begins with its header's length, little-endian."""
+
+MAX_HEADER_BYTES = 64 << 20
+"""Longest header that is read; half a million tensors fit. The library's own bound is 100 MB."""
+
+_METADATA = "__metadata__"
+
+
+class LayoutError(ValueError):
+    """The header is no valid safetensors header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file.
+
+    Attributes:
+        name: Its name in the file.
+        dtype: Data type as safetensors names it.
+        shape: Extent per dimension.
+        begin: First byte, counted from the end of the header.
+        end: Byte after the last.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
+
+
+def place(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[Entry]:
+    """Lay tensors (name, dtype, shape) one behind the other, in the given order."""
+    entries, position = [], 0
+    for name, dtype, shape in tensors:
+        size = math.prod(shape) * DTYPES[dtype].size
+        entries.append(Entry(name, dtype, shape, position, position + size))
+        position += size
+    return entries
+
+
+def render_header(
+    entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, length: int | None = None
+) -> bytes:
+    """Write the header, its length in front.
+
+    Args:
+        entries: The tensors.
+        metadata: Free facts of the file.
+        length: Bytes that the result must have, filled with blanks; None: up to the next multiple of 8, which keeps the data aligned.
+
+    Raises:
+        LayoutError: if it does not fit into ``length``.
+    """
+    table: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    for entry in entries:
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    needed = HEADER_LENGTH_BYTES + len(text)
+    total = -(-needed // 8) * 8 if length is None else length
+    if needed > total:
+        raise LayoutError(f"a header of {needed} bytes does not fit into {total}")
+    return (total - HEADER_LENGTH_BYTES).to_bytes(HEADER_LENGTH_BYTES, "little") + text.ljust(
+        total - HEADER_LENGTH_BYTES
+    )
+
+
+def parse_header(text: bytes | memoryview) -> list[Entry]:
+    """Read a header without its length, in order of position.
+
+    Raises:
+        LayoutError: if it is not JSON of the right form, or the tensors leave holes, overlap, or have another size than
+            their shape says.
+    """
+    try:
+        table = json.loads(bytes(text))
+        table.pop(_METADATA, None)
+        entries = [_entry(name, row) for name, row in table.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise LayoutError(f"not a safetensors header: {error}; write the shard with safetensors") from error
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    position = 0
+    for entry in entries:
+        if entry.begin != position:
+            raise LayoutError(
+                f"tensor {entry.name} begins at byte {entry.begin}, expected {position}: no holes, no overlap"
+            )
+        position = entry.end
+    return entries
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Where the tensors of a file lie.
+
+    Attributes:
+        data_begin: First byte behind the header.
+        entries: Its tensors by name, in order of position; positions count from `data_begin`.
+        size: Bytes of the file.
+    """
+
+    data_begin: int
+    entries: Mapping[str, Entry]
+    size: int
+
+
+def read_layout(descriptor: int) -> FileLayout:
+    """Read the header of an open safetensors file.
+
+    Raises:
+        LayoutError: if it is no safetensors file, or cut off.
+        OSError: if it cannot be read.
+    """
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, HEADER_LENGTH_BYTES, 0), "little")
+    begin = HEADER_LENGTH_BYTES + length
+    if length > MAX_HEADER_BYTES or begin > size:
+        raise LayoutError(f"a header of {length} bytes: not a safetensors file, or cut off")
+    text = os.pread(descriptor, length, HEADER_LENGTH_BYTES)
+    entries = parse_header(text)
+    end = begin + (entries[-1].end if entries else 0)
+    if end != size:
+        raise LayoutError(f"header and tensors make {end} bytes, the file has {size}")
+    return FileLayout(begin, {entry.name: entry for entry in entries}, size)
+
+
+def _entry(name: str, row: Mapping[str, Any]) -> Entry:
+    try:
+        check_tensor(name)
+    except BadNameError as error:
+        raise LayoutError(str(error)) from error
+    begin, end = row["data_offsets"]
+    shape = tuple(row["shape"])
+    numbers = (begin, end, *shape)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise LayoutError(f"tensor {name} has a size or position that is no natural number")
+    if row["dtype"] not in DTYPES:
+        raise LayoutError(f"tensor {name} has data type {row['dtype']!r}; known are {', '.join(DTYPES)}")
+    if end - begin != math.prod(shape) * DTYPES[row["dtype"]].size:
+        raise LayoutError(
+            f"tensor {name} of shape {list(shape)} and type {row['dtype']} cannot have {end - begin} bytes"
+        )
+    return Entry(name, row["dtype"], shape, begin, end)
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedTensor:
+    """A tensor whose bytes have all passed.
+
+    Attributes:
+        entry: Where it lies.
+        digest: xxh3-128 of its bytes, hexadecimal.
+        finite: Whether no element is NaN or infinite.
+    """
+
+    entry: Entry
+    digest: str
+    finite: bool
+
+
+class Scan:
+    """Consumes a file's bytes in order, whatever the cuts between them.
+
+    Args:
+        size: Bytes of the whole file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.position = 0
+        self.tensors: dict[str, ScannedTensor] = {}
+        self.entries: list[Entry] | None = None
+        self.data_begin = 0
+        self._head = bytearray()
+        self._next = 0
+        self._open: _OpenTensor | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether every byte has passed."""
+        return self.position == self.size
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Take the next bytes.
+
+        Raises:
+            LayoutError: if they are not those of a safetensors file of the announced size.
+        """
+        if self.position + len(data) > self.size:
+            raise LayoutError(f"more bytes than the announced {self.size}")
+        rest = memoryview(data)
+        if self.entries is None:
+            rest = self._feed_header(rest)
+        if self.entries is not None:
+            self._feed_tensors(self.entries, rest)
+        self.position += len(data)
+        if self.complete and self._next != len(self.entries or ()):
+            raise LayoutError(f"the file ends after {self.size} bytes, inside its header or a tensor")
+
+    def _feed_header(self, data: memoryview) -> memoryview:
+        """Collect header bytes; give back those behind the header."""
+        before = len(self._head)
+        self._head += data
+        if len(self._head) < HEADER_LENGTH_BYTES:
+            return data[len(data) :]
+        length = int.from_bytes(self._head[:HEADER_LENGTH_BYTES], "little")
+        self.data_begin = HEADER_LENGTH_BYTES + length
+        if length > MAX_HEADER_BYTES or self.data_begin > self.size:
+            raise LayoutError(f"a header of {length} bytes: not a safetensors file, or cut off")
+        if len(self._head) < self.data_begin:
+            return data[len(data) :]
+        entries = parse_header(memoryview(self._head)[HEADER_LENGTH_BYTES : self.data_begin])
+        data_size = entries[-1].end if entries else 0
+        if self.data_begin + data_size != self.size:
+            raise LayoutError(
+                f"header and tensors make {self.data_begin + data_size} bytes, not the announced {self.size}"
+            )
+        self._head = bytearray()
+        self.entries = entries
+        self._close_empty(entries)
+        return data[self.data_begin - before :]
+
+    def _feed_tensors(self, entries: list[Entry], data: memoryview) -> None:
+        while len(data):
+            if self._open is None:
+                self._open = _OpenTensor(entries[self._next])
+            taken = min(len(data), self._open.missing)
+            self._open.feed(data[:taken])
+            data = data[taken:]
+            if not self._open.missing:
+                self._close(self._open)
+                self._close_empty(entries)
+
+    def _close(self, tensor: _OpenTensor) -> None:
+        self.tensors[tensor.entry.name] = tensor.result()
+        self._open = None
+        self._next += 1
+
+    def _close_empty(self, entries: list[Entry]) -> None:
+        while self._next < len(entries) and not entries[self._next].size:
+            self._close(_OpenTensor(entries[self._next]))
+
+
+class _OpenTensor:
+    """A tensor in passing."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self.missing = entry.size
+        self._dtype: Dtype = DTYPES[entry.dtype]
+        self._hash = xxhash.xxh3_128()
+        self._finite = True
+        self._torn = b""
+
+    def feed(self, data: memoryview) -> None:
+        self.missing -= len(data)
+        self._hash.update(data)
+        if not self._finite or not self._dtype.non_finite:
+            return
+        if self._torn:  # an element was cut by the end of the last chunk
+            data = memoryview(self._torn + bytes(data))
+        whole = len(data) - len(data) % self._dtype.size
+        self._torn = bytes(data[whole:])
+        self._finite = all_finite(data[:whole], self._dtype)
+
+    def result(self) -> ScannedTensor:
+        return ScannedTensor(self.entry, self._hash.hexdigest(), self._finite)
