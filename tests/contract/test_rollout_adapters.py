@@ -291,7 +291,7 @@ async def test_weights_that_fail_to_load_under_an_adapter_leave_the_truth_about_
         raise EngineError("the weights could not be copied")
 
     monkeypatch.setattr(replica.engine._running, "swap", refuse)
-    await replica.sync.publisher.push(Version(1, 2), load_file(other / "model.safetensors"), deadline_s=TIMEOUT_S)
+    await replica.sync.push(Version(1, 2), load_file(other / "model.safetensors"), deadline_s=TIMEOUT_S)
     await until(lambda: "could not be copied" in replica.weights.status().last_error)
     assert Version.from_proto((await replica.status()).policy_version) == BASE
     request = rollout_pb2.SetWeightPolicyRequest(
