@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator_svc.envs.loading import load_environment
-from sluice.cli import quickstart_report
+from sluice.view import quickstart_report
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sums"
 
