@@ -12,7 +12,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import encode
 from weightsync.format.manifest import manifest_digest
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 
 
 class DeltaSource(ShardSource):

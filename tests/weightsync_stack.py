@@ -21,7 +21,7 @@ from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.format.chunks import make_chunk
 from weightsync.format.manifest import DenseTensor, version_digest
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 from weightsync.publisher import PushReport, WeightPublisher
 from weightsync.receiver import WeightReceiver
 from weightsync.service.delivery import WeightDeliveryServicer

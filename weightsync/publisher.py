@@ -23,12 +23,10 @@ from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
 from weightsync.format.manifest import ManifestError, box, check_sendable
 from weightsync.format.names import run_resource
-from weightsync.publish.kept_copy import Diff, KeptCopy
-from weightsync.publish.kept_file import HOST_DIRECTORY
+from weightsync.publish.kept_copy import HOST_DIRECTORY, Diff, KeptCopy
 from weightsync.publish.push import Destination, Form, PushReport, VersionPush, duration
 from weightsync.publish.ranks import Agreement, Frame, Ranks, agree, assign_slices, first_failure, total_bytes
-from weightsync.publish.shard_source import FileSource, ShardSource
-from weightsync.publish.slices import LocalSlice, local_slices, to_proto
+from weightsync.publish.shards import FileSource, LocalSlice, ShardSource, local_slices, to_proto
 
 __all__ = ["AdapterPublisher", "DeltaTrials", "PushReport", "Update", "WeightPublisher"]
 

@@ -16,7 +16,7 @@ from weightsync_stack import Stack, equal_bits, error_of, eventually, manifest_o
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 
 V1, V2, V3 = (Version(1, number) for number in (1, 2, 3))
 CONFIG = json.dumps({"peft_type": "LORA", "r": 4})

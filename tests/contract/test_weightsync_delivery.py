@@ -21,7 +21,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 from weightsync.publisher import WeightPublisher
 from weightsync.service.stored import read_form
 

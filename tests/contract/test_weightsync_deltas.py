@@ -15,7 +15,7 @@ from weightsync_stack import RESOURCE, Stack, error_of, running_stack, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 
 V1, V2, V3, V4 = (Version(1, number) for number in range(1, 5))
 

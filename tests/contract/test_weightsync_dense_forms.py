@@ -16,7 +16,7 @@ from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, 
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 from weightsync.service import dense_files
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from relay_stack import Node, push, running
 from weightsync_stack import RUN, eventually, running_stack, weights
 
 from sluice.versions import Version
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 from weightsync.publisher import AdapterPublisher, WeightPublisher
 
 pytestmark = pytest.mark.slow

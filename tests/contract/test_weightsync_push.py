@@ -17,7 +17,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import make_chunk
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 from weightsync.service.upload import Upload
 
 V1, V2 = Version(1, 1), Version(1, 2)

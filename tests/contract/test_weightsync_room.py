@@ -11,7 +11,7 @@ from weightsync_stack import RESOURCE, RUN, Stack, error_of, running_stack, weig
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 from weightsync.publisher import WeightPublisher
 
 ELEMENTS = 1 << 16

@@ -17,12 +17,10 @@ from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import Encoding, apply
 from weightsync.format.chunks import make_chunk
 from weightsync.format.manifest import ManifestError, entry_name
-from weightsync.publish.kept_copy import Diff, KeptCopy
-from weightsync.publish.kept_file import KeptFile, sweep
+from weightsync.publish.kept_copy import Diff, KeptCopy, KeptFile, sweep
 from weightsync.publish.push import wire_chunk
 from weightsync.publish.ranks import assign_slices, total_bytes
-from weightsync.publish.shard_source import tensor_bytes
-from weightsync.publish.slices import LocalSlice, local_slices, to_proto
+from weightsync.publish.shards import LocalSlice, local_slices, tensor_bytes, to_proto
 from weightsync.publisher import DeltaTrials
 
 WHOLE = 1 << 40
@@ -182,7 +180,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_not()
     program = """
 import os, signal, sys
 from pathlib import Path
-from weightsync.publish.kept_file import KeptFile
+from weightsync.publish.kept_copy import KeptFile
 file = KeptFile(4096, Path("/dev/shm"))
 print(file.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 
 from weightsync.format.dtypes import DTYPES, all_finite
 from weightsync.format.safetensors import LayoutError, Scan, parse_header, place, render_header
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 
 TENSORS = {
     "odd": torch.arange(7, dtype=torch.uint8),

@@ -14,7 +14,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, RawChunk, make_chunk
 from weightsync.format.safetensors import FileLayout, read_layout
-from weightsync.publish.shard_source import ShardSource
+from weightsync.publish.shards import ShardSource
 from weightsync.receive.staging import StagingError, StagingFile
 
 V1 = Version(1, 1)

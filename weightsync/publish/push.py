@@ -20,9 +20,9 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.format.manifest import manifest_digest
-from weightsync.publish.kept_file import KeptFile
+from weightsync.publish.kept_copy import KeptFile
 from weightsync.publish.ranks import Frame, Ranks, first_failure
-from weightsync.publish.shard_source import FileSource
+from weightsync.publish.shards import FileSource
 
 __all__ = ["Destination", "Form", "PushReport", "VersionPush", "duration", "wire_chunk"]
 
