@@ -7,10 +7,12 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from sluice.allocation import Allocation
-from sluice.config import CommonConfig, Section, ServerConfig
+from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
+from sluice.importable import importable
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay
 from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
+from trainer_svc.start_check import check_compiler, check_models
 
 __all__ = [
     "BASE",
@@ -233,10 +235,19 @@ class TrainerConfig(ComputeConfig):
         return {setting: model for setting, model in named.items() if model not in ("", BASE, IN_BATCH)}
 
     def check_start(self, run: CommonConfig) -> None:
-        """Refuse what no trainer could start with; see `Section.check_start`."""
-        from trainer_svc.start_check import check_trainer  # noqa: PLC0415  it reads the settings of this module
+        """Refuse settings that would make the trainer fail while it loads; see `Section.check_start`.
 
-        check_trainer(run, self)
+        Raises:
+            ConfigError: if a model is not there or cannot be shared out as `parallel` says, there is no compiler for `compile`,
+                or the module of an objective of the user's own is not there.
+        """
+        check_models({"model": run.model, **self.models_beside()}, self.parallel)
+        check_compiler(self)
+        module, separator, _ = self.objective.preset.partition(":")
+        if separator and not importable(module):
+            raise ConfigError(
+                f"trainer.objective.preset: there is no module {module!r}: install it, or put its directory on PYTHONPATH"
+            )
 
 
 CONFIG = TrainerConfig

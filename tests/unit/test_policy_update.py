@@ -17,10 +17,9 @@ from trainer_svc.engine.attention import PACKED_ATTENTION
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.trainable import keep_trainable, with_batch_facts
-from trainer_svc.update.columns import with_logprobs, with_values
+from trainer_svc.update.critic import with_values
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
-from trainer_svc.update.policy import PolicyUpdate
-from trainer_svc.update.report import update_report
+from trainer_svc.update.policy import PolicyUpdate, update_report, with_logprobs
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,12 @@ from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import Version
 from trainer_svc.checkpoint.batch_record import content_digest
-from trainer_svc.config import TrainerConfig
+from trainer_svc.config import IN_BATCH, TrainerConfig
 from trainer_svc.service.admission import RefusedError, Ticket
 from trainer_svc.service.consumption import Batch, OnStale, check_estimator
 from trainer_svc.service.convert import MAX_NAME, Expectations, Sample, convert
 from trainer_svc.service.queue import BatchQueue
 from trainer_svc.service.trainer import Trainer
-from trainer_svc.update.models import IN_BATCH
 
 __all__ = ["Intake"]
 

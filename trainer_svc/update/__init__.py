@@ -1,1 +1,1 @@
-"""One update of the policy from samples: what the objective needs is computed first, then the steps are made."""
+"""One update of the policy on a batch of samples."""

@@ -1,10 +1,10 @@
-"""The critic of PPO: what it minimises, alone or on the policy's trunk, and how well it does."""
+"""The critic of PPO: its loss, with its own network or on the policy's, its values, and how good they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,10 +17,10 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.surrogates import clipped_value_loss
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = ["CRITIC", "Critic", "value_facts"]
+__all__ = ["CRITIC", "Critic", "value_facts", "with_values"]
 
 CRITIC = "critic/"
-"""Begins the names of everything that is reported about the critic."""
+"""Prefix of the names of everything that is reported about the critic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Critic:
 
     Attributes:
         engine: A model of its own with head "value", or the policy's with head "both".
-        value_clip: How far a value may move in one update, in reward units; None: any way.
-        shared_coef: Weight of the value loss beside the policy's, where they share a trunk.
-        freeze_policy_steps: Optimizer steps that a critic of its own makes before the policy makes its first.
+        value_clip: How far a value may move in one update, in reward units; None: no bound.
+        shared_coef: Weight of the value loss beside the policy's, if they share a network.
+        freeze_policy_steps: Optimizer steps that a critic with its own network makes before the policy's first.
     """
 
     engine: TrainEngine
@@ -46,15 +46,15 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the critic still learns alone; its own steps tell, which checkpoints hold."""
+        """Whether the critic still learns alone, which its own steps decide: checkpoints hold them."""
         return self.engine.optimizer_steps < self.freeze_policy_steps
 
     def step(self, sequences: Rows[Sequence]) -> StepMetrics:
-        """One step of a critic of its own, on the mean value loss per token."""
+        """Make one step of a critic with its own network, on the mean value loss per token."""
         return self.engine.train_batch(sequences, self.loss, count_loss_tokens)
 
     def loss(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
-        """The summed value loss of a micro-batch; a `LossFn`.
+        """Return the summed value loss of a micro-batch; a `LossFn`.
 
         Raises:
             ValueError: if the batch lacks old values or returns, or the network values.
@@ -71,10 +71,10 @@ class Critic:
         }
 
     def beside(self, objective: Objective, sequences: Rows[Sequence], ranks: Ranks = ALONE) -> LossFn:
-        """The policy's loss and the value loss of one trunk, as one loss with the objective's divisor.
+        """Return the policy's loss and the value loss of a shared network as one loss with the objective's divisor.
 
         Args:
-            objective: The policy's.
+            objective: The policy's objective.
             sequences: This rank's share of the minibatch.
             ranks: All ranks that have a share.
         """
@@ -92,7 +92,7 @@ class Critic:
 
 
 def value_facts(sequences: Rows[Sequence], ranks: Ranks = ALONE) -> dict[str, float]:
-    """How well the critic knew a batch before it learned from it.
+    """Measure how well the critic predicted a batch before it learned from it.
 
     Args:
         sequences: This rank's rows, with values and returns.
@@ -132,3 +132,32 @@ def value_facts(sequences: Rows[Sequence], ranks: Ranks = ALONE) -> dict[str, fl
 
 def _explained(squares: Mapping[str, float]) -> dict[str, float]:
     return {"explained_variance": 1.0 - squares["errors"] / squares["returns"]} if squares["returns"] > 0 else {}
+
+
+def with_values(sequences: Rows[Sequence], engine: TrainEngine) -> tuple[list[Sequence], list[float]]:
+    """Add the critic's value of the state before each loss token; return also its value of the state after the last token.
+
+    Args:
+        sequences: This rank's rows.
+        engine: A network with a value head.
+
+    Returns:
+        The rows, and for each the value of its last state; 0 if the episode ended there.
+    """
+    read = engine.forward([_with_last_state(each) if each.truncated else each for each in sequences], values=True)
+    rows = [replace(each, values=values[: len(each)]) for each, values in zip(sequences, read, strict=True)]
+    after = [float(values[-1]) if each.truncated else 0.0 for each, values in zip(sequences, read, strict=True)]
+    return rows, after
+
+
+def _with_last_state(sequence: Sequence) -> Sequence:
+    """Return the row with one more loss token, which the last state predicts; the token itself is never forwarded."""
+    return Sequence(
+        input_ids=torch.cat([sequence.input_ids, sequence.input_ids[-1:]]),
+        loss_mask=torch.cat([sequence.loss_mask, torch.ones(1, dtype=torch.bool)]),
+        behaviour_logprobs=torch.cat([sequence.behaviour_logprobs, torch.full((1,), torch.nan)]),
+        advantages=torch.cat([sequence.advantages, torch.zeros(1)]),
+        temperature=sequence.temperature,
+        group_id=sequence.group_id,
+        trajectory_id=sequence.trajectory_id,
+    )

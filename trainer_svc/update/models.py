@@ -1,4 +1,4 @@
-"""The networks of one trainer: the policy and its critic, which learn, and the reference and the teacher, which do not."""
+"""The networks of one trainer: policy and critic, which learn; reference and teacher, which do not."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.update.critic import Critic
 from trainer_svc.update.policy import Passes, PolicyUpdate
 
-__all__ = ["IN_BATCH", "FrozenModels", "TrainedModels", "policy_update"]
+__all__ = ["FrozenModels", "TrainedModels", "policy_update"]
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModels:
-    """What optimizers change, and checkpoints hold.
+    """The networks that optimizers change and checkpoints hold.
 
     Attributes:
-        policy: The policy; with a value head beside its own where the critic shares its network.
-        critic: The critic's own network, where it has one.
+        policy: The policy; with a second head for values if the critic shares its network.
+        critic: The critic's own network, if it has one.
     """
 
     policy: TrainEngine
@@ -56,13 +56,13 @@ class TrainedModels:
 
     @property
     def by_name(self) -> dict[str, TrainEngine]:
-        """Those that there are; the policy first."""
+        """The loaded networks by name, the policy first."""
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenModels:
-    """What only ever computes log-probabilities: each takes 4 bytes per parameter, and nothing for an optimizer.
+    """Models that only compute log-probabilities: each takes 4 bytes per parameter, and nothing for an optimizer.
 
     Attributes:
         reference: The policy that a KL term pulls towards.
@@ -74,7 +74,7 @@ class FrozenModels:
 
     @classmethod
     def load(cls, config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE) -> Self:
-        """Load those that the objective reads and the batches do not bring.
+        """Load the models that the objective reads, unless the batches bring their log-probabilities.
 
         Args:
             config: The trainer's settings.
@@ -82,7 +82,7 @@ class FrozenModels:
             mesh: The processes that train together.
 
         Raises:
-            ValueError: if a model cannot be computed packed.
+            ValueError: if a model cannot compute packed rows.
         """
         objective = Objective.of(config.objective)
         named = {
@@ -98,7 +98,7 @@ class FrozenModels:
 
 
 def policy_update(config: TrainerConfig, trained: TrainedModels, frozen: FrozenModels, seed: int = 0) -> PolicyUpdate:
-    """What trains these models on a batch.
+    """Return the update that trains these models on a batch.
 
     Args:
         config: The trainer's settings.
@@ -123,7 +123,7 @@ def policy_update(config: TrainerConfig, trained: TrainedModels, frozen: FrozenM
 
 
 def _critic_config(config: TrainerConfig) -> ComputeConfig:
-    """The trainer's settings of computing with the critic's optimizer."""
+    """Return the trainer's compute settings with the critic's optimizer."""
     computing = {name: getattr(config, name) for name in ComputeConfig.model_fields}
     return ComputeConfig(**computing | {name: getattr(config.critic, name) for name in OptimizerConfig.model_fields})
 

@@ -1,7 +1,8 @@
-"""One update of the policy on one batch of samples."""
+"""One update of the policy on one batch: prepare the rows, make the optimizer steps, report."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from time import perf_counter
+from typing import Literal
 
 import torch
 
@@ -16,26 +18,26 @@ from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.aggregation import with_group_tokens
-from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.objective import Objective, finish
 from trainer_svc.objectives.prepare import check_columns, with_advantages, with_selection
 from trainer_svc.objectives.trainable import CAUSES, keep_trainable
 from trainer_svc.parallel.ranks import agree
-from trainer_svc.update.columns import with_logprobs, with_values
-from trainer_svc.update.critic import CRITIC, Critic, value_facts
+from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
 from trainer_svc.update.minibatches import split_by_group
-from trainer_svc.update.report import critic_report, update_report, warmup_report
 
-__all__ = ["Passes", "PolicyUpdate", "Updated"]
+__all__ = ["LogprobColumn", "Passes", "PolicyUpdate", "Updated", "update_report", "with_logprobs"]
+
+LogprobColumn = Literal["proximal_logprobs", "reference_logprobs", "teacher_logprobs"]
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How often a batch is gone through.
+    """How often an update trains on its batch.
 
     Attributes:
         epochs: Times that each sequence is trained on.
         minibatches: Optimizer steps per epoch; batches of fewer groups make fewer.
-        seed: Decides with the optimizer steps made before which groups share a minibatch.
+        seed: Decides, with the number of earlier optimizer steps, which groups share a minibatch.
     """
 
     epochs: int = 1
@@ -65,16 +67,16 @@ class Updated:
 class PolicyUpdate:
     """A policy, its objective and the models beside it: a batch of samples in, optimizer steps out.
 
-    First what the objective reads is computed under the weights as they are: reference and teacher, the proximal policy,
-    the critic's values, advantages that need them or the whole batch. Then the epochs are made, minibatch by minibatch.
+    `apply` first computes what the objective reads, with the weights as they are: reference and teacher, the proximal
+    policy, the critic's values, and the advantages that need them or the whole batch. Then it makes the epochs.
 
     Attributes:
         engine: The policy in training.
         objective: What is minimised.
         passes: Epochs and minibatches.
-        critic: Gives the values that gae reads, and learns.
+        critic: Computes the values that gae reads, and learns.
         reference: The frozen policy of a KL term, for rows that bring no log-probabilities of it; only its forward runs.
-        teacher: The model that distillation follows, likewise.
+        teacher: The model that distillation follows; only its forward runs.
     """
 
     engine: TrainEngine
@@ -97,11 +99,11 @@ class PolicyUpdate:
     def apply(self, sequences: Rows[Sequence]) -> Updated:
         """Train on a batch.
 
-        Tokens that lack what the objective reads leave the loss and its divisor, and are counted. Sequences whose advantages
-        are all zero are counted and, where the objective gives them no gradient, not forwarded.
+        Tokens that cannot be trained leave the loss and its divisor, and are counted. Sequences whose advantages are all zero
+        are counted and, if the objective gives them no gradient, not forwarded.
 
         Args:
-            sequences: This rank's share of the batch. For `proximal = loglinear` with `proximal_share`.
+            sequences: This rank's share of the batch; with `proximal_share` if the objective has `proximal = loglinear`.
 
         Raises:
             ValueError: if a token id is outside of the vocabulary, or a row lacks what the objective reads and no model
@@ -127,7 +129,7 @@ class PolicyUpdate:
         return replace(updated, metrics=metrics)
 
     def _with_frozen(self, sequences: Rows[Sequence]) -> list[Sequence]:
-        """The rows with what models say that never change."""
+        """Add the log-probabilities of the models that never change."""
         rows = list(sequences)
         if self.objective.resolved.needs_reference and self.reference is not None:
             rows = with_logprobs(rows, "reference_logprobs", self.reference)
@@ -136,12 +138,12 @@ class PolicyUpdate:
         return rows
 
     def _trainable(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], dict[str, int]]:
-        """The rows without the tokens that cannot be trained, where each has all columns that are read later."""
+        """Check that each row has every column that is read later, and drop the tokens that cannot be trained."""
         check_columns(sequences, self.objective.resolved)
         return keep_trainable(sequences, self.objective.resolved)
 
     def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
-        """The rows with what the weights in training say now, and the advantages and selections that follow from it."""
+        """Add what the weights in training give before the first step, and the advantages and selections that follow."""
         objective, ranks = self.objective.resolved, self.engine.ranks
         after = None
         if objective.needs_proximal:
@@ -188,13 +190,16 @@ class PolicyUpdate:
         return replace(report, measured={**report.measured, **learned}, seconds={**report.seconds, "critic": critic_s})
 
     def _epochs(self, rows: list[Sequence], before: int) -> list[list[list[int]]]:
-        """The places of the rows in each minibatch of each epoch; the seed of their cuts depends on the steps made before, so that a resumed run cuts alike."""
+        """Return the places of the rows in each minibatch of each epoch.
+
+        The seed depends on the number of earlier steps, so that a resumed run cuts the same minibatches.
+        """
         seeds = [f"{self.passes.seed}/{before}/{epoch}" for epoch in range(self.passes.epochs)]
         count, ranks = self.passes.minibatches, self.engine.ranks
         return [split_by_group(rows, count, seed=seed, ranks=ranks) for seed in seeds]
 
     def _judged(self, rows: Rows[Sequence]) -> StepMetrics:
-        """The policy's loss and how far it is from the engine, of a forward pass alone."""
+        """Return the policy's loss and its distance from the sampler, from a forward pass alone."""
         objective = self.objective
         return self.engine.eval_batch(rows, objective.loss, objective.weight, entropy=objective.entropy)
 
@@ -206,7 +211,7 @@ class PolicyUpdate:
             if self.critic is not None and shared
             else self.objective.loss,
             self.objective.weight,
-            # On a common trunk every sequence teaches the value head something.
+            # With a shared trunk every sequence trains the value head.
             contributes=None if shared else self.objective.contributes,
             entropy=self.objective.entropy,
         )
@@ -240,10 +245,158 @@ def _advantage_sums(sequences: Rows[Sequence]) -> dict[str, float]:
 
 
 def _shares(facts: Mapping[str, float]) -> dict[str, float]:
-    """The shares of the loss tokens by the sign of their advantage, beside what is reported as it is; tokens that were dropped."""
+    """Return the shares of loss tokens with positive and with negative advantages, and the other facts that are not 0."""
     measured = {name: value for name, value in facts.items() if value or not name.startswith("dropped_tokens/")}
     tokens = measured.pop("tokens")
     positive, negative = measured.pop("positive"), measured.pop("negative")
     if tokens:
         measured |= {"advantage_positive": positive / tokens, "advantage_negative": negative / tokens}
     return measured
+
+
+def with_logprobs(sequences: Rows[Sequence], column: LogprobColumn, engine: TrainEngine) -> list[Sequence]:
+    """Add a model's log-probabilities to the rows that lack them.
+
+    Every rank calls this, also one whose rows lack nothing: the model may be sharded over several.
+
+    Args:
+        sequences: This rank's rows.
+        column: The column to fill.
+        engine: The model; only its forward pass runs.
+
+    Raises:
+        ValueError: if a token id is outside of the model's vocabulary.
+    """
+    wanting = [index for index, each in enumerate(sequences) if getattr(each, column) is None]
+    found = engine.forward([sequences[index] for index in wanting])
+    filled = list(sequences)
+    for index, logprobs in zip(wanting, found, strict=True):
+        filled[index] = replace(sequences[index], **{column: logprobs})
+    return filled
+
+
+# Reports.
+
+
+FIRST_FORWARD = ("mismatch_kl", "max_abs_log_difference", "effective_sample_size", "chi_square")
+"""Measures of the distance between trainer and sampler; they hold for the weights that the update began with."""
+
+
+def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
+    """Return the report of a whole update.
+
+    Loss and gradient norm are means over the steps that were applied (over all, if none was), sizes are those of the batch,
+    work and seconds are sums. `mismatch_kl` and what goes with it come from the first step that forwarded tokens at all,
+    as its forward pass sees the weights that the update began with; where there were several steps, `mismatch_kl_last` is
+    that of the last one.
+
+    Args:
+        epochs: The steps of each epoch, at least one; sums whose names begin with ``critic/`` are left out.
+    """
+    steps = [step for epoch in epochs for step in epoch]
+    applied = [step for step in steps if not step.skipped] or steps
+    began = next((step for step in steps if step.sums.get("gap_tokens")), steps[0])
+    first, last = finish(_policy_sums([began])), finish(_policy_sums(steps[-1:]))
+    measured = finish(_policy_sums(steps)) | {name: first[name] for name in FIRST_FORWARD if name in first}
+    if len(steps) > 1:
+        measured |= {f"{name}_last": last[name] for name in ("mismatch_kl",) if name in last}
+    return replace(
+        steps[0],
+        loss=_mean(step.loss for step in applied),
+        grad_norm=_mean(step.grad_norm for step in applied),
+        learning_rate=steps[-1].learning_rate,
+        skipped=all(step.skipped for step in steps),
+        sequences=sum(step.sequences for step in epochs[0]),
+        tokens=sum(step.tokens for step in epochs[0]),
+        loss_tokens=sum(step.loss_tokens for step in epochs[0]),
+        forward_tokens=sum(step.forward_tokens for step in steps),
+        micro_batches=sum(step.micro_batches for step in steps),
+        padding_fraction=_weighted([step.padding_fraction for step in steps], [step.forward_tokens for step in steps]),
+        seconds=_summed([step.seconds for step in steps]),
+        sums=_policy_sums(steps),
+        flops=None if steps[0].flops is None else sum(step.flops or 0.0 for step in steps),
+        peak_memory_bytes=max((step.peak_memory_bytes or 0.0 for step in steps), default=None),
+        measured=measured
+        | {
+            "optimizer_steps": float(sum(not step.skipped for step in steps)),
+            "skipped_steps": float(sum(step.skipped for step in steps)),
+        },
+    )
+
+
+def warmup_report(judged: StepMetrics, critic_steps: Rows[StepMetrics]) -> StepMetrics:
+    """Return the report of an update in which the critic learned alone.
+
+    Gradient norm and learning rate are the policy's, and 0. The batch counts as skipped if all of the critic's steps were.
+
+    Args:
+        judged: A forward pass of the policy on the batch.
+        critic_steps: The critic's steps, at least one.
+    """
+    report = update_report([[judged]])
+    none_made = {"optimizer_steps": 0.0, "skipped_steps": 0.0}
+    return replace(
+        report, skipped=all(step.skipped for step in critic_steps), measured={**report.measured, **none_made}
+    )
+
+
+def critic_report(steps: Rows[StepMetrics], *, shared: bool) -> dict[str, float]:
+    """Return what is reported about the critic's steps.
+
+    Returns:
+        `critic/value_loss`, `critic/value_error` (root mean square, in reward units) and `critic/value_clip_fraction`; of a
+        critic of its own also `critic/grad_norm`, `critic/learning_rate` and `critic/skipped_steps`.
+    """
+    sums = _merged([_critic_sums(step) if shared else step.sums for step in steps])
+    tokens = sums.get("tokens", 0.0)
+    report: dict[str, float] = {}
+    if tokens:
+        report = {
+            "value_loss": sums["loss"] / tokens,
+            "value_error": (sums["error"] / tokens) ** 0.5,
+            "value_clip_fraction": sums["value_clipped"] / tokens,
+        }
+    if steps and not shared:
+        report |= {
+            "grad_norm": _mean(step.grad_norm for step in steps),
+            "learning_rate": steps[-1].learning_rate,
+            "skipped_steps": float(sum(step.skipped for step in steps)),
+        }
+    return {CRITIC + name: value for name, value in report.items()}
+
+
+def _policy_sums(steps: Rows[StepMetrics]) -> dict[str, float]:
+    return _merged([{k: v for k, v in step.sums.items() if not k.startswith(CRITIC)} for step in steps])
+
+
+def _critic_sums(step: StepMetrics) -> dict[str, float]:
+    return {name.removeprefix(CRITIC): value for name, value in step.sums.items() if name.startswith(CRITIC)}
+
+
+def _merged(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up sums; of names that begin with ``max_`` take the maximum."""
+    merged: dict[str, float] = {}
+    for table in tables:
+        for name, value in table.items():
+            before = merged.get(name)
+            merged[name] = (
+                value if before is None else max(before, value) if name.startswith("max_") else before + value
+            )
+    return merged
+
+
+def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    totals: Counter[str] = Counter()
+    for table in tables:
+        totals.update(table)
+    return dict(totals)
+
+
+def _mean(values: Iterable[float]) -> float:
+    given = list(values)
+    return sum(given) / len(given)
+
+
+def _weighted(values: Rows[float], weights: Rows[int]) -> float:
+    total = sum(weights)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total if total else 0.0
