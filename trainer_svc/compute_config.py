@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from sluice.config import Section
 
-__all__ = ["ComputeConfig", "LoraConfig", "OptimizerConfig", "ParallelConfig", "check_decay"]
+__all__ = [
+    "ComputeConfig",
+    "LoraConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Precision",
+    "check_decay",
+    "frozen_precision",
+    "on_device",
+]
+
+Precision = Literal["auto", "float32", "bfloat16"]
+"""Precision of a forward pass, or in which weights are kept; auto decides by the device."""
+
+_Compute = TypeVar("_Compute", bound="ComputeConfig")
 
 
 class OptimizerConfig(Section):
@@ -134,9 +148,9 @@ class LoraConfig(Section):
         (),
         description="Last parts of the names of the layers that get factors, such as q_proj,v_proj; empty: all linear layers of the blocks.",
     )
-    base_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32",
-        description="Precision in which the frozen linear layers are kept. bfloat16 needs `dtype` bfloat16, in which they are computed anyhow: half the memory, the same results.",
+    base_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision in which the frozen linear layers are kept. bfloat16 needs `dtype` bfloat16, in which they are computed anyhow: half the memory, the same results. auto: bfloat16 on CUDA where `dtype` is, else float32.",
     )
     merge: bool | Literal["auto"] = Field(
         "auto",
@@ -168,8 +182,9 @@ class ComputeConfig(OptimizerConfig):
         ge=1,
         description="Most logits (tokens x vocabulary) alive at once, 4 bytes each; those beyond are made again in the backward pass.",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass: less memory, a third more time."
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        "auto",
+        description="Recompute activations in the backward pass: less memory, a third more time. auto: on CUDA, not on a CPU.",
     )
     attention: Literal["auto", "sdpa", "varlen"] = Field(
         "auto",
@@ -236,3 +251,33 @@ class ComputeConfig(OptimizerConfig):
                 "optimizer_offload steps on the CPU, which is too slow for Muon's matrix products: set optimizer to adamw, or optimizer_offload to false"
             )
         return self
+
+
+def on_device(config: _Compute, device: str) -> _Compute:
+    """Return the settings with a value in place of each `auto` that depends on the device.
+
+    On CUDA memory is what limits a run, so that activations are recomputed and frozen weights kept in bfloat16. A setting that
+    was given stays.
+
+    Args:
+        config: The settings.
+        device: Kind of the device that computes: cpu or cuda.
+    """
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    recompute = device == "cuda" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
+    base = frozen_precision(config.lora.base_dtype, dtype, device)
+    lora = config.lora.model_copy(update={"base_dtype": base})
+    return config.model_copy(update={"dtype": dtype, "gradient_checkpointing": recompute, "lora": lora})
+
+
+def frozen_precision(setting: Precision, dtype: Precision, device: str) -> Precision:
+    """Return the precision in which weights that no optimizer changes are kept.
+
+    Args:
+        setting: What the settings say.
+        dtype: Precision of the forward pass.
+        device: Kind of the device that computes: cpu or cuda.
+    """
+    if setting != "auto":
+        return setting
+    return "bfloat16" if device == "cuda" and dtype == "bfloat16" else "float32"

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from sluice.allocation import Allocation
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.importable import importable
-from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, check_decay
+from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, Precision, check_decay
 from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
 from trainer_svc.start_check import check_compiler, check_models
@@ -43,7 +43,11 @@ class ReferenceConfig(Section):
 
     model: str = Field(
         "",
-        description="`base`: the model that the run starts from; a Hugging Face directory or hub id; or `batch`: every trajectory brings ref_logprobs. A model takes 4 bytes per parameter and one forward pass per batch. Empty: none.",
+        description="`base`: the model that the run starts from; a Hugging Face directory or hub id; or `batch`: every trajectory brings ref_logprobs. A model takes one forward pass per batch. Empty: none.",
+    )
+    dtype: Precision = Field(
+        "auto",
+        description="Precision in which a model's matrices are kept: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16, in which they are computed anyhow. auto: bfloat16 on CUDA where `trainer.dtype` is, else float32.",
     )
 
 
@@ -52,7 +56,11 @@ class TeacherConfig(Section):
 
     model: str = Field(
         "",
-        description="A Hugging Face directory or hub id with the policy's tokenizer; or `batch`: every trajectory brings teacher_logprobs. A model takes 4 bytes per parameter and one forward pass per batch. Empty: none.",
+        description="A Hugging Face directory or hub id with the policy's tokenizer; or `batch`: every trajectory brings teacher_logprobs. A model takes one forward pass per batch. Empty: none.",
+    )
+    dtype: Precision = Field(
+        "auto",
+        description="Precision in which a model's matrices are kept: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16, in which they are computed anyhow. auto: bfloat16 on CUDA where `trainer.dtype` is, else float32.",
     )
 
 

@@ -14,13 +14,13 @@ import torch
 
 from trainer_svc.batch.rows import MicroBatch, Sequence
 from trainer_svc.batch.shapes import Scalar
-from trainer_svc.compute_config import ComputeConfig
+from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
 from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
 from trainer_svc.engine.kernels import choose_kernels
-from trainer_svc.engine.loading import load_network
+from trainer_svc.engine.loading import freeze, load_network
 from trainer_svc.engine.lora import attach_adapter
-from trainer_svc.engine.network import Entropy, Head, resolve_device, resolve_dtype
+from trainer_svc.engine.network import DTYPES, Entropy, Head, resolve_device
 from trainer_svc.engine.optimizers import build_optimizers
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.engine.schedule import learning_rate
@@ -55,6 +55,7 @@ class TrainEngine:
         seed: Seed of PyTorch's generators.
         head: What the network has on top: "language", "value" or "both".
         mesh: The processes that train together, from `trainer_svc.parallel.mesh.join`.
+        frozen: Precision in which the weights of a model are kept that only computes; None: the model is trained.
     """
 
     def __init__(
@@ -65,24 +66,27 @@ class TrainEngine:
         *,
         head: Head = "language",
         mesh: Mesh = SINGLE,
+        frozen: Precision | None = None,
     ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         torch.manual_seed(seed)
-        self.config = config
         self.mesh = mesh
         self.ranks = mesh.ranks
         self.model_dir = str(model_dir)
         self.device = mesh.device or resolve_device(config.device)
+        self.config = config = on_device(config, torch.device(self.device).type)
         network = load_network(
             self.model_dir,
             self.device if mesh.weights is None else torch.device("cpu"),
             head=head,
-            dtype=resolve_dtype(config.dtype, self.device),
+            dtype=DTYPES[config.dtype],
             logit_cells=config.logit_cells,
-            gradient_checkpointing=config.gradient_checkpointing,
+            gradient_checkpointing=config.gradient_checkpointing is True and frozen is None,
             read=mesh.weights is None,
         )
+        if frozen is not None:
+            freeze(network, DTYPES[frozen_precision(frozen, config.dtype, torch.device(self.device).type)])
         network, self.adapter = attach_adapter(network, config.lora)
         laid_out = spread(network, mesh, config.parallel)
         self.network = choose_kernels(laid_out, config.attention, compiled=config.compile)

@@ -14,7 +14,7 @@ from trainer_svc.engine.probe import check_packing
 from trainer_svc.engine.rope import fix_frequencies
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 
-__all__ = ["load_network"]
+__all__ = ["freeze", "load_network"]
 
 CPU = torch.device("cpu")
 
@@ -115,3 +115,29 @@ def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: AN
         model.value_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.zeros_(model.value_head.weight)
     return model
+
+
+def freeze(network: Network, dtype: torch.dtype) -> None:
+    """Make a network one that only ever computes, in place: its weights have no gradient.
+
+    In bfloat16 its matrices are kept as they are computed anyhow; vectors stay float32, and so do hidden states between layers.
+
+    Args:
+        network: Not yet cut over processes.
+        dtype: Precision in which matrices are kept.
+
+    Raises:
+        ValueError: if that is bfloat16 and the forward pass is not.
+    """
+    network.model.requires_grad_(requires_grad=False)
+    if dtype == torch.float32:
+        return
+    if network.compute_dtype != dtype:
+        raise ValueError(
+            "a frozen model's dtype is bfloat16, but the forward pass is float32: set trainer.dtype to bfloat16"
+        )
+    for module in network.model.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding) and module is not network.value_head:
+            module.to(dtype)
+    embedding = network.model.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, __, output: output.float())

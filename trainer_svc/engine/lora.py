@@ -212,7 +212,7 @@ def _targets(network: Network, config: LoraConfig) -> list[str]:
 
 def _store_base(network: Network, config: LoraConfig) -> None:
     """Keep the frozen linear layers in the precision that they are computed in: half the memory, the same results."""
-    if config.base_dtype == "float32":
+    if config.base_dtype != "bfloat16":
         return
     if network.compute_dtype != torch.bfloat16:
         raise ValueError("lora.base_dtype is bfloat16, but the forward pass is float32: set dtype to bfloat16")

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from trainer_svc.parallel.context import Context
     from trainer_svc.parallel.fsdp import Root
 
-__all__ = ["Entropy", "Head", "Network", "resolve_device", "resolve_dtype"]
+__all__ = ["DTYPES", "Entropy", "Head", "Network", "resolve_device"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""PyTorch's types by our names."""
 
 Head = Literal["language", "value", "both"]
 """What a network has on top: logits of tokens, one value per token, or both on one trunk."""
@@ -37,16 +40,6 @@ def resolve_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but PyTorch finds no CUDA device: set device to auto or cpu")
     return torch.device(name)
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision of the forward pass that a config names: auto, float32 or bfloat16."""
-    compute = {
-        "auto": torch.bfloat16 if device.type == "cuda" else torch.float32,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-    }
-    return compute[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def distill(config: DistillConfig, report: Report, mesh: Mesh = SINGLE) -> Summa
 
 def _taught(config: DistillConfig, data: Data, mesh: Mesh) -> Data:
     """Return the data with the teacher's log-probabilities. The teacher's memory is free when this returns."""
-    teacher = build_engine(config.model_copy(update={"lora": LoraConfig()}), config.teacher, mesh=mesh)
+    teacher = build_engine(config.model_copy(update={"lora": LoraConfig()}), config.teacher, mesh=mesh, frozen=True)
 
     def with_teacher(examples: Examples) -> Examples:
         return precompute_logprobs(teacher, examples, "teacher_logprobs")
@@ -201,7 +201,7 @@ def load_examples(config: OfflineConfig, load: Load, renderer: ChatRenderer) -> 
 
 
 def build_engine(
-    config: OfflineConfig, model: str = "", *, head: Head = "language", mesh: Mesh = SINGLE
+    config: OfflineConfig, model: str = "", *, head: Head = "language", mesh: Mesh = SINGLE, frozen: bool = False
 ) -> TrainEngine:
     """Load the engine of this process.
 
@@ -210,12 +210,15 @@ def build_engine(
         model: Directory or hub id to load; empty for the model to start from.
         head: Head of the network: "language", "value" or "both".
         mesh: The processes that train together.
+        frozen: Whether the model only computes.
 
     Raises:
         ConfigError: if the model does not load, or the settings do not fit it, the device or the processes.
     """
     try:
-        return TrainEngine(config, model or config.model, config.seed, head=head, mesh=mesh)
+        return TrainEngine(
+            config, model or config.model, config.seed, head=head, mesh=mesh, frozen="auto" if frozen else None
+        )
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot load the model {model or config.model}: {reason_of(error)}") from error
     except ValueError as error:

@@ -62,7 +62,7 @@ class TrainedModels:
 
 @dataclass(frozen=True, slots=True)
 class FrozenModels:
-    """Models that only compute log-probabilities: each takes 4 bytes per parameter, and nothing for an optimizer.
+    """Models that only compute log-probabilities: each takes 4 bytes per parameter (2 in bfloat16), and nothing for an optimizer.
 
     Attributes:
         reference: The policy that a KL term pulls towards.
@@ -131,9 +131,13 @@ def _critic_config(config: TrainerConfig) -> ComputeConfig:
 def _frozen(config: TrainerConfig, source: str | Path, name: str, mesh: Mesh) -> TrainEngine:
     # An optimizer that is never stepped holds nothing; the other kinds set memory aside.
     settings = config.model_copy(update={"optimizer": "adamw", "optimizer_offload": False, "lora": LoraConfig()})
-    engine = TrainEngine(settings, source, head="language", mesh=mesh)
-    parameters = sum(each.numel() for each in engine.network.model.parameters())
+    engine = TrainEngine(settings, source, head="language", mesh=mesh, frozen=getattr(config, name).dtype)
+    weights = list(engine.network.model.parameters())
     log.info(
-        "frozen model loaded", use=name, model=str(source), parameters=parameters, gib=round(parameters * 4 / 2**30, 3)
+        "frozen model loaded",
+        use=name,
+        model=str(source),
+        parameters=sum(each.numel() for each in weights),
+        gib=round(sum(each.numel() * each.element_size() for each in weights) / 2**30, 3),
     )
     return engine
