@@ -28,6 +28,7 @@ from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.kernels import compile_layers
+from trainer_svc.engine.layout import spread
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.local_part import local_part
 from trainer_svc.engine.lora import attach_adapter
@@ -35,7 +36,6 @@ from trainer_svc.engine.outputs import Outputs, count_loss_tokens
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.dims import ParallelDims
-from trainer_svc.parallel.layout import spread
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join, make_mesh
 from trainer_svc.update.policy import PolicyUpdate
 
@@ -86,6 +86,7 @@ CASES = {
         "llama", GSPO, ragged_batch(seed=5), {"token_budget": 150, "parallel": {"accumulate": "sharded"}}
     ),
     "grpo tied": Case("tied", GRPO, ragged_batch(seed=6), {"token_budget": 150, "gradient_checkpointing": True}),
+    "grpo smollm3": Case("smollm3", GRPO, ragged_batch(seed=11), {"token_budget": 150}),
     "values qwen3": Case("qwen3", values_and_tokens, ragged_batch(seed=7), {"token_budget": 300}, "both"),
     "critic llama": Case("llama", values_alone, ragged_batch(seed=9), {"token_budget": 300}, "value"),
     "adapter qwen3": Case("qwen3", GRPO, ragged_batch(seed=10), {"token_budget": 300, "lora": {"rank": 4}}),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sluice.config import ConfigError
 from sluice.models import check_files, check_model, sizes_on_disk
-from trainer_svc.parallel.fits import check_fits
+from trainer_svc.parallel.dims import check_fits
 
 if TYPE_CHECKING:
     from trainer_svc.compute_config import ComputeConfig, ParallelConfig

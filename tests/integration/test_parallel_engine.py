@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, SmolLM3Config
 
 from sluice.cli.init_model import ModelShape, init_model
 
@@ -31,7 +31,7 @@ MORE = (*CASES, "adapter qwen3")
 TWO = {
     "dp_shard=2": MORE,
     "dp_replicate=2": CASES,
-    "tp=2": CASES,
+    "tp=2": (*CASES, "grpo smollm3"),  # an architecture known by transformers' plan alone
     "cp=2": (*MORE, "grpo tied by aot_eager"),  # its weights are sharded as well, and activations computed again
     "pp=2": (*CASES, "gspo llama by eager"),
 }
@@ -66,6 +66,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     # Several files in half precision, as large models have.
     AutoModelForCausalLM.from_config(llama).bfloat16().save_pretrained(root / "llama", max_shard_size="20KB")
+    smollm3 = SmolLM3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,  # the last one without rotary positions
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(smollm3).save_pretrained(root / "smollm3")
     return root
 
 

@@ -38,7 +38,7 @@ def test_the_rest_goes_to_shards(dims: ParallelDims) -> None:
 @pytest.mark.parametrize(
     ("sizes", "world_size", "told"),
     [
-        ({"tp": 2}, 3, "3 processes are no multiple of dp_replicate x tp x cp x pp = 2"),
+        ({"tp": 2}, 3, "3 processes are not a multiple of dp_replicate x tp x cp x pp = 2"),
         ({"dp_shard": 2}, 4, "makes 2 processes, but there are 4"),
         ({"tp": 2, "pp": 2, "dp_shard": 1}, 1, "start that many"),
     ],

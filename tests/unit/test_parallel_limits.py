@@ -6,12 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from pydantic import ValidationError
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import LlamaConfig, Phi3Config, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
-from trainer_svc.parallel.fits import check_heads
+from trainer_svc.parallel.dims import check_heads, tensor_plan
 from trainer_svc.parallel.mesh import join
 from trainer_svc.parallel.tensor import check_divides
 
@@ -40,9 +40,21 @@ def test_a_size_that_does_not_divide_is_named(tp, what):
         check_divides(built(LlamaConfig(**SIZES)), tp)
 
 
-def test_an_unknown_architecture_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="knows llama, mistral, qwen2, qwen3, not gemma2"):
-        check_divides(built(Gemma2Config(**SIZES, head_dim=4)), 3)
+def test_every_architecture_that_transformers_splits_by_columns_and_rows_is_taken():
+    for model_type in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "smollm3", "granite"):
+        plan = tensor_plan(model_type)
+        assert plan["self_attn.q_proj"] == "colwise"
+        assert plan["mlp.down_proj"] == "rowwise"
+    assert tensor_plan("qwen3")["self_attn.q_norm"] == "replicated_with_grad_allreduce"
+
+
+def test_an_architecture_that_cannot_be_split_is_refused_with_the_reason():
+    with pytest.raises(
+        ValueError, match=r"phi3 models splits modules by colwise_gather_output, .* set trainer\.parallel\.tp to 1"
+    ):
+        check_divides(built(Phi3Config(**SIZES, pad_token_id=0)), 3)
+    with pytest.raises(ValueError, match="no tensor-parallel plan for gpt2 models"):
+        tensor_plan("gpt2")
 
 
 def test_the_layers_of_an_adapter_are_refused():

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM
 
-from trainer_svc.parallel.fits import layer_shares
-from trainer_svc.parallel.stages import cut_stage, tied_weight
+from trainer_svc.parallel.dims import stage_layers
+from trainer_svc.parallel.pipeline import cut_stage, tied_weight
 
 
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_stages_share_all_layers_in_order_and_evenly(layers: int, stages: int) -> None:
     if layers < stages:
         with pytest.raises(ValueError, match=r"set trainer\.parallel\.pp"):
-            layer_shares(layers, stages)
+            stage_layers(layers, stages)
         return
-    shares = layer_shares(layers, stages)
+    shares = stage_layers(layers, stages)
     assert [layer for share in shares for layer in share] == list(range(layers))
     sizes = [len(share) for share in shares]
     assert max(sizes) - min(sizes) <= 1

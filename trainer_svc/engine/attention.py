@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from trainer_svc.batch.attention_plan import AttentionPlan
 from trainer_svc.engine.prefix_attention import fits, prefix_attention
 from trainer_svc.engine.varlen_attention import varlen_attention
+from trainer_svc.parallel.context import Context
 
 __all__ = ["PACKED_ATTENTION", "packed_attention"]
 
@@ -39,6 +40,7 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     packed: AttentionPlan,
+    context: Context | None = None,
     varlen: bool = False,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -54,6 +56,7 @@ def packed_attention(
         value: As `key`.
         attention_mask: Must be None: the plan says what attends to what.
         packed: The plan of the micro-batch.
+        context: The processes that share the row; then each tensor holds this process's slice of the packed tokens.
         varlen: Whether to use the kernel for sequences of varying length.
         scaling: Factor on the scores; None means 1 / sqrt(head_dim).
         dropout: Probability of dropping a score; must be 0.
@@ -76,6 +79,9 @@ def packed_attention(
             f"{type(module).__name__} drops attention scores (dropout {dropout:g}), which no memory-efficient kernel does on every"
             " device: set attention_dropout to 0 in the model's config.json"
         )
+    slice_tokens = query.shape[2]
+    if context is not None:
+        query, key, value = context.gather_tokens((query, key, value), len(packed.sources))
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     if varlen and packed.ragged is not None:
         whole = varlen_attention(*rows, packed.ragged, scaling=scaling, sliding_window=sliding_window)
@@ -83,6 +89,8 @@ def packed_attention(
         whole = prefix_attention(*rows, packed.prefixes, scaling=scaling)
     else:
         whole = _block_attention(*rows, packed, scaling=scaling, sliding_window=sliding_window)
+    if context is not None:
+        whole = context.scatter_tokens(whole, slice_tokens)
     return whole.unsqueeze(0), None
 
 

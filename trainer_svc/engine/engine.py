@@ -18,6 +18,7 @@ from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precisio
 from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
 from trainer_svc.engine.kernels import choose_kernels
+from trainer_svc.engine.layout import runner_of, shared_by_stages, spread
 from trainer_svc.engine.loading import freeze, load_network
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import DTYPES, Entropy, Head, resolve_device
@@ -28,10 +29,9 @@ from trainer_svc.engine.shares import micro_batches
 from trainer_svc.engine.state import state_room, state_tensors
 from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
 from trainer_svc.engine.throughput import Meter
-from trainer_svc.parallel.gradients import clip, total_norm
-from trainer_svc.parallel.layout import runner_of, shared_by_stages, spread
+from trainer_svc.parallel.fsdp import clip, total_norm
 from trainer_svc.parallel.mesh import SINGLE, Mesh
-from trainer_svc.parallel.tensor import partial_parameters, sum_partial
+from trainer_svc.parallel.tensor import sum_partial_gradients
 
 if TYPE_CHECKING:  # training needs no gRPC
     from sluice.versions import Version
@@ -197,7 +197,7 @@ class TrainEngine:
                 # A batch without gradient still lets AdamW's moments decay, as one with a zero gradient does.
                 parameter.grad = torch.zeros_like(parameter)
         if self.mesh.tensor is not None:
-            sum_partial(partial_parameters(self.network.model), self.mesh.tensor.get_group())
+            sum_partial_gradients(self.network.model, self.mesh.tensor.get_group())
         gradients = [parameter.grad for parameter in parameters]
         loss = record.totals()["step/loss"]
         twice = None if self._in_two_stages is None else self._in_two_stages.grad

@@ -14,8 +14,9 @@ from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.network import Entropy, Network
 from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.step_metrics import StepRecord
+from trainer_svc.parallel.pipeline import InFlight, Stage
 
-__all__ = ["LossOf", "OneByOne", "Runner", "abandoned_on_error", "kept_company"]
+__all__ = ["LossOf", "OneByOne", "Pipelined", "Runner"]
 
 LossOf: TypeAlias = Callable[[Outputs, MicroBatch], Scalar]
 """A micro-batch's share of the global loss."""
@@ -75,6 +76,106 @@ class OneByOne:
                 take(self.network.outputs(moved, entropy=entropy), moved)
         if self.network.root is not None:
             self.network.root.settle()
+
+
+class Pipelined:
+    """Passes micro-batches through the stages of a pipeline, of which this process is one.
+
+    The last stage computes the loss. It then gives its outputs to the other stages, which compute the loss again without a
+    gradient, so that every process reports the same step.
+
+    Args:
+        network: This stage's part of the network.
+        stage: This process's place in the pipeline.
+        tied: This stage's copy of a weight that the first and the last stage share.
+        reshard: Whether sharded weights that were gathered for a micro-batch are given back before the next.
+    """
+
+    def __init__(
+        self, network: Network, stage: Stage, tied: torch.nn.Parameter | None = None, *, reshard: bool = True
+    ) -> None:
+        self.network = network
+        self.reshard = reshard
+        self._stage = stage
+        self._tied = tied
+
+    def train(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
+        """See `Runner`."""
+        moved = [batch.to(self.network.device) for batch in batches]
+        outputs: list[Outputs] = []
+        open_backwards = len(moved)
+
+        def forward(number: int, states: torch.Tensor | None) -> InFlight:
+            batch = moved[number]
+            with record.phase("forward"):
+                if not self._stage.is_last:
+                    return InFlight(states, self.network.under_root(self._states, batch, states))
+                output = Outputs(*self.network.under_root(self._outputs, batch, states, entropy))
+                outputs.append(output)
+                loss = loss_of(output, batch)
+                return InFlight(states, loss if batch.sequences else kept_company(loss, output))
+
+        def backward(done: InFlight, gradient: torch.Tensor | None) -> torch.Tensor | None:
+            nonlocal open_backwards
+            open_backwards -= 1
+            if self.network.root is not None:
+                self.network.root.reduce(now=open_backwards == 0, keep=not self.reshard)
+            with record.phase("backward"):
+                torch.autograd.backward(done.result, None if gradient is None else gradient.to(done.result.dtype))
+                return None if done.states is None else done.states.grad
+
+        with abandoned_on_error(self.network):
+            self._stage.train([self.network.local_tokens(batch) for batch in moved], forward, backward)
+        with torch.no_grad():
+            for batch, output in zip(moved, self._shared(moved, outputs, entropy), strict=True):
+                if not self._stage.is_last:
+                    loss_of(output, batch)
+        if self._tied is not None:
+            self._stage.add_tied_gradients(self._tied)
+
+    def evaluate(
+        self, batches: Rows[MicroBatch], take: Callable[[Outputs, MicroBatch], object], *, entropy: Entropy = "none"
+    ) -> None:
+        """See `Runner`."""
+        moved = [batch.to(self.network.device) for batch in batches]
+        outputs: list[Outputs] = []
+        with abandoned_on_error(self.network), torch.no_grad():
+            for batch in moved:
+                states = self._stage.receive(self.network.local_tokens(batch))
+                if self._stage.is_last:
+                    outputs.append(Outputs(*self.network.under_root(self._outputs, batch, states, entropy)))
+                else:
+                    self._stage.send(self.network.under_root(self._states, batch, states))
+            for batch, output in zip(moved, self._shared(moved, outputs, entropy), strict=True):
+                take(output, batch)
+        if self.network.root is not None:
+            self.network.root.settle()
+
+    def _states(self, batch: MicroBatch, states: torch.Tensor | None) -> torch.Tensor:
+        return self.network.hidden(batch, states=states)
+
+    def _outputs(
+        self, batch: MicroBatch, states: torch.Tensor | None, entropy: Entropy
+    ) -> tuple[torch.Tensor | None, ...]:
+        read = self.network.read(self._states(batch, states), batch, entropy=entropy)
+        return read.logprobs, read.entropy, read.values
+
+    def _shared(self, batches: list[MicroBatch], outputs: list[Outputs], entropy: Entropy) -> list[Outputs]:
+        """Return the outputs of the last stage, on every stage and without their gradient."""
+        network = self.network
+        columns = {
+            "logprobs": network.language,
+            "entropy": network.language and entropy != "none",
+            "values": network.has_values,
+        }
+        shared: list[Outputs] = []
+        for place, batch in enumerate(batches):
+            received: dict[str, torch.Tensor] = {}
+            for name in (name for name, there in columns.items() if there):
+                column = getattr(outputs[place], name) if outputs else torch.empty_like(batch.temperatures)
+                received[name] = self._stage.broadcast(column)
+            shared.append(Outputs(**received))
+        return shared
 
 
 @contextmanager

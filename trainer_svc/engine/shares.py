@@ -10,7 +10,6 @@ from trainer_svc.batch.packing import empty_batch, pack, tokens_to_forward
 from trainer_svc.batch.rows import MicroBatch, Sequence
 from trainer_svc.engine.network import Network
 from trainer_svc.engine.outputs import LossWeight
-from trainer_svc.parallel.agreement import check_same_rows
 from trainer_svc.parallel.ranks import agree
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def micro_batches(
     Raises:
         ValueError: if a token id is outside of the vocabulary, on any rank.
     """
-    check_same_rows(sequences, engine.mesh)
+    engine.mesh.check_same_rows(sequences)
 
     def packed() -> tuple[list[MicroBatch], float]:
         _check_ids(sequences, engine.network.vocabulary)

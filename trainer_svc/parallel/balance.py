@@ -1,13 +1,13 @@
-"""Which rows each data-parallel rank gets, so that all of them have about as much to compute. Pure.
+"""Distribute rows over data-parallel ranks so that all ranks have about as much to compute. Pure.
 
-A step takes as long as its slowest rank. Rows are weighed by the floating-point operations of their forward pass:
-linear layers by tokens, attention by pairs of tokens. Rows of a group that begin alike are forwarded once where they
-are together, so that whole groups are dealt out, then halves of groups, quarters and so on down to single rows, and the
-deal with the lightest slowest rank is taken.
+A step takes as long as its slowest rank. A row costs the floating-point operations of its forward pass: linear layers by
+tokens, attention by pairs of tokens. Rows of a group on one rank forward their common beginning once. So this tries whole
+groups first, then halves of groups, quarters and so on down to single rows, and takes the distribution whose slowest rank
+has the least to do.
 
-Each deal goes from heavy to light to the lightest rank (longest processing time first, Graham 1969). The slowest rank
-of the result has at most the mean of all ranks, counting every row as forwarded alone, and (1 - 1 / ranks) of the
-heaviest row; with `whole_groups`, of the heaviest group.
+Each distribution gives the heaviest part to the lightest rank (longest processing time first, Graham 1969). The slowest rank
+then has at most the mean of all ranks, counting every row as forwarded alone, plus (1 - 1 / ranks) of the heaviest row; with
+`whole_groups`, of the heaviest group.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ SIZES = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Names that transformers' configurations give to the sizes of a decoder."""
+"""Names of a decoder's sizes in transformers' configurations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Operations of a forward pass; a backward pass has twice as many of each kind.
+    """Floating-point operations of a forward pass. A backward pass has twice as many of each kind.
 
     Attributes:
-        token: Of one token in the linear layers.
-        pair: Of one token that attends to one other.
-        loss_token: Of one loss token in the output layer.
+        token: For one token in the linear layers.
+        pair: For one token that attends to another.
+        loss_token: For one loss token in the output layer.
     """
 
     token: float
@@ -53,7 +53,7 @@ class Cost:
 
     @classmethod
     def of(cls, model: object) -> Self:
-        """The cost in floating-point operations for a decoder's configuration; that of `TOKENS` if it names no such sizes.
+        """Return the cost for a decoder's configuration; `TOKENS` if the configuration lacks one of `SIZES`.
 
         Args:
             model: A configuration of transformers. Experts count as one MLP.
@@ -76,7 +76,7 @@ TOKENS = Cost(1.0)
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What a row costs: the tokens that it shares with its group, which are paid once, and all else."""
+    """The cost of a row: of the tokens that it shares with its group, which a rank pays once, and of everything else."""
 
     group: int
     shared: float
@@ -92,38 +92,41 @@ def balance(
     whole_groups: bool = False,
     contributes: Callable[[Sequence], bool] | None = None,
 ) -> list[list[int]]:
-    """Deal rows out to ranks.
+    """Distribute rows over ranks.
 
     Args:
         rows: Any number of rows.
         shares: Number of ranks, at least 1.
         cost: What a row costs.
-        fold: Whether a group's common beginning is forwarded once per rank.
+        fold: Whether a rank forwards a group's common beginning once.
         whole_groups: Never split a group over ranks, for losses that compare its rows.
-        contributes: As of `TrainEngine.train_batch`: rows without a gradient are not forwarded and weigh nothing.
+        contributes: See `TrainEngine.train_batch`: rows without a gradient are not forwarded and cost nothing.
 
     Returns:
-        Places of the rows in each share, ascending; the same rows give the same shares.
+        The places of each rank's rows, ascending. The same rows always give the same result.
 
     Raises:
         ValueError: if there are no ranks.
     """
     if shares < 1:
-        raise ValueError(f"rows cannot be dealt out to {shares} ranks: give 1 or more")
+        raise ValueError(f"rows cannot be distributed over {shares} ranks: give 1 or more")
     weighed, groups = _weigh(rows, cost, contributes, fold=fold)
     largest = max(map(len, groups), default=1)
-    pieces = [1]
-    while not whole_groups and pieces[-1] < largest:
-        pieces.append(pieces[-1] * 2)
-    deals = [_deal(weighed, [part for group in groups for part in _cut(group, count)], shares) for count in pieces]
-    best = min(deals, key=lambda deal: max(_load(weighed, share) for share in deal))
+    part_counts = [1]
+    while not whole_groups and part_counts[-1] < largest:
+        part_counts.append(part_counts[-1] * 2)
+    candidates = [
+        _distribute(weighed, [part for group in groups for part in _split_group(group, count)], shares)
+        for count in part_counts
+    ]
+    best = min(candidates, key=lambda each: max(_load(weighed, share) for share in each))
     return [sorted(share) for share in best]
 
 
 def _weigh(
     rows: Rows[Sequence], cost: Cost, contributes: Callable[[Sequence], bool] | None, *, fold: bool
 ) -> tuple[list[_Row], list[list[int]]]:
-    """The cost of each row, and the rows of each group; a row without a group is one of its own."""
+    """Return the cost of each row, and the rows of each group; a row without a group is a group of its own."""
     members: dict[object, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         members[row.group_id or place].append(place)
@@ -141,25 +144,25 @@ def _weigh(
     return [weighed[place] for place in range(len(rows))], groups
 
 
-def _cut(group: list[int], count: int) -> Iterable[list[int]]:
-    """A group in at most `count` parts of about as many rows."""
+def _split_group(group: list[int], count: int) -> Iterable[list[int]]:
+    """Split a group into at most `count` parts with about equally many rows."""
     count = min(count, len(group))
     return (group[part * len(group) // count : (part + 1) * len(group) // count] for part in range(count))
 
 
-def _deal(weighed: Rows[_Row], parts: Rows[list[int]], shares: int) -> list[list[int]]:
+def _distribute(weighed: Rows[_Row], parts: Rows[list[int]], shares: int) -> list[list[int]]:
     loads = [_load(weighed, part) for part in parts]
-    dealt: list[list[int]] = [[] for _ in range(shares)]
+    taken: list[list[int]] = [[] for _ in range(shares)]
     heap = [(0.0, share) for share in range(shares)]
     for number in sorted(range(len(parts)), key=lambda number: -loads[number]):
         load, share = heapq.heappop(heap)
-        dealt[share] += parts[number]
+        taken[share] += parts[number]
         heapq.heappush(heap, (load + loads[number], share))
-    return dealt
+    return taken
 
 
 def _load(weighed: Rows[_Row], places: Iterable[int]) -> float:
-    """What rows cost together: the shared beginning of each group once."""
+    """Return what rows cost together: the shared beginning of each group counts once."""
     shared: dict[int, float] = {}
     own = 0.0
     for place in places:

@@ -1,9 +1,8 @@
 """Context parallelism: the processes of a group share each packed row of tokens (Ulysses, arXiv 2309.14509).
 
-Outside of attention each process holds an equal slice of the row's tokens. Attention needs all tokens of a sequence, but
-its heads are independent: before it, slices of tokens of all heads are exchanged for all tokens of a share of the
-heads, after it back again. In between runs the same packed attention as in one process, so that folded prompts and
-sequences that cross slices need no care.
+Outside of attention each process holds an equal slice of the row's tokens. Attention needs all tokens of a sequence, but its
+heads are independent. So before attention the processes exchange their slices of tokens of all heads for all tokens of a
+share of the heads, and after attention back again. Attention itself runs as in one process, on the whole packed row.
 """
 
 from __future__ import annotations
@@ -17,17 +16,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface
 
-from trainer_svc.batch.attention_plan import AttentionPlan
 from trainer_svc.batch.rows import MicroBatch
 from trainer_svc.batch.shapes import Indices, PerToken
-from trainer_svc.engine.attention import packed_attention
 
-__all__ = ["EXCHANGED_ATTENTION", "Context", "exchanged_attention"]
-
-EXCHANGED_ATTENTION = "sluice_exchanged"
-"""The name under which transformers finds the function."""
+__all__ = ["Context"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +28,30 @@ class Context:
     """The processes that share a row of tokens.
 
     Attributes:
-        group: They, in the order of their slices.
+        group: The processes, in the order of their slices.
     """
 
     group: dist.ProcessGroup
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return int(dist.get_world_size(self.group))
 
     def width(self, batch: MicroBatch) -> int:
-        """Tokens of a slice, the cells behind the row's end included."""
+        """Return the tokens of a slice, including the cells behind the row's end."""
         return math.ceil(batch.packed_tokens / self.size)
 
     def share(self, batch: MicroBatch) -> tuple[MicroBatch, Indices]:
-        """This process's slice of a micro-batch.
+        """Return this process's slice of a micro-batch.
 
         Returns:
-            The micro-batch with tokens and loss tokens of the slice alone; attention's plan is still that of the whole row.
-            And the places of its loss tokens among all.
+            The micro-batch with the tokens and loss tokens of the slice, but the attention plan of the whole row; and the
+            places of the slice's loss tokens among all.
         """
         width = self.width(batch)
         start = width * dist.get_rank(self.group)
-        # Counted on the host: how many there are decides shapes, and asking the device would wait for it.
+        # Found on the host, since their number decides shapes: asking the device would wait for it.
         places = np.flatnonzero((batch.predictor_places >= start) & (batch.predictor_places < start + width))
         own, device = torch.from_numpy(places), batch.predictors.device
         own = own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own
@@ -74,28 +67,60 @@ class Context:
         return part, own
 
     def gather(self, columns: Rows[PerToken | None], own: Indices, tokens: int) -> list[PerToken | None]:
-        """Columns over all loss tokens from those of the slices; a gradient goes to the own slice alone.
+        """Join the slices' columns into columns over all loss tokens; gradients flow back to this process's slice only.
 
         Args:
             columns: Outputs at the loss tokens of this slice; the same ones are None in every process.
-            own: Their places among all.
-            tokens: Loss tokens in all.
+            own: The places of these loss tokens among all.
+            tokens: Number of all loss tokens.
         """
         given = [column for column in columns if column is not None]
         whole = iter(_Gather.apply(torch.stack(given, 1), own, tokens, self.group).unbind(1) if given else ())
         return [None if column is None else next(whole) for column in columns]
 
+    def gather_tokens(self, states: Rows[torch.Tensor], tokens: int) -> list[torch.Tensor]:
+        """Exchange this slice's tokens of all heads for all tokens of this process's share of the heads.
+
+        Args:
+            states: Queries, keys and values of shape [1, heads, slice, head_dim]. The number of query heads divides by the
+                number of processes; key-value heads are repeated if theirs does not.
+            tokens: Tokens of the row without the cells behind its end.
+
+        Returns:
+            Shape [1, share of the heads, tokens, head_dim] each.
+        """
+        spread = [each.repeat_interleave(math.lcm(each.shape[1], self.size) // each.shape[1], 1) for each in states]
+        # One exchange for all of them: [process, its heads of each, slice, head_dim].
+        parts = torch.cat([each[0].unflatten(0, (self.size, -1)) for each in spread], 1)
+        whole = _Exchange.apply(parts, self.group).transpose(0, 1).flatten(1, 2).unsqueeze(0)[:, :, :tokens]
+        return list(whole.split([each.shape[1] // self.size for each in spread], 1))
+
+    def scatter_tokens(self, output: torch.Tensor, slice_tokens: int) -> torch.Tensor:
+        """Exchange all tokens of this process's share of the heads for this slice's tokens of all heads.
+
+        Args:
+            output: What attention gave, of shape [tokens, share of the heads, head_dim].
+            slice_tokens: Tokens of a slice.
+
+        Returns:
+            Shape [slice, heads, head_dim].
+        """
+        behind = self.size * slice_tokens - output.shape[0]
+        whole = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, behind))
+        heads = _Exchange.apply(whole.unflatten(0, (self.size, -1)), self.group)
+        return heads.transpose(0, 1).flatten(1, 2)
+
 
 def _slice(row: torch.Tensor, start: int, width: int) -> torch.Tensor:
-    """Cells of a row of shape [1, packed]; zeros behind its end, which belong to no sequence."""
+    """Return cells of a row of shape [1, packed]; behind its end zeros, which belong to no sequence."""
     part = row[:, start : start + width]
-    piece = row.new_zeros((1, width))  # not a view: compiled layers are compiled once more for its strides
-    piece[:, : part.shape[1]] = part
-    return piece
+    cells = row.new_zeros((1, width))  # a copy, since compiled layers would be compiled again for a view's strides
+    cells[:, : part.shape[1]] = part
+    return cells
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
-    """Rows of all slices in their places; each process's loss is the whole one, so that its gradient is its slice's."""
+    """Put the rows of all slices in their places. Every process computes the whole loss, so it needs only its slice's gradient."""
 
     @staticmethod
     def forward(
@@ -117,48 +142,8 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
         return gradient.index_select(0, own), None, None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # layers are compiled around it, as around packed_attention
-def exchanged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    packed: AttentionPlan,
-    context: Context,
-    **options: Any,  # noqa: ANN401  what packed_attention takes
-) -> tuple[torch.Tensor, None]:
-    """As `packed_attention`, for a slice of the tokens.
-
-    Args:
-        module: The attention layer that calls.
-        query: Shape [1, heads, slice, head_dim]; the number of heads divides by the number of processes.
-        key: Shape [1, key-value heads, slice, head_dim]; heads are repeated where they do not divide.
-        value: As `key`.
-        attention_mask: Must be None.
-        packed: The plan of the whole row.
-        context: Who shares it.
-        options: See `packed_attention`.
-
-    Returns:
-        The output of shape [1, slice, heads, head_dim], and None for the weights.
-    """
-    repeat = math.lcm(key.shape[1], context.size) // key.shape[1]
-    spread = [query, *(tensor.repeat_interleave(repeat, 1) for tensor in (key, value))]
-    # One exchange for all three: [process, its heads of each, slice, head_dim].
-    parts = torch.cat([tensor[0].unflatten(0, (context.size, -1)) for tensor in spread], 1)
-    tokens = _Exchange.apply(parts, context.group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
-    real = tokens[:, :, : len(packed.sources)]  # without the cells behind the row's end
-    q, k, v = real.split([tensor.shape[1] // context.size for tensor in spread], 1)
-    output, _ = packed_attention(module, q, k, v, attention_mask, packed=packed, **options)
-    whole = torch.nn.functional.pad(output[0], (0, 0, 0, 0, 0, tokens.shape[2] - output.shape[1]))
-    heads = _Exchange.apply(whole.unflatten(0, (context.size, -1)), context.group)
-    return heads.transpose(0, 1).flatten(1, 2).unsqueeze(0), None
-
-
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
-    """Give row i to process i and take its row of this process's number; its own inverse and transpose."""
+    """Give row i to process i, and take from it its row of this process's number. Its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ANN401
@@ -176,6 +161,3 @@ def _exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     taken = torch.empty_like(given)
     dist.all_to_all_single(taken, given, group=group)
     return taken
-
-
-AttentionInterface.register(EXCHANGED_ATTENTION, exchanged_attention)

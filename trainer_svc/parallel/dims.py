@@ -1,4 +1,4 @@
-"""How many processes each axis of parallelism has, and which of them a rank is. Pure: imports no torch."""
+"""The axes of parallelism: their sizes, the place of a rank, and whether a model fits them. Pure; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,45 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+from sluice.models import ModelSizes
 from trainer_svc.compute_config import ParallelConfig
 
-__all__ = ["MESH_AXES", "ParallelDims"]
+__all__ = [
+    "COLUMNS",
+    "MESH_AXES",
+    "PARTIAL",
+    "ROWS",
+    "ParallelDims",
+    "check_fits",
+    "check_heads",
+    "check_tensor",
+    "stage_layers",
+    "tensor_plan",
+]
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of the device mesh, the slowest first: ranks beside each other, on one host, share the axis that talks most."""
+"""Axes of the device mesh, the slowest first: neighbouring ranks, on one host, share the axis that communicates most."""
+
+LAYER = "layers.*."
+"""Begins the names of a decoder layer's modules in transformers' plans."""
+
+COLUMNS, ROWS = "colwise", "rowwise"
+"""transformers' names for splitting a matrix by its output or by its input columns."""
+
+PARTIAL = "replicated_with_grad_allreduce"
+"""transformers' name for a module that every process has whole but applies to its own heads, so that gradients add up."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """A mesh of processes; every rank has a place on each axis.
+    """The sizes of a mesh of processes.
 
     Attributes:
         dp_replicate: Copies of the sharded model.
-        dp_shard: Processes that one copy's weights, gradients and optimizer state are cut into (FSDP2).
+        dp_shard: Processes that one copy's weights, gradients and optimizer state are sharded over (FSDP2).
         tp: Processes that share each matrix product.
         cp: Processes that share each packed row of tokens.
-        pp: Stages that share the layers.
+        pp: Pipeline stages that share the layers.
     """
 
     dp_replicate: int = 1
@@ -40,20 +61,20 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Self:
-        """The mesh of a job.
+        """Return the mesh of a job.
 
         Args:
-            config: The table `trainer.parallel`; a `dp_shard` of -1 takes the processes that the other axes leave.
-            world_size: Processes that there are.
+            config: The table `trainer.parallel`; `dp_shard = -1` takes the processes that the other axes leave.
+            world_size: Number of processes.
 
         Raises:
-            ValueError: if the axes do not make up `world_size`.
+            ValueError: if the product of the axes is not `world_size`.
         """
         fixed = config.dp_replicate * config.tp * config.cp * config.pp
         if config.dp_shard == -1:
             if world_size % fixed:
                 raise ValueError(
-                    f"{world_size} processes are no multiple of dp_replicate x tp x cp x pp = {fixed}: change"
+                    f"{world_size} processes are not a multiple of dp_replicate x tp x cp x pp = {fixed}: change"
                     " trainer.parallel, or start a multiple of them (torchrun --nproc-per-node)"
                 )
             dp_shard = world_size // fixed
@@ -79,30 +100,116 @@ class ParallelDims:
 
     @property
     def data_parallel(self) -> int:
-        """Processes with different rows: `dp_replicate` x `dp_shard`; the others repeat the rows of one of them."""
+        """Processes with different rows: `dp_replicate` x `dp_shard`. All others have the same rows as one of these."""
         return self.dp_replicate * self.dp_shard
 
     def place(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis, counted from 0; ranks count the last axis of `MESH_AXES` fastest."""
+        """Return the place of a rank on each axis, from 0; the last axis of `MESH_AXES` changes fastest."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is none of {self.world_size}")
+            raise ValueError(f"rank {rank} does not exist: there are {self.world_size} processes")
         place: dict[str, int] = {}
         for name in reversed(MESH_AXES):
             rank, place[name] = divmod(rank, getattr(self, name))
         return place
 
     def data_rank(self, rank: int) -> int:
-        """Which of the `data_parallel` shares of a batch a rank trains on."""
+        """Return which of the `data_parallel` shares of a batch a rank trains on."""
         place = self.place(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     def ranks_of(self, data_rank: int) -> Iterable[int]:
-        """Ranks that train on the same share of a batch, in ascending order."""
+        """Return the ranks that train on the same share of a batch, in ascending order."""
         return (rank for rank in range(self.world_size) if self.data_rank(rank) == data_rank)
 
     def __str__(self) -> str:
-        """Axes of more than one process, such as ``dp_shard 4 x tp 2``; ``one process`` where there is none."""
+        """Return the axes of more than one process, such as ``dp_shard 4 x tp 2``; ``one process`` if there are none."""
         return (
             " x ".join(f"{name} {getattr(self, name)}" for name in MESH_AXES if getattr(self, name) > 1)
             or "one process"
         )
+
+
+def check_fits(sizes: ModelSizes, parallel: ParallelConfig) -> None:
+    """Refuse a model that the axes cannot share. An unknown size is not checked.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    if parallel.tp > 1 and sizes.model_type:
+        check_tensor(sizes, parallel.tp)
+    if parallel.cp > 1 and sizes.heads is not None:
+        check_heads(sizes.heads, parallel.tp, parallel.cp)
+    if parallel.pp > 1 and sizes.layers is not None:
+        stage_layers(sizes.layers, parallel.pp)
+
+
+def check_tensor(sizes: ModelSizes, tp: int) -> None:
+    """Refuse a model that tensor parallelism cannot split.
+
+    Raises:
+        ValueError: if transformers has no plan for the architecture that can be followed, or `tp` does not divide its sizes.
+    """
+    tensor_plan(sizes.model_type)
+    named = {
+        "attention heads": sizes.heads,
+        "key-value heads": sizes.key_heads,
+        "columns of the MLP": sizes.inner,
+    }
+    for name, size in named.items():
+        if size is not None and size % tp:
+            raise ValueError(
+                f"tp is {tp}, which does not divide the model's {size} {name}: set trainer.parallel.tp to a divisor of it"
+            )
+
+
+def tensor_plan(model_type: str) -> dict[str, str]:
+    """Return transformers' own plan for the layers of an architecture: how each module is split, by its name in a layer.
+
+    Raises:
+        ValueError: if there is no plan, or a module is split in another way than by columns or rows.
+    """
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415  takes seconds, and only tensor parallelism needs it
+
+    whole = (CONFIG_MAPPING[model_type].base_model_tp_plan if model_type in CONFIG_MAPPING else None) or {}
+    plan = {name.removeprefix(LAYER): style for name, style in whole.items() if name.startswith(LAYER)}
+    remedy = "set trainer.parallel.tp to 1 and use dp_shard or cp instead"
+    if not plan:
+        raise ValueError(f"transformers has no tensor-parallel plan for {model_type} models: {remedy}")
+    others = sorted(set(plan.values()) - {COLUMNS, ROWS, PARTIAL})
+    if others:
+        raise ValueError(
+            f"the tensor-parallel plan of {model_type} models splits modules by {', '.join(others)}, but the trainer splits by"
+            f" columns or rows only: {remedy}"
+        )
+    return plan
+
+
+def check_heads(heads: int, tp: int, cp: int) -> None:
+    """Refuse heads that context parallelism (Ulysses) cannot share out.
+
+    Raises:
+        ValueError: if `cp` does not divide the heads of one tensor-parallel process.
+    """
+    if heads // tp % cp:
+        fitting = [size for size in range(1, heads // tp + 1) if heads // tp % size == 0]
+        raise ValueError(
+            f"cp is {cp}, but a process has {heads // tp} attention heads to share out ({heads} over tp {tp}): set"
+            f" trainer.parallel.cp to one of {', '.join(map(str, fitting))}"
+        )
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """Return the layers of each stage, in order. If they do not divide evenly, the first stages have one more.
+
+    The last stage never has one more, since it has the head besides.
+
+    Raises:
+        ValueError: if there are fewer layers than stages.
+    """
+    if layers < stages:
+        raise ValueError(
+            f"{layers} layers cannot be shared by {stages} stages: set trainer.parallel.pp to {layers} or less"
+        )
+    least, more = divmod(layers, stages)
+    ends = [(stage + 1) * least + min(stage + 1, more) for stage in range(stages)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]

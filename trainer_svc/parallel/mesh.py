@@ -1,10 +1,14 @@
-"""The processes of one trainer: who shares the weights, who shares a row of tokens, who has other rows."""
+"""The processes of one trainer: which of them share weights, rows of tokens, or layers, and how they meet at start."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
+import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from itertools import groupby
 
@@ -12,15 +16,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.parallel.dims import MESH_AXES, ParallelDims
-from trainer_svc.parallel.meeting import fresh_store
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 __all__ = ["SINGLE", "Mesh", "join", "make_mesh"]
 
 WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the device mesh that weights are laid out on; `fsdp` is `dp_shard` x `cp`, as all of these see one copy."""
+"""Axes of the device mesh that weights are laid out on; `fsdp` is `dp_shard` x `cp`, whose processes share one copy."""
+
+DIGEST_BYTES = 7
+"""Of a process's rows: the digest is a positive int64."""
+
+POLL_S = 0.02
+"""Between two looks of rank 0 at which processes have come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +38,14 @@ class Mesh:
     """This process's place among the processes of a trainer.
 
     Attributes:
-        dims: How many there are on each axis.
-        rank: This one, counted over all.
-        device: Where it computes: "cpu", or its own CUDA device.
-        ranks: The data-parallel ranks, which have different rows; for numbers, on the CPU.
-        weights: Mesh of `WEIGHT_AXES`; None for one process.
-        context: The processes that share this one's rows of tokens, where there are several.
-        stages: The processes that hold the other layers for this one's rows, by stage, where there are several.
-        everyone: All processes, on the CPU, for numbers and bytes.
+        dims: The sizes of the axes.
+        rank: This process's rank among all.
+        device: Where this process computes: "cpu", or its own CUDA device.
+        ranks: The data-parallel ranks, which have different rows; a CPU group for numbers.
+        weights: Device mesh of `WEIGHT_AXES`; None for one process.
+        context: The processes that share this one's rows of tokens; None if it has them alone.
+        stages: The pipeline stages of this process's rows, in order; None without a pipeline.
+        everyone: All processes; a CPU group for numbers and bytes.
     """
 
     dims: ParallelDims
@@ -49,48 +59,73 @@ class Mesh:
 
     @property
     def place(self) -> dict[str, int]:
-        """Where this process stands on each axis, counted from 0."""
+        """This process's place on each axis, from 0."""
         return self.dims.place(self.rank)
 
     @property
     def fsdp(self) -> int:
-        """Processes that weights, gradients and optimizer state are cut into."""
+        """Processes that weights, gradients and optimizer state are sharded over."""
         return self.dims.dp_shard * self.dims.cp
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """The mesh of the processes that share matrix products, where there are several."""
+        """The processes that share matrix products; None if each computes them alone."""
         return self.weights["tp"] if self.weights is not None and self.dims.tp > 1 else None
 
     @property
     def data(self) -> DeviceMesh | None:
-        """The mesh that FSDP shards over, and replicates over where it has two axes, where there are several processes."""
+        """The axis that FSDP shards over, or the two axes that it replicates and shards over; None for one process."""
         if self.weights is None or self.fsdp * self.dims.dp_replicate == 1:
             return None
         return self.weights["fsdp"] if self.dims.dp_replicate == 1 else self.weights["dp_replicate", "fsdp"]
 
+    def check_same_rows(self, sequences: Rows[Sequence]) -> None:
+        """Compare the rows of processes that share a forward pass: with different rows they would hang or train nonsense.
+
+        All processes call this.
+
+        Raises:
+            ValueError: on every process, if some that share rows (tp, cp, pp) were given different ones.
+        """
+        largest = 1 << (8 * DIGEST_BYTES)
+        shares = self.dims.data_parallel
+        if self.everyone is None or shares == self.dims.world_size:
+            return
+        place, digest = self.dims.data_rank(self.rank), _rows_digest(sequences)
+        bounds = torch.zeros(2, shares, dtype=torch.int64)
+        bounds[:, place] = torch.tensor([digest, largest - digest])
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, self.everyone)
+        differing = (bounds.sum(0) != largest).nonzero().flatten().tolist()
+        if differing:
+            ranks = ", ".join(map(str, self.dims.ranks_of(differing[0])))
+            raise ValueError(
+                f"ranks {ranks} share their rows (tp, cp, pp) but were given different ones: pass the same rows, in the same"
+                " order, to all of them"
+            )
+
     def leave(self) -> None:
-        """Take leave of the others; the last call of a process that joined them."""
+        """Leave the process group; the last call of a process that joined one."""
         if self.weights is not None and dist.is_initialized():
             dist.destroy_process_group()
 
 
 SINGLE = Mesh(ParallelDims(), 0, None, ALONE)
-"""One process that has all of the weights and of the batch."""
+"""One process that has the whole model and the whole batch."""
 
 
 def join(config: ParallelConfig, device: str = "auto") -> Mesh:
-    """Meet the other processes of this trainer, as torchrun's environment names them, and share out the work.
+    """Join the other processes of this trainer, which torchrun's environment variables name.
 
-    Call it once per process, before anything else of `torch.distributed`, and `Mesh.leave` at the end. Without torchrun (no `WORLD_SIZE` in the environment) it is `SINGLE`.
+    Call it once per process before any other use of `torch.distributed`, and `Mesh.leave` at the end. Without torchrun
+    (no `WORLD_SIZE` in the environment) it returns `SINGLE`.
 
     Args:
         config: The table `trainer.parallel`.
-        device: auto, cpu or cuda. auto takes CUDA where there is one.
+        device: auto, cpu or cuda; auto takes CUDA if there is a device.
 
     Raises:
         ValueError: if the axes do not make up the number of processes, or this host has more processes than CUDA devices.
-        torch.distributed.DistError: if the others do not come within `config.timeout_s`.
+        torch.distributed.DistError: if the other processes do not come within `config.timeout_s`.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     dims = ParallelDims.of(config, world_size)
@@ -99,7 +134,7 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
     own = _own_device(device)
     timeout = timedelta(seconds=config.timeout_s)
     if not dist.is_initialized():
-        store = fresh_store(timeout)
+        store = _fresh_store(timeout)
         place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": world_size}
         backend = "cuda:nccl,cpu:gloo" if own.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout, store=store, **place)
@@ -107,10 +142,10 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> Mesh:
-    """Make the groups of a mesh in a job that has met; every process calls it alike.
+    """Make the groups of a mesh after the processes have joined. Every process calls this with the same sizes.
 
     Args:
-        dims: The axes; they make up all processes of the job.
+        dims: The sizes of the axes; their product is the number of processes.
         device: Where this process computes.
         timeout: How long a collective may wait.
 
@@ -118,7 +153,7 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> M
         ValueError: if the axes do not make up the number of processes.
     """
     if dims.world_size != dist.get_world_size():
-        raise ValueError(f"{dims} makes {dims.world_size} processes, but {dist.get_world_size()} have met")
+        raise ValueError(f"{dims} makes {dims.world_size} processes, but {dist.get_world_size()} have joined")
     backend = "nccl" if device.type == "cuda" else "gloo"
 
     def group(axes: Iterable[str], of: str = backend) -> dist.ProcessGroup:
@@ -141,7 +176,7 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> M
 
 
 def _partition(dims: ParallelDims, axes: set[str]) -> list[list[int]]:
-    """The ranks that differ on the given axes alone, in ascending order, for every place on the others."""
+    """Return, for every place on the other axes, the ranks that differ on the given axes only, in ascending order."""
 
     def others(rank: int) -> tuple[int, ...]:
         return tuple(place for axis, place in sorted(dims.place(rank).items()) if axis not in axes)
@@ -153,7 +188,7 @@ def _own_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    # All processes of the host come to the same answer, so that none waits at the meeting for one that was refused.
+    # All processes of the host decide alike, so that none waits for one that was refused.
     processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)), torch.cuda.device_count()
     if processes > devices:
         raise ValueError(
@@ -162,3 +197,82 @@ def _own_device(name: str) -> torch.device:
         )
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+def _fresh_store(timeout: timedelta) -> dist.Store | None:
+    """Return an empty store of keys that only the processes of this start share.
+
+    torchrun's agent keeps one store for all starts of a job, so that after a restart processes would find the addresses of
+    processes that were killed (pytorch/pytorch#135712). Each start therefore agrees on a new prefix. The number of the
+    restart would not do: the agents of several nodes count it separately.
+
+    Args:
+        timeout: How long to wait for the other processes.
+
+    Returns:
+        None if no agent holds a store; rank 0 then makes one by itself.
+
+    Raises:
+        torch.distributed.DistStoreError: if the other processes do not come in time.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    start = _name_start(store, count, timeout) if rank == 0 else _ask_for_start(store, rank, timeout)
+    return dist.PrefixStore(f"start/{start}", store)
+
+
+def _name_start(store: dist.Store, count: int, timeout: timedelta) -> str:
+    """Name this start, and answer every process that asks; a question without confirmation is from an earlier start."""
+    start = uuid.uuid4().hex
+    missing = set(range(1, count))
+    give_up = time.monotonic() + timeout.total_seconds()
+    while missing:
+        for rank in sorted(missing):
+            if store.check([_asked(rank)]):
+                question = store.get(_asked(rank)).decode()
+                store.set(_answer(rank, question), start)
+            if store.check([_confirmed(rank, start)]):
+                missing.discard(rank)
+        if missing and time.monotonic() > give_up:
+            seconds = timeout.total_seconds()
+            raise dist.DistStoreError(
+                f"ranks {sorted(missing)} did not come within {seconds:g} s: look at their logs, or raise trainer.parallel.timeout_s"
+            )
+        time.sleep(POLL_S)
+    return start
+
+
+def _ask_for_start(store: dist.Store, rank: int, timeout: timedelta) -> str:
+    question = uuid.uuid4().hex
+    store.set(_asked(rank), question)
+    store.wait([_answer(rank, question)], timeout)
+    start = str(store.get(_answer(rank, question)).decode())
+    store.set(_confirmed(rank, start), b"")
+    return start
+
+
+def _asked(rank: int) -> str:
+    return f"meeting/asked/{rank}"
+
+
+def _answer(rank: int, question: str) -> str:
+    return f"meeting/answer/{rank}/{question}"
+
+
+def _confirmed(rank: int, start: str) -> str:
+    return f"meeting/confirmed/{start}/{rank}"
+
+
+def _rows_digest(sequences: Rows[Sequence]) -> int:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for sequence in sequences:
+        for each in fields(sequence):
+            value = getattr(sequence, each.name)
+            if isinstance(value, torch.Tensor):
+                digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+            else:
+                digest.update(repr(value).encode())
+    return int.from_bytes(digest.digest())

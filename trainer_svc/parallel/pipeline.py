@@ -1,210 +1,213 @@
-"""A pipeline of stages: micro-batches go through the layers from process to process, one forward, one backward.
+"""Pipeline parallelism: each process keeps some layers, and micro-batches pass through the processes.
 
-    stage 0   f0 f1 f2 .. b0 f3 b1 ..        a stage keeps at most as many micro-batches as there are
-    stage 1      f0 f1 b0 f2 b1 ..           stages from it to the last
+    stage 0   f0 f1 f2 .. b0 f3 b1 ..        one forward, one backward (1F1B): a stage keeps at most as many
+    stage 1      f0 f1 b0 f2 b1 ..           micro-batches as there are stages from it to the last
     stage 2         f0 b0 f1 b1 ..
 
-Rows are packed and micro-batches differ in length, which every stage knows, since all of them have the same rows. Hidden
-states travel as float32 (float64 for a float64 model), whatever they are computed in.
+Micro-batches are packed rows of different lengths. Every stage has the same rows, so each knows the length of what it
+receives; the schedules of `torch.distributed.pipelining` want one size for all. Hidden states travel as float32 (float64 for
+a float64 model), whatever precision the layers compute in.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
-from trainer_svc.batch.rows import MicroBatch
-from trainer_svc.engine.network import Entropy, Network
-from trainer_svc.engine.outputs import Outputs
-from trainer_svc.engine.runner import LossOf, abandoned_on_error, kept_company
-from trainer_svc.engine.step_metrics import StepRecord
+from trainer_svc.parallel.dims import stage_layers
 
-__all__ = ["Pipeline"]
+__all__ = ["Absent", "InFlight", "Stage", "cut_stage", "tied_weight"]
 
 
-class _UnderWay(NamedTuple):
-    """A micro-batch whose backward pass is still to come: the states that went in, and the states or the loss that came out."""
+class Absent(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """Takes the place of a layer that another stage has, so that the layers here keep their names."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: Any) -> torch.Tensor:  # noqa: ANN401  what the layer takes
+        """Return the hidden states unchanged."""
+        return hidden_states
+
+
+def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
+    """Remove what other stages have: the first keeps the embedding, the last keeps norm and heads, each its own layers.
+
+    The last stage of a tied model keeps the embedding too, since it is the weight of its head.
+
+    Args:
+        model: A whole model; changed in place.
+        stage: This stage, from 0.
+        stages: Number of stages.
+
+    Raises:
+        ValueError: if the model does not consist of embedding, layers, norm and head.
+    """
+    body = model.base_model
+    parts = ("embed_tokens", "layers", "norm")
+    missing = [name for name in parts if not isinstance(getattr(body, name, None), nn.Module)]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} has no {missing[0]!r} and cannot be cut into stages: set trainer.parallel.pp to 1"
+        )
+    own = stage_layers(len(body.layers), stages)[stage]
+    for index in range(len(body.layers)):
+        if index not in own:
+            body.layers[index] = Absent()
+    if stage > 0 and not (stage == stages - 1 and _tied(model)):
+        body.embed_tokens = None
+    if stage < stages - 1:
+        body.norm = nn.Identity()
+        for name in ("lm_head", "score", "value_head"):
+            if isinstance(getattr(model, name, None), nn.Module):
+                setattr(model, name, None)
+
+
+def tied_weight(model: PreTrainedModel, stage: int, stages: int) -> nn.Parameter | None:
+    """Return the embedding that the head of a tied model shares, on the first and the last stage, which both hold it."""
+    if stages == 1 or stage not in (0, stages - 1) or not _tied(model):
+        return None
+    return model.base_model.embed_tokens.weight
+
+
+def _tied(model: PreTrainedModel) -> bool:
+    return "lm_head.weight" in model.all_tied_weights_keys
+
+
+class InFlight(NamedTuple):
+    """A micro-batch between its forward and its backward pass on this stage.
+
+    Attributes:
+        states: The hidden states that went in; None on the first stage.
+        result: The hidden states that came out, or the loss on the last stage.
+    """
 
     states: torch.Tensor | None
     result: torch.Tensor
 
 
-class Pipeline:
-    """Runs micro-batches through one stage, in step with the others.
+Forward = Callable[[int, torch.Tensor | None], InFlight]
+"""Runs the forward pass of micro-batch number i on the hidden states that came in."""
 
-    The loss is computed on the last stage. Its outputs are then handed to the others, which compute it again, so that every
-    process reports the same step.
+Backward = Callable[[InFlight, torch.Tensor | None], torch.Tensor | None]
+"""Runs the backward pass with the gradient of the result, and returns that of the states."""
+
+
+class Stage:
+    """One process's place in the pipeline, and what it exchanges with the other stages.
 
     Args:
-        network: This stage's part of the network, cut by `cut_stage`.
         group: One process per stage, in order.
-        tied: This stage's copy of a weight that the first and the last stage share.
-        reshard: Whether sharded weights that were gathered for a micro-batch are given back before the next.
+        width: Size of a hidden state.
+        device: Where this process computes.
+        wide: Whether hidden states travel as float64.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        group: dist.ProcessGroup,
-        tied: torch.nn.Parameter | None = None,
-        *,
-        reshard: bool = True,
-    ) -> None:
-        self.network = network
-        self.reshard = reshard
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, width: int, device: torch.device, *, wide: bool) -> None:
+        self._group, self._width, self._device = group, width, device
+        self._dtype = torch.float64 if wide else torch.float32
         stage, stages = dist.get_rank(group), dist.get_world_size(group)
         self._before = stage - 1 if stage > 0 else None
         self._behind = stage + 1 if stage + 1 < stages else None
         self._ahead = stages - stage - 1
-        self._tied = tied
-
-    def train(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
-        """See `trainer_svc.engine.runner.Runner`."""
-        moved = [batch.to(self.network.device) for batch in batches]
-        outputs: list[Outputs] = []
-        open_backwards = len(moved)
-
-        def forward(batch: MicroBatch, states: torch.Tensor | None) -> _UnderWay:
-            with record.phase("forward"):
-                if self._behind is not None:
-                    return _UnderWay(states, self.network.under_root(self._states, batch, states))
-                output = Outputs(*self.network.under_root(self._outputs, batch, states, entropy))
-                outputs.append(output)
-                loss = loss_of(output, batch)
-                return _UnderWay(states, loss if batch.sequences else kept_company(loss, output))
-
-        def backward(done: _UnderWay, gradient: torch.Tensor | None) -> torch.Tensor | None:
-            nonlocal open_backwards
-            open_backwards -= 1
-            if self.network.root is not None:
-                self.network.root.reduce(now=open_backwards == 0, keep=not self.reshard)
-            with record.phase("backward"):
-                torch.autograd.backward(done.result, None if gradient is None else gradient.to(done.result.dtype))
-                return None if done.states is None else done.states.grad
-
-        with abandoned_on_error(self.network):
-            self._one_forward_one_backward(moved, forward, backward)
-        with torch.no_grad():
-            for batch, output in zip(moved, self._told(moved, outputs, entropy), strict=True):
-                if self._behind is not None:
-                    loss_of(output, batch)
-        self._add_tied_gradients()
-
-    def evaluate(
-        self, batches: Rows[MicroBatch], take: Callable[[Outputs, MicroBatch], object], *, entropy: Entropy = "none"
-    ) -> None:
-        """See `trainer_svc.engine.runner.Runner`."""
-        moved = [batch.to(self.network.device) for batch in batches]
-        outputs: list[Outputs] = []
-        with abandoned_on_error(self.network), torch.no_grad():
-            for batch in moved:
-                states = self._pass(self._before, receive=batch)
-                if self._behind is None:
-                    outputs.append(Outputs(*self.network.under_root(self._outputs, batch, states, entropy)))
-                else:
-                    self._pass(self._behind, send=self.network.under_root(self._states, batch, states))
-            for batch, output in zip(moved, self._told(moved, outputs, entropy), strict=True):
-                take(output, batch)
-        if self.network.root is not None:
-            self.network.root.settle()
-
-    def _states(self, batch: MicroBatch, states: torch.Tensor | None) -> torch.Tensor:
-        return self.network.hidden(batch, states=states)
-
-    def _outputs(
-        self, batch: MicroBatch, states: torch.Tensor | None, entropy: Entropy
-    ) -> tuple[torch.Tensor | None, ...]:
-        read = self.network.read(self._states(batch, states), batch, entropy=entropy)
-        return read.logprobs, read.entropy, read.values
-
-    def _one_forward_one_backward(
-        self,
-        batches: list[MicroBatch],
-        forward: Callable[[MicroBatch, torch.Tensor | None], _UnderWay],
-        backward: Callable[[_UnderWay, torch.Tensor | None], torch.Tensor | None],
-    ) -> None:
-        """The order of work. A send and a receive between the same neighbours are one exchange: neither waits for ever."""
-        ahead = min(len(batches), self._ahead)
-        under_way: deque[tuple[MicroBatch, _UnderWay]] = deque()
-        for batch in batches[:ahead]:
-            current = forward(batch, self._pass(self._before, receive=batch))
-            self._pass(self._behind, send=current.result)
-            under_way.append((batch, current))
-        steady = batches[ahead:]
-        states = self._pass(self._before, receive=steady[0]) if steady else None
-        for batch, upcoming in zip(steady, [*steady, None][1:], strict=True):
-            current = forward(batch, states)
-            under_way.append((batch, current))
-            oldest, done = under_way.popleft()
-            gradient = self._pass(self._behind, send=current.result, receive=oldest)
-            states = self._pass(self._before, send=backward(done, gradient), receive=upcoming)
-        for batch, done in under_way:
-            self._pass(self._before, send=backward(done, self._pass(self._behind, receive=batch)))
-
-    def _pass(
-        self, neighbour: int | None, *, send: torch.Tensor | None = None, receive: MicroBatch | None = None
-    ) -> torch.Tensor | None:
-        """Exchange hidden states or their gradients with a neighbour; None where there is no such stage or nothing comes."""
-        if neighbour is None:
-            return None
-        transfers: list[dist.P2POp] = []
-        received: torch.Tensor | None = None
-        if send is not None:
-            outgoing = send.detach().to(self._wire_dtype).contiguous()
-            transfers.append(dist.P2POp(dist.isend, outgoing, group=self._group, group_peer=neighbour))
-        if receive is not None:
-            shape = (self.network.local_tokens(receive), self.network.width)
-            received = torch.empty(shape, dtype=self._wire_dtype, device=self.network.device, requires_grad=True)
-            transfers.append(dist.P2POp(dist.irecv, received.detach(), group=self._group, group_peer=neighbour))
-        for transfer in dist.batch_isend_irecv(transfers) if transfers else ():
-            transfer.wait()
-        return received
 
     @property
-    def _wire_dtype(self) -> torch.dtype:
-        wide = any(parameter.dtype == torch.float64 for parameter in self.network.model.parameters())
-        return torch.float64 if wide else torch.float32
+    def is_last(self) -> bool:
+        """Whether this stage computes the outputs."""
+        return self._behind is None
 
-    def _told(self, batches: list[MicroBatch], outputs: list[Outputs], entropy: Entropy) -> list[Outputs]:
-        """The outputs of the last stage, on every stage and without their gradient."""
+    def train(self, tokens: Rows[int], forward: Forward, backward: Backward) -> None:
+        """Run the schedule: every stage calls it with the same micro-batches.
+
+        Args:
+            tokens: Tokens of each micro-batch whose hidden states are computed here.
+            forward: Called once per micro-batch, in order.
+            backward: Called once per micro-batch, in order.
+        """
+        ahead = min(self._ahead, len(tokens))
+        in_flight: deque[tuple[int, InFlight]] = deque()
+        for number in range(ahead):
+            current = forward(number, self._pass(self._before, receive=tokens[number]))
+            self._pass(self._behind, send=current.result)
+            in_flight.append((number, current))
+        steady = range(ahead, len(tokens))
+        states = self._pass(self._before, receive=tokens[ahead]) if steady else None
+        for number in steady:
+            current = forward(number, states)
+            in_flight.append((number, current))
+            oldest, done = in_flight.popleft()
+            gradient = self._pass(self._behind, send=current.result, receive=tokens[oldest])
+            following = tokens[number + 1] if number + 1 < len(tokens) else None
+            states = self._pass(self._before, send=backward(done, gradient), receive=following)
+        for number, done in in_flight:
+            self._pass(self._before, send=backward(done, self._pass(self._behind, receive=tokens[number])))
+
+    def receive(self, tokens: int) -> torch.Tensor | None:
+        """Return the hidden states of the stage before; None on the first stage."""
+        return self._pass(self._before, receive=tokens)
+
+    def send(self, states: torch.Tensor) -> None:
+        """Give hidden states to the next stage, if there is one."""
+        self._pass(self._behind, send=states)
+
+    def broadcast(self, column: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's column on every stage, without its gradient.
+
+        Args:
+            column: On the last stage its column, elsewhere memory of the same shape, which may be overwritten.
+        """
+        shared = column.detach().to(self._dtype).contiguous()
         last = dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1)
-        columns: Mapping[str, bool] = {
-            "logprobs": self.network.language,
-            "entropy": self.network.language and entropy != "none",
-            "values": self.network.has_values,
-        }
-        told: list[Outputs] = []
-        for place, batch in enumerate(batches):
-            heard: dict[str, torch.Tensor | None] = {}
-            for name in (name for name, there in columns.items() if there):
-                own = getattr(outputs[place], name) if outputs else batch.targets.new_empty(len(batch.targets))
-                heard[name] = own.detach().to(self._wire_dtype).contiguous()
-                dist.broadcast(heard[name], src=last, group=self._group)
-            told.append(Outputs(**heard))
-        return told
+        dist.broadcast(shared, src=last, group=self._group)
+        return shared
 
-    def _add_tied_gradients(self) -> None:
-        """The first and the last stage add up the gradients of their copies of a tied weight, which stay equal by that."""
-        if self._tied is None:
-            return
-        gradient = self._tied.grad if self._tied.grad is not None else torch.zeros_like(self._tied)
-        if isinstance(gradient, DTensor):  # an embedding's may come whole where its weight is cut
-            gradient = gradient.redistribute(placements=self._tied.placements)
-        self._tied.grad = gradient
+    def add_tied_gradients(self, tied: nn.Parameter) -> None:
+        """Add up the gradients of the two copies of a tied weight, so that the copies stay equal.
+
+        Args:
+            tied: This stage's copy; only the first and the last stage call this.
+        """
+        gradient = tied.grad if tied.grad is not None else torch.zeros_like(tied)
+        if isinstance(gradient, DTensor):  # an embedding's gradient may be whole although its weight is sharded
+            gradient = gradient.redistribute(placements=tied.placements)
+        tied.grad = gradient
         own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         other = torch.empty_like(own)
         peer = dist.get_world_size(self._group) - 1 if self._before is None else 0
-        transfers = [
-            dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=peer),
-            dist.P2POp(dist.irecv, other, group=self._group, group_peer=peer),
-        ]
-        for transfer in dist.batch_isend_irecv(transfers):
-            transfer.wait()
+        self._transfer([(dist.isend, own.contiguous(), peer), (dist.irecv, other, peer)])
         own.add_(other)
+
+    def _pass(
+        self, neighbour: int | None, *, send: torch.Tensor | None = None, receive: int | None = None
+    ) -> torch.Tensor | None:
+        """Exchange hidden states or their gradients with a neighbour.
+
+        Args:
+            neighbour: The other stage; None: there is none, and nothing happens.
+            send: What it gets.
+            receive: Number of tokens to receive; None: nothing.
+
+        Returns:
+            What was received.
+        """
+        if neighbour is None:
+            return None
+        transfers: list[tuple[Callable[..., Any], torch.Tensor, int]] = []
+        received: torch.Tensor | None = None
+        if send is not None:
+            transfers.append((dist.isend, send.detach().to(self._dtype).contiguous(), neighbour))
+        if receive is not None:
+            received = torch.empty((receive, self._width), dtype=self._dtype, device=self._device, requires_grad=True)
+            transfers.append((dist.irecv, received.detach(), neighbour))
+        self._transfer(transfers)
+        return received
+
+    def _transfer(self, transfers: list[tuple[Callable[..., Any], torch.Tensor, int]]) -> None:
+        operations = [dist.P2POp(kind, tensor, group=self._group, group_peer=peer) for kind, tensor, peer in transfers]
+        for transfer in dist.batch_isend_irecv(operations) if operations else ():
+            transfer.wait()

@@ -1,4 +1,4 @@
-"""A loaded network, laid out over the processes of a mesh."""
+"""Lay a loaded network out over the processes of a mesh, and choose what runs micro-batches through it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ import torch
 
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.engine.network import Network
-from trainer_svc.engine.runner import OneByOne, Runner
+from trainer_svc.engine.runner import OneByOne, Pipelined, Runner
 from trainer_svc.engine.weight_files import read_weights
-from trainer_svc.parallel.context import EXCHANGED_ATTENTION, Context
-from trainer_svc.parallel.fits import check_heads
+from trainer_svc.parallel.context import Context
+from trainer_svc.parallel.dims import check_heads
 from trainer_svc.parallel.fsdp import Root, shard_weights
 from trainer_svc.parallel.mesh import Mesh
-from trainer_svc.parallel.pipeline import Pipeline
-from trainer_svc.parallel.stages import cut_stage, tied_weight
+from trainer_svc.parallel.pipeline import Stage, cut_stage, tied_weight
 from trainer_svc.parallel.tensor import split_matrices
 
 __all__ = ["runner_of", "shared_by_stages", "spread"]
 
 
 def spread(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -> Network:
-    """Lay a network out over a mesh, in place; every process gives the same whole network.
+    """Lay a network out over a mesh, in place. Every process gives the same whole network.
 
     Args:
-        network: On the CPU where there are several processes, or its weights still in their files: then this process reads
-            what it keeps of them.
-        mesh: The processes.
-        config: What FSDP keeps, and when it adds gradients up; None: the defaults.
+        network: On the CPU; or with its weights still in their files, of which this process then reads only what it keeps.
+        mesh: The processes; `SINGLE` changes nothing.
+        config: What FSDP keeps, and when it sums gradients; None: the defaults.
 
     Raises:
         ValueError: if the model does not fit the mesh.
@@ -37,8 +35,8 @@ def spread(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -
         return network
     if network.language and not network.own_head and mesh.dims.tp * mesh.dims.pp > 1:
         raise ValueError(
-            f"{type(network.model).__name__} makes its logits in its own way, which tensor and pipeline parallelism cannot"
-            " cut: set trainer.parallel.tp and trainer.parallel.pp to 1"
+            f"{type(network.model).__name__} does more than multiply by its output embedding to make logits, which tensor and"
+            " pipeline parallelism cannot split: set trainer.parallel.tp and trainer.parallel.pp to 1"
         )
     if mesh.stages is not None:
         cut_stage(network.model, mesh.place["pp"], mesh.dims.pp)
@@ -48,7 +46,6 @@ def spread(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -
     if mesh.context is not None:
         check_heads(network.model.config.get_text_config().num_attention_heads, mesh.dims.tp, mesh.dims.cp)
         context = Context(mesh.context)
-        network.model.set_attn_implementation(EXCHANGED_ATTENTION)
     if mesh.tensor is not None:
         split_matrices(network.model, mesh.tensor)
     config = config or ParallelConfig()
@@ -57,12 +54,12 @@ def spread(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -
         shard_weights(root, mesh.data, dtype=network.compute_dtype, reshard=config.reshard)
     if network.files is not None:
         read_weights(network.model, network.files, mesh.device)
-    root.to(mesh.device)  # FSDP moves weights itself, but learns here of those that were read
+    root.to(mesh.device)  # also tells FSDP which weights have been read meanwhile
     return replace(network, device=torch.device(mesh.device), context=context, root=root, files=None)
 
 
 def runner_of(network: Network, mesh: Mesh, *, reshard: bool = True) -> Runner:
-    """What runs micro-batches through a network that `spread` gave.
+    """Return what runs micro-batches through a network that `spread` gave.
 
     Args:
         network: This process's part.
@@ -71,9 +68,11 @@ def runner_of(network: Network, mesh: Mesh, *, reshard: bool = True) -> Runner:
     """
     if mesh.stages is None:
         return OneByOne(network, reshard=reshard)
-    return Pipeline(network, mesh.stages, shared_by_stages(network, mesh), reshard=reshard)
+    wide = any(parameter.dtype == torch.float64 for parameter in network.model.parameters())
+    stage = Stage(mesh.stages, network.width, network.device, wide=wide)
+    return Pipelined(network, stage, shared_by_stages(network, mesh), reshard=reshard)
 
 
 def shared_by_stages(network: Network, mesh: Mesh) -> torch.nn.Parameter | None:
-    """This process's copy of a weight that the first and the last stage both have, if there is one here."""
+    """Return this process's copy of a weight that the first and the last stage both have, if there is one here."""
     return None if mesh.stages is None else tied_weight(network.model, mesh.place["pp"], mesh.dims.pp)
