@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.children import MODEL_2M, make_model
-from rollout_svc.engines.base import GenerationRequest, Sampling, Span
+from rollout_svc.engines.base import GenerationRequest, Sampling
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
-from sluice.versions import Version
+from sluice.versions import Version, VersionSpan
 from weightsync.staged import ApplyReport, StagedVersion, TensorSpec
 
 __all__ = ["plain_copy", "run"]
@@ -66,11 +66,11 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
 
 async def _update_in_flight(
     engine: VllmEngine, staged: list[StagedVersion], tokens: int
-) -> tuple[list[Span], list[ApplyReport]]:
+) -> tuple[list[VersionSpan], list[ApplyReport]]:
     """Apply the versions at even distances while one request is under way; its spans, and what each update cost."""
     request = GenerationRequest("long", list(range(10, 42)), Sampling(max_tokens=tokens, ignore_eos=True))
     share = tokens // (len(staged) + 1)
-    spans: list[Span] = []
+    spans: list[VersionSpan] = []
     reports: list[ApplyReport] = []
     async with asyncio.timeout(120):
         async for chunk in engine.stream(request):

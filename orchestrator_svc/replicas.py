@@ -24,7 +24,7 @@ from orchestrator_svc.workflows import derived_seed
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Version, append_spans
 
 __all__ = ["GenerationCounts", "PolicyEngine", "Replica", "ReplicaPool", "append_sample"]
 
@@ -512,10 +512,7 @@ class PolicyEngine:
 
 def append_sample(sample: rollout_pb2.GeneratedSample, more: rollout_pb2.GeneratedSample) -> None:
     """Append the tokens of a continuation, with their log-probabilities and versions."""
-    base = len(sample.token_ids)
-    for span in more.version_spans:
-        if not sample.version_spans or sample.version_spans[-1].policy_version != span.policy_version:
-            sample.version_spans.add(start=base + span.start, policy_version=span.policy_version)
+    append_spans(sample.version_spans, more.version_spans, len(sample.token_ids))
     sample.token_ids.extend(more.token_ids)
     sample.logprobs.extend(more.logprobs)
     sample.text += more.text

@@ -11,7 +11,7 @@ import numpy as np
 
 from orchestrator_svc.staleness import Lineage
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import Version
+from sluice.versions import Version, span_lengths
 
 __all__ = ["StepSummary", "sampled_tokens", "summarise", "token_ages", "versions_of"]
 
@@ -51,10 +51,9 @@ def token_ages(trajectory: tokens_pb2.Trajectory, lineage: Lineage, consumed_at:
         lineage: Where the epochs began.
         consumed_at: Number of the version whose weights consumed the tokens.
     """
-    total = sampled_tokens(trajectory)
-    starts = [span.start for span in trajectory.version_spans]
-    for span, end in zip(trajectory.version_spans, [*starts[1:], total], strict=True):
-        yield consumed_at - lineage.number(Version.from_proto(span.policy_version)), end - span.start
+    lengths = span_lengths([span.start for span in trajectory.version_spans], sampled_tokens(trajectory))
+    for version, tokens in zip(versions_of(trajectory), lengths, strict=True):
+        yield consumed_at - lineage.number(version), tokens
 
 
 def summarise(

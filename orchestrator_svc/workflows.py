@@ -23,7 +23,7 @@ from orchestrator_svc.envs.scoring import Scorer
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
-from sluice.versions import Version
+from sluice.versions import Version, append_spans
 
 __all__ = [
     "EpisodeData",
@@ -300,10 +300,7 @@ class _Transcript:
             )
         )
         sample = response.samples[0]
-        base = len(self.logprobs)
-        for span in sample.version_spans:
-            if not self.spans or self.spans[-1].policy_version != span.policy_version:
-                self.spans.append(tokens_pb2.VersionSpan(start=base + span.start, policy_version=span.policy_version))
+        append_spans(self.spans, sample.version_spans, len(self.logprobs))
         self.ids.extend(sample.token_ids)
         self.mask_runs.append(len(sample.token_ids))
         self.turn_runs.append(len(sample.token_ids))

@@ -16,12 +16,11 @@ from rollout_svc.engines.base import (
     ModelInfo,
     Sample,
     Sampling,
-    Span,
 )
 from rollout_svc.engines.lora import LoraEngine
 from sluice.rpc import SluiceError
 from sluice.rpc.limits import MAX_SAMPLES
-from sluice.v1 import common_pb2, rollout_pb2, tokens_pb2
+from sluice.v1 import rollout_pb2, tokens_pb2
 
 __all__ = [
     "MAX_NAME",
@@ -201,7 +200,7 @@ def sample_message(sample: Sample, decode: Decode | None) -> rollout_pb2.Generat
         index=sample.index,
         token_ids=sample.token_ids,
         logprobs=sample.logprobs,
-        version_spans=spans_message(sample.spans),
+        version_spans=[span.to_proto() for span in sample.spans],
         finish_reason=FINISH_REASONS[sample.finish_reason],
         stop_string=sample.stop_string,
         text=decode(sample.token_ids) if decode else "",
@@ -215,7 +214,7 @@ def chunk_message(chunk: GenerationChunk, text: str) -> rollout_pb2.GenerateStre
         index=chunk.index,
         token_ids=chunk.token_ids,
         logprobs=chunk.logprobs,
-        version_spans=spans_message(chunk.spans),
+        version_spans=[span.to_proto() for span in chunk.spans],
         finish_reason=FINISH_REASONS[chunk.finish_reason]
         if chunk.finish_reason
         else tokens_pb2.FINISH_REASON_UNSPECIFIED,
@@ -239,17 +238,6 @@ def loaded_adapters(engine: InferenceEngine) -> list[rollout_pb2.LoadedAdapter]:
             requests=each.requests,
         )
         for each in engine.adapters()
-    ]
-
-
-def spans_message(spans: Sequence[Span]) -> list[tokens_pb2.VersionSpan]:
-    """Version spans, as they are."""
-    return [
-        tokens_pb2.VersionSpan(
-            start=span.start,
-            policy_version=common_pb2.PolicyVersion(epoch=span.version.epoch, number=span.version.number),
-        )
-        for span in spans
     ]
 
 

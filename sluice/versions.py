@@ -1,19 +1,20 @@
-"""Policy versions: how many batches the weights have absorbed, and in which life of the trainer."""
+"""Policy versions, and which of them sampled the tokens of a sample."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, MutableSequence, Sequence
 from typing import NamedTuple, Self
 
-from sluice.v1 import common_pb2
+from sluice.v1 import common_pb2, tokens_pb2
 
-__all__ = ["BASE", "Version"]
+__all__ = ["BASE", "Version", "VersionSpan", "append_spans", "span_lengths", "spans_between"]
 
 
 class Version(NamedTuple):
     """A policy version, ordered by epoch, then by number.
 
     Attributes:
-        epoch: Which start of the trainer produced it; 0 is the base model as it lies on disk.
+        epoch: Number of the trainer's start that produced it; 0 is the base model on disk.
         number: Batches applied to the weights since the base model.
     """
 
@@ -21,7 +22,7 @@ class Version(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        """The form used in file names, logs and as the engine's weight version: ``epoch.number``."""
+        """Return ``epoch.number``: the form in file names, logs and the engine's weight version."""
         return f"{self.epoch}.{self.number}"
 
     @classmethod
@@ -48,3 +49,61 @@ class Version(NamedTuple):
 
 BASE = Version(0, 0)
 """The base model before any trainer took part."""
+
+
+class VersionSpan(NamedTuple):
+    """The tokens of a sample that one policy version sampled: from `start` to the start of the next span.
+
+    Attributes:
+        start: Index of the first token, counted in sampled tokens.
+        version: The version.
+    """
+
+    start: int
+    version: Version
+
+    @classmethod
+    def from_proto(cls, message: tokens_pb2.VersionSpan) -> Self:
+        """Read the wire form."""
+        return cls(message.start, Version.from_proto(message.policy_version))
+
+    def to_proto(self) -> tokens_pb2.VersionSpan:
+        """Write the wire form."""
+        return tokens_pb2.VersionSpan(start=self.start, policy_version=self.version.to_proto())
+
+
+def spans_between(spans: Sequence[VersionSpan], first: int, end: int) -> list[VersionSpan]:
+    """Return the spans of the tokens from `first` to `end` (exclusive), with their starts still counted from token 0."""
+    spans = list(spans)  # an engine's thread may append to it meanwhile
+    stops = [span.start for span in spans[1:]] + [end]
+    return [
+        VersionSpan(max(span.start, first), span.version)
+        for span, stop in zip(spans, stops, strict=True)
+        if max(span.start, first) < min(stop, end)
+    ]
+
+
+def span_lengths(starts: Sequence[int], tokens: int) -> list[int]:
+    """Return the number of tokens of each span.
+
+    Args:
+        starts: Start of each span, in order.
+        tokens: Number of tokens of the sample.
+    """
+    stops = [*starts[1:], tokens]
+    return [stop - start for start, stop in zip(starts, stops, strict=False)]
+
+
+def append_spans(
+    spans: MutableSequence[tokens_pb2.VersionSpan], more: Iterable[tokens_pb2.VersionSpan], offset: int
+) -> None:
+    """Append the spans of tokens that follow. A span that continues the last version is not repeated.
+
+    Args:
+        spans: Spans so far; changed in place.
+        more: Spans of the tokens that follow, counted from the first of them.
+        offset: Number of tokens before them.
+    """
+    for span in more:
+        if not spans or spans[-1].policy_version != span.policy_version:
+            spans.append(tokens_pb2.VersionSpan(start=offset + span.start, policy_version=span.policy_version))

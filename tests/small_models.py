@@ -10,8 +10,7 @@ from safetensors import safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rollout_svc.engines.base import Span
-from sluice.versions import Version
+from sluice.versions import Version, VersionSpan, span_lengths
 from weightsync.staged import StagedVersion, TensorSpec
 
 VOCABULARY = 128
@@ -113,7 +112,7 @@ def staged(directory: Path, version: Version) -> StagedVersion:
     return StagedVersion(version, path, tensors, digest=f"{directory.name}")
 
 
-def versions_of(spans: Sequence[Span], count: int) -> list[Version]:
+def versions_of(spans: Sequence[VersionSpan], count: int) -> list[Version]:
     """The version of each token."""
-    ends = [span.start for span in spans[1:]] + [count]
-    return [span.version for span, end in zip(spans, ends, strict=True) for _ in range(end - span.start)]
+    lengths = span_lengths([span.start for span in spans], count)
+    return [span.version for span, length in zip(spans, lengths, strict=True) for _ in range(length)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from sluice.versions import Version
+from sluice.versions import Version, VersionSpan
 from weightsync.staged import ApplyReport, StagedVersion
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "PauseMode",
     "Sample",
     "Sampling",
-    "Span",
 ]
 
 
@@ -97,14 +96,6 @@ class GenerationRequest:
     adapter: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens from ``start`` (counted in the sample's tokens) on were sampled by ``version``."""
-
-    start: int
-    version: Version
-
-
 @dataclass(slots=True)
 class GenerationChunk:
     """Tokens of one sample that follow those already given.
@@ -117,7 +108,7 @@ class GenerationChunk:
     offset: int
     token_ids: list[int]
     logprobs: list[float]
-    spans: list[Span]
+    spans: list[VersionSpan]
     finish_reason: FinishReason | None = None
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -130,7 +121,7 @@ class Sample:
     index: int
     token_ids: list[int]
     logprobs: list[float]
-    spans: list[Span]
+    spans: list[VersionSpan]
     finish_reason: FinishReason
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)

@@ -14,19 +14,11 @@ from small_adapters import recompute_adapted, save_adapter, staged_adapter
 from small_models import CONTEXT, recompute, save_model, staged
 
 from rollout_svc.engines.adapter_slots import AdaptersFullError, UnknownAdapterError
-from rollout_svc.engines.base import (
-    EngineError,
-    FinishReason,
-    GenerationChunk,
-    GenerationRequest,
-    Sample,
-    Sampling,
-    Span,
-)
+from rollout_svc.engines.base import EngineError, FinishReason, GenerationChunk, GenerationRequest, Sample, Sampling
 from rollout_svc.engines.lora import LoraEngine, LoraLimits
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Version, VersionSpan
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -103,7 +95,7 @@ async def until_tokens(engine: LoraEngine, count: int) -> None:
 
 
 def assert_sampled_by(sample: Sample, version: Version, recomputed: Callable[[list[int]], torch.Tensor]) -> None:
-    assert sample.spans == [Span(0, version)]
+    assert sample.spans == [VersionSpan(0, version)]
     assert len(sample.token_ids) == len(sample.logprobs) > 0
     torch.testing.assert_close(torch.tensor(sample.logprobs), recomputed(sample.token_ids), **TOLERANCE)
 

@@ -311,7 +311,7 @@ class TestWeights:
                 version
                 for chunk in mine
                 for version in versions_of(
-                    [replace(span, start=span.start - chunk.offset) for span in chunk.spans], len(chunk.token_ids)
+                    [span._replace(start=span.start - chunk.offset) for span in chunk.spans], len(chunk.token_ids)
                 )
             ]
             switch = versions.count(BASE)

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, load, recompute, save_model, staged, versions_of
 
-from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Sample, Sampling, Span
+from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Sample, Sampling
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Version, VersionSpan
 from weightsync.staged import StagedVersion
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ async def test_streamed_spans_are_the_engine_s_final_ones(models):
     """The adapter reads vLLM's internals while a request runs; vLLM itself reports spans at the end."""
     async with started(models[0], kv_policy="keep") as engine:
         tracked = await engine._submit(ask(LONG, n=2))
-        streamed: dict[int, list[Span]] = {0: [], 1: []}
+        streamed: dict[int, list[VersionSpan]] = {0: [], 1: []}
         applied = 0
         while not tracked.ended:
             await tracked.wait(0.005)
@@ -119,7 +119,7 @@ async def test_streamed_spans_are_the_engine_s_final_ones(models):
         await engine._release(ask(), tracked)
     for index, spans in streamed.items():
         starts = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
-        reported = [Span(span.start, Version.parse(span.version)) for span in final[index].weight_versions]
+        reported = [VersionSpan(span.start, Version.parse(span.version)) for span in final[index].weight_versions]
         assert starts == reported
         assert len(reported) == 5
 
@@ -238,7 +238,7 @@ async def test_data_parallel_engines_switch_together(models):
         for task in tasks:
             assert_tokens_follow_their_versions(await task, weights)
         for result in await asyncio.gather(*[engine.agenerate(ask()) for _ in range(8)]):
-            assert result.samples[0].spans == [Span(0, Version(1, 1))]
+            assert result.samples[0].spans == [VersionSpan(0, Version(1, 1))]
             assert_tokens_follow_their_versions(result.samples[0], weights)
 
 

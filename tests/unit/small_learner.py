@@ -8,8 +8,8 @@ import torch
 from tiny_policy import ragged_batch
 
 from sluice.config import CommonConfig
-from sluice.versions import BASE, Version
-from trainer_svc.batch.rows import Sequence, VersionSpan
+from sluice.versions import BASE, Version, VersionSpan
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.consumption import Batch, OnStale
 from trainer_svc.service.convert import Sample

@@ -11,8 +11,8 @@ from small_learner import assert_same, learner
 from tiny_policy import ragged_batch, tiny_model
 
 from sluice.v1 import tokens_pb2
-from sluice.versions import BASE, Version
-from trainer_svc.batch.rows import Sequence, VersionSpan
+from sluice.versions import BASE, Version, VersionSpan
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.consumption import Batch, OnStale
 from trainer_svc.service.convert import Sample

@@ -10,8 +10,8 @@ import torch
 from tiny_policy import ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM
 
-from sluice.versions import Version
-from trainer_svc.batch.rows import Sequence, VersionSpan
+from sluice.versions import Version, VersionSpan
+from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.attention import PACKED_ATTENTION
 from trainer_svc.engine.engine import TrainEngine

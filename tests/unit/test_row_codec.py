@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sluice.versions import Version
-from trainer_svc.batch.rows import OPTIONAL_COLUMNS, Sequence, VersionSpan
+from sluice.versions import Version, VersionSpan
+from trainer_svc.batch.rows import OPTIONAL_COLUMNS, Sequence
 from trainer_svc.service.row_codec import decode_rows, encode_rows
 
 names = st.text(max_size=12)

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.versions import BASE, Version
-from trainer_svc.batch.rows import VersionSpan
+from sluice.versions import BASE, Version, VersionSpan
 from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.service.staleness import token_staleness
 

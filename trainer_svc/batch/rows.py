@@ -9,13 +9,13 @@ depends on that sequence's earlier tokens alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.versions import Version
+from sluice.versions import VersionSpan
 from trainer_svc.batch.attention_plan import AttentionPlan
 from trainer_svc.batch.shapes import (
     IdsOfSequence,
@@ -27,7 +27,7 @@ from trainer_svc.batch.shapes import (
     PerToken,
 )
 
-__all__ = ["OPTIONAL_COLUMNS", "MicroBatch", "Sequence", "VersionSpan"]
+__all__ = ["OPTIONAL_COLUMNS", "MicroBatch", "Sequence"]
 
 OPTIONAL_COLUMNS = (
     "proximal_logprobs",
@@ -40,18 +40,6 @@ OPTIONAL_COLUMNS = (
     "kept",
 )
 """Columns of a row that an objective may need; a micro-batch has those that all of its rows have."""
-
-
-class VersionSpan(NamedTuple):
-    """A stretch of tokens sampled by one policy version; it ends where the next span starts.
-
-    Attributes:
-        start: Index of the first token, counted from the start of the sequence.
-        version: The policy version that sampled the stretch.
-    """
-
-    start: int
-    version: Version
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from sluice.v1 import tokens_pb2
-from sluice.versions import Version
-from trainer_svc.batch.rows import Sequence, VersionSpan
+from sluice.versions import Version, VersionSpan
+from trainer_svc.batch.rows import Sequence
 
 __all__ = ["MAX_TOKENS", "Expectations", "Sample", "convert"]
 
@@ -244,7 +244,7 @@ def _reward(trajectory: tokens_pb2.Trajectory) -> float | None:
 
 def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
     places = np.flatnonzero(mask)
-    spans = tuple(VersionSpan(span.start, Version.from_proto(span.policy_version)) for span in trajectory.version_spans)
+    spans = tuple(VersionSpan.from_proto(span) for span in trajectory.version_spans)
     if not places.size:
         spans = ()
     sequence = Sequence(

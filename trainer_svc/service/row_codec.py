@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from sluice.versions import Version
-from trainer_svc.batch.rows import Sequence, VersionSpan
+from sluice.versions import Version, VersionSpan
+from trainer_svc.batch.rows import Sequence
 
 __all__ = ["decode_rows", "encode_rows"]
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 from numpy.typing import NDArray
 
-from sluice.versions import Version
-from trainer_svc.batch.rows import VersionSpan
+from sluice.versions import Version, VersionSpan, span_lengths
 from trainer_svc.checkpoint.lineage import Lineage
 
 __all__ = ["token_staleness"]
@@ -25,6 +24,5 @@ def token_staleness(spans: Rows[VersionSpan], trained_tokens: int, lineage: Line
     """
     if trained_tokens == 0:
         return np.zeros(0, dtype=np.int64)
-    starts = np.array([span.start for span in spans] + [trained_tokens])
     ages = np.array([lineage.staleness(span.version, now) for span in spans], dtype=np.int64)
-    return np.repeat(ages, np.diff(starts))
+    return np.repeat(ages, span_lengths([span.start for span in spans], trained_tokens))

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -23,10 +22,9 @@ from rollout_svc.engines.base import (
     GenerationResult,
     ModelInfo,
     Sample,
-    Span,
 )
 from rollout_svc.engines.slots.sampling import RowSampling
-from sluice.versions import Version
+from sluice.versions import Version, VersionSpan, spans_between
 
 __all__ = ["LiveRequest", "LiveSample", "WaitingLine"]
 
@@ -47,7 +45,7 @@ class LiveSample:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.top: list[list[tuple[int, float]]] = []
-        self.spans: list[Span] = []
+        self.spans: list[VersionSpan] = []
         self.stop_string = ""
         self.finish_reason: FinishReason | None = None
         room = info.max_model_len - len(request.prompt_ids)
@@ -69,7 +67,7 @@ class LiveSample:
     def take(self, token: int, logprob: float, top: list[tuple[int, float]], version: Version) -> None:
         """Append a token."""
         if not self.spans or self.spans[-1].version != version:
-            self.spans.append(Span(len(self.token_ids), version))
+            self.spans.append(VersionSpan(len(self.token_ids), version))
         self.logprobs.append(logprob)
         if self.request.sampling.top_logprobs:
             self.top.append(top)
@@ -81,13 +79,12 @@ class LiveSample:
         end = len(self.token_ids)
         if start == end and reason is None:
             return None
-        spans = [Span(max(span.start, start), span.version) for span in _within(self.spans, start, end)]
         return GenerationChunk(
             index=self.index,
             offset=start,
             token_ids=self.token_ids[start:end],
             logprobs=self.logprobs[start:end],
-            spans=spans,
+            spans=spans_between(self.spans, start, end),
             finish_reason=reason,
             stop_string=self.stop_string,
             top_logprobs=self.top[start:end],
@@ -104,14 +101,6 @@ class LiveSample:
             stop_string=self.stop_string,
             top_logprobs=self.top,
         )
-
-
-def _within(spans: list[Span], start: int, end: int) -> Iterator[Span]:
-    """Spans that cover tokens from `start` to `end` (exclusive)."""
-    for position, span in enumerate(spans):
-        stop = spans[position + 1].start if position + 1 < len(spans) else end
-        if max(span.start, start) < min(stop, end):
-            yield span
 
 
 class LiveRequest:

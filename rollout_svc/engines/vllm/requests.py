@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rollout_svc.engines.adapter_slots import Adapter
-from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, ModelInfo, Sample, Sampling, Span
+from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, ModelInfo, Sample, Sampling
 from rollout_svc.engines.vllm.types import (
     Collector,
     CompletionOutput,
@@ -25,7 +25,7 @@ from rollout_svc.engines.vllm.types import (
     RequestState,
     SamplingParams,
 )
-from sluice.versions import Version
+from sluice.versions import Version, VersionSpan, spans_between
 
 __all__ = [
     "TrackedRequest",
@@ -61,7 +61,7 @@ class Sampled:
     offset: int
     token_ids: list[int]
     flat: FlatLogprobs
-    spans: list[Span]
+    spans: list[VersionSpan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +144,10 @@ class TrackedRequest:
         end = self._given[index] = len(token_ids)
         flat = state.logprobs_processor.logprobs[start:end]
         if self.adapter is not None:
-            starts: Sequence[tuple[str, int]] = [(str(self.adapter.version), 0)]
+            spans = [VersionSpan(0, self.adapter.version)]
         else:
-            starts = state.weight_version_starts
-        return Sampled(start, token_ids[start:end], flat, spans_between(starts, start, end))
-
-
-def spans_between(starts: Sequence[tuple[str, int]], first: int, end: int) -> list[Span]:
-    """Spans of the tokens from ``first`` to ``end`` (exclusive), given where each version begins."""
-    spans: list[Span] = []
-    for position, (label, start) in enumerate(starts):
-        stop = starts[position + 1][1] if position + 1 < len(starts) else end
-        if max(start, first) < min(stop, end):
-            spans.append(Span(max(start, first), Version.parse(label)))
-    return spans
+            spans = [VersionSpan(first, Version.parse(label)) for label, first in state.weight_version_starts]
+        return Sampled(start, token_ids[start:end], flat, spans_between(spans, start, end))
 
 
 async def submit(
@@ -290,9 +280,9 @@ def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: b
 
 def sample(output: CompletionOutput, sampling: Sampling, tracked: TrackedRequest) -> Sample:
     """One sample from vLLM's ``CompletionOutput``."""
-    spans = [Span(span.start, Version.parse(span.version)) for span in output.weight_versions or ()]
+    spans = [VersionSpan(span.start, Version.parse(span.version)) for span in output.weight_versions or ()]
     if tracked.adapter is not None:
-        spans = [Span(0, tracked.adapter.version)] if output.token_ids else []
+        spans = [VersionSpan(0, tracked.adapter.version)] if output.token_ids else []
     return Sample(
         index=output.index,
         token_ids=list(output.token_ids),
