@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from weightsync.codec import Encoded, Encoding, apply, encode
-from weightsync.codec.delta import apply_delta, encode_delta
 from weightsync.codec.integers import step_codes, take_steps
+from weightsync.codec.slices import apply_delta, encode_delta
 from weightsync.format.dtypes import DTYPES
 
 Octets = NDArray[np.uint8]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightsync.codec import CodecError, Encoding, apply
-from weightsync.codec.delta import encode_delta
+from weightsync.codec.slices import encode_delta
 
 COUNT = 3003
 GUARD = 4096

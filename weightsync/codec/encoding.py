@@ -20,7 +20,7 @@ class Encoding(IntEnum):
     DENSE_ZSTD = 2
     """DENSE as one zstd frame."""
     DELTA = 3
-    """What differs from the base; see weightsync.codec.delta."""
+    """What differs from the base; see weightsync.codec.slices."""
     UNCHANGED = 4
     """The bytes of the base."""
 
