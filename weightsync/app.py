@@ -1,4 +1,4 @@
-"""The weightsync service: builds the store and the servicers, and serves until it is told to stop."""
+"""The weightsync service: builds the runs and the servicers, and serves until a signal stops it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Serving:
     Attributes:
         server: The server; `target` is where it listens.
         runs: What it keeps.
-        relay: What follows the service behind, if this is a relay.
+        relay: Follows the service behind, if this is a relay.
         failed: Set when the service cannot go on; the end of `serving` says why.
     """
 
@@ -110,7 +110,7 @@ def _register(server: RpcServer, ingest: WeightSyncServicer, delivery: WeightDel
 
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None], failed: asyncio.Event) -> AsyncIterator[None]:
-    """Run something that has no end of its own beside the block; its failure sets `failed` and is raised at the end."""
+    """Run work that has no end of its own beside the block. Its failure sets `failed` and is raised at the end."""
     task = asyncio.create_task(work)
     task.add_done_callback(lambda _: failed.set())
     try:
@@ -144,7 +144,7 @@ def _keep_freed_memory() -> None:
 
 
 async def _open_own_run(runs: Runs, run: str) -> None:
-    """Sweep and read the directory before the first call, and find out now if it cannot be used."""
+    """Clean up and read the directory before the first call, and find out now if it cannot be used."""
     try:
         kept = await runs.open(run_resource(run))
     except SluiceError as error:

@@ -13,7 +13,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id(boot_id: Path = BOOT_ID) -> str:
-    """A name that is equal for processes of one machine and differs from that of any other, as 32 hexadecimal digits.
+    """Return a name that is equal for processes of one machine and differs from that of any other: 32 hexadecimal digits.
 
     Where the kernel gives no boot id (sandboxes, other systems), it is made of the host name instead.
     """

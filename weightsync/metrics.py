@@ -30,7 +30,7 @@ DENSE_SECONDS = Histogram(
     "sluice_weights_dense_seconds", "Time to make a dense form of deltas, in the background.", buckets=_SECONDS
 )
 COMMITTED_BYTES = Counter("sluice_weights_committed_bytes", "Bytes of committed versions.", ("run",))
-HELD_BYTES = Gauge("sluice_weights_held_bytes", "Bytes of versions on disk, incoming ones included.", ("run",))
+HELD_BYTES = Gauge("sluice_weights_held_bytes", "Bytes of versions on disk, uploads included.", ("run",))
 RELAYED_BYTES = Counter("sluice_weights_relayed_bytes", "Bytes that a relay pulled from upstream.", ("run",))
 RELAY_LAG = Gauge("sluice_weights_relay_lag", "Versions that a relay is behind its upstream.", ("run",))
 UPDATES = Counter("sluice_weights_updates", "Versions that a replica took or failed to take.", ("outcome",))
@@ -44,12 +44,12 @@ PULLED_BYTES = Counter(
 )
 PULL_SECONDS = Histogram(
     "sluice_weights_pull_seconds",
-    "Time from the announcement to the last byte; tokens flow meanwhile.",
+    "Time from the announcement to the last byte; the engine produces tokens during it.",
     buckets=_SECONDS,
 )
 STAGE_SECONDS = Histogram(
     "sluice_weights_stage_seconds",
-    "Time from the last byte to a verified file in shared memory; tokens flow meanwhile.",
+    "Time from the last byte to a verified file in shared memory; the engine produces tokens during it.",
     buckets=_SECONDS,
 )
 PAUSE_SECONDS = Histogram(
@@ -57,5 +57,7 @@ PAUSE_SECONDS = Histogram(
 )
 APPLY_SECONDS = Histogram("sluice_weights_apply_seconds", "Time of the copy into the engine.", buckets=_SECONDS)
 UPDATE_SECONDS = Histogram(
-    "sluice_weights_update_seconds", "Time from the announcement of a version to its service.", buckets=_SECONDS
+    "sluice_weights_update_seconds",
+    "Time from the announcement of a version until the replica serves it.",
+    buckets=_SECONDS,
 )

@@ -41,7 +41,7 @@ _SINGLY_FROM = 1 / 4
 
 
 def pattern_type(width: int) -> np.dtype[Any]:
-    """The numpy type of a bit pattern of `width` bytes."""
+    """Return the numpy type of a bit pattern of `width` bytes."""
     return _UNSIGNED[width]
 
 
@@ -89,7 +89,7 @@ def _monotone(signed: NDArray[np.signedinteger[Any]]) -> NDArray[np.signedintege
 
 
 def changed_positions(new: Patterns, base: Patterns) -> NDArray[np.int64]:
-    """The positions at which elements differ, ascending.
+    """Return the positions at which elements differ, ascending.
 
     Compares eight bytes at a time and looks at single elements only in words that differ.
 
@@ -108,7 +108,7 @@ def changed_positions(new: Patterns, base: Patterns) -> NDArray[np.int64]:
 
 
 def count_changed(new: NDArray[np.uint8], base: NDArray[np.uint8], size: int) -> int:
-    """How many elements of `size` bytes differ between two arrays of bytes."""
+    """Return how many elements of `size` bytes differ between two arrays of bytes."""
     pattern = np.dtype(f"<u{size}")
     left, right = new.view(pattern), base.view(pattern)
     return sum(int(np.count_nonzero(left[piece] != right[piece])) for piece in _pieces(left.size, size))
@@ -137,5 +137,5 @@ def _in_words(
 
 
 def patterns(octets: NDArray[np.uint8], width: int) -> Patterns:
-    """Dense bytes as bit patterns of `width` bytes, not copied."""
+    """Return dense bytes as bit patterns of `width` bytes, not copied."""
     return octets.view(pattern_type(width))

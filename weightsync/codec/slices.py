@@ -163,7 +163,10 @@ def _encode_dense(new: NDArray[np.uint8], changed: int) -> Encoded:
 
 
 def _sampled_delta(new: Patterns, base: Patterns) -> float:
-    """Size of a delta of the sampled places as a share of their dense size; 0 for short slices, which are always tried."""
+    """Return the size of a delta of the sampled places as a share of their dense size.
+
+    0 for short slices, for which a delta is always tried.
+    """
     places = _places(new.size)
     if len(places) == 1:
         return 0.0
@@ -172,7 +175,10 @@ def _sampled_delta(new: Patterns, base: Patterns) -> float:
 
 
 def _sampled_frame(octets: NDArray[np.uint8]) -> float:
-    """Size of the sampled places in zstd as a share of their dense size; 0 for short slices, which are always tried."""
+    """Return the size of the sampled places in zstd as a share of their dense size.
+
+    0 for short slices, for which zstd is always tried.
+    """
     places = _places(octets.size)
     if len(places) == 1:
         return 0.0
@@ -181,7 +187,7 @@ def _sampled_frame(octets: NDArray[np.uint8]) -> float:
 
 
 def _places(count: int) -> list[slice]:
-    """Where a slice of `count` items is sampled: all of it if it is short."""
+    """Return where a slice of `count` items is sampled: all of it if it is short."""
     if count < _SAMPLED_FROM * _SAMPLES * _SAMPLE_ELEMENTS:
         return [slice(0, count)]
     step = (count - _SAMPLE_ELEMENTS) // (_SAMPLES - 1)

@@ -60,7 +60,7 @@ _local = threading.local()
 
 
 def choose_mode(changed: int, elements: int) -> int:
-    """How to write `changed` positions among `elements`: BITMAP or a number of low bits."""
+    """Return how to write `changed` positions among `elements`: BITMAP or a number of low bits."""
     if changed >= elements * _BITMAP_FROM:
         return BITMAP
     return next((bits for bits in _LOW_BITS if elements >> bits >= changed * _MEAN_GAP), 0)
@@ -140,7 +140,7 @@ def read_positions(
 
 
 def choose_bits(codes: Patterns) -> int:
-    """The smallest width with few escapes, 0 if there is none."""
+    """Return the smallest width with few escapes, 0 if there is none."""
     for bits in STEP_BITS[1:]:
         if np.count_nonzero(codes >= _escape(bits)) <= codes.size * _ESCAPES_AT_MOST:
             return bits
@@ -200,7 +200,7 @@ def _planes(codes: Patterns) -> list[NDArray[np.uint8]]:
 
 
 def compress(data: bytes | memoryview) -> bytes:
-    """One zstd frame that states its content size."""
+    """Return one zstd frame that states its content size."""
     compressor = getattr(_local, "compressor", None)
     if compressor is None:
         compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
@@ -231,7 +231,7 @@ def decompress(frame: memoryview, size: int) -> bytes:
 
 
 def pack(stream: bytes | memoryview) -> bytes | memoryview:
-    """The stream as one zstd frame, or unchanged where the frame would not be smaller."""
+    """Return the stream as one zstd frame, or unchanged if the frame would not be smaller."""
     frame = compress(stream) if len(stream) else b""
     return frame if len(frame) < len(stream) else stream
 
@@ -248,7 +248,7 @@ def unpack(stored: memoryview, size: int) -> bytes | memoryview:
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Bytes that `count` numbers of `bits` bits take."""
+    """Return the bytes that `count` numbers of `bits` bits take."""
     return -(-count * bits // 8)
 
 

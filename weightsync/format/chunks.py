@@ -45,7 +45,7 @@ class ChunkError(Exception):
 
 
 class ChunkSizeError(ValueError):
-    """A chunk is empty or larger than the contract allows."""
+    """A chunk is empty, or larger than the contract allows."""
 
 
 class ChunkSums:
@@ -84,7 +84,7 @@ class ChunkSums:
 
 
 def next_cut(begin: int, end: int) -> int:
-    """Where the chunk that begins at a byte ends: at the next multiple of the largest chunk."""
+    """Return where the chunk that begins at a byte ends: at the next multiple of the largest chunk."""
     return min((begin // MAX_CHUNK_BYTES + 1) * MAX_CHUNK_BYTES, end)
 
 
@@ -99,14 +99,16 @@ def fill_chunk(chunk: pb.Chunk, offset: int, data: bytes, crc32c: int | None = N
 
 
 def make_chunk(offset: int, data: bytes) -> pb.Chunk:
-    """A chunk with its checksum."""
+    """Return a chunk with its checksum."""
     chunk = pb.Chunk()
     fill_chunk(chunk, offset, data)
     return chunk
 
 
 def check_chunk(chunk: pb.Chunk) -> bytes:
-    """The chunk's bytes; protobuf copies them each time that they are looked at, so this is the only place that does.
+    """Check a chunk and return its bytes.
+
+    Protobuf copies them each time that they are looked at, so only this function does.
 
     Raises:
         ChunkSizeError: if there are none or too many.
@@ -116,7 +118,7 @@ def check_chunk(chunk: pb.Chunk) -> bytes:
     if not 0 < len(data) <= MAX_CHUNK_BYTES:
         raise ChunkSizeError(f"a chunk has {len(data)} bytes; send 1 to {MAX_CHUNK_BYTES}")
     if google_crc32c.value(data) != chunk.crc32c:
-        raise ChunkError(f"crc32c of the chunk at byte {chunk.offset} differs: it was damaged on its way")
+        raise ChunkError(f"crc32c of the chunk at byte {chunk.offset} differs: it was damaged in transit")
     return data
 
 
@@ -135,7 +137,7 @@ class RawChunk:
     crc32c: int | None = None
 
     def check(self) -> memoryview:
-        """The bytes, once their checksum is found right.
+        """Return the bytes, once their checksum is found right.
 
         Raises:
             ChunkSizeError: if there are none or too many.
@@ -147,12 +149,12 @@ class RawChunk:
             raise ChunkSizeError(f"a chunk has {len(self.data)} bytes; send 1 to {MAX_CHUNK_BYTES}")
         # An array, because the library takes no memoryview and a copy to bytes would cost as much as the sum.
         if google_crc32c.value(np.frombuffer(self.data, dtype=np.uint8)) != self.crc32c:
-            raise ChunkError(f"crc32c of the chunk at byte {self.offset} differs: it was damaged on its way")
+            raise ChunkError(f"crc32c of the chunk at byte {self.offset} differs: it was damaged in transit")
         return self.data
 
 
 def parse_pull_response(message: bytes) -> RawChunk:
-    """The chunk of a serialised `PullWeightsResponse`.
+    """Return the chunk of a serialised `PullWeightsResponse`.
 
     Raises:
         ChunkError: if the message is none.
@@ -171,7 +173,7 @@ def parse_pull_response(message: bytes) -> RawChunk:
 
 
 def _parse(message: memoryview) -> RawChunk | None:
-    """None where fields come in another order, or others than these."""
+    """Return None if the fields come in another order, or others than these."""
     if message[0] != _CHUNK:
         return None
     length, position = _varint(message, 1)

@@ -1,4 +1,4 @@
-"""What a manifest must satisfy: exact cover of every tensor, and the digest of the version.
+"""Manifests: what they must satisfy, and the digest of a version.
 
 The digest of a version is the xxh3-128 of one line per tensor, ``name dtype shape digest`` and a line feed, sorted by bytes;
 the shape is written ``[2,3]``, ``[]`` for a scalar; the digest is that of the whole tensor's dense bytes. A tensor that is
@@ -78,11 +78,11 @@ class Box(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return math.prod(self.sizes)
 
     def overlaps(self, other: Box) -> bool:
-        """Whether some element lies in both."""
+        """Return whether some element lies in both."""
         return all(
             mine < theirs + their_size and theirs < mine + my_size
             for mine, my_size, theirs, their_size in zip(
@@ -92,7 +92,7 @@ class Box(NamedTuple):
 
 
 def version_digest(tensors: Iterable[DenseTensor]) -> str:
-    """The digest of a version, hexadecimal."""
+    """Return the digest of a version, hexadecimal."""
     lines = sorted(
         f"{name} {dtype} [{','.join(map(str, shape))}] {digest}\n".encode() for name, dtype, shape, digest in tensors
     )
@@ -100,7 +100,7 @@ def version_digest(tensors: Iterable[DenseTensor]) -> str:
 
 
 def manifest_digest(manifest: pb.Manifest) -> str:
-    """The digest of a version by its manifest, whose slices all have theirs; hexadecimal."""
+    """Return the digest of a version by its manifest, whose slices all have theirs; hexadecimal."""
     lines = sorted(_digest_line(tensor) for shard in manifest.shards for tensor in shard.tensors)
     return xxhash.xxh3_128(b"".join(lines)).hexdigest()
 
@@ -113,12 +113,12 @@ def _digest_line(tensor: pb.TensorSlice) -> bytes:
 
 
 def entry_name(tensor: pb.TensorSlice) -> str:
-    """The slice's name in its shard's file."""
+    """Return the slice's name in its shard's file."""
     return tensor.entry or tensor.name
 
 
 def box(tensor: pb.TensorSlice) -> Box:
-    """Where a slice lies, with what is left out filled in."""
+    """Return where a slice lies, with what is left out filled in."""
     rank = len(tensor.global_shape)
     offsets = tuple(tensor.offsets) or (0,) * rank
     sizes = tuple(tensor.sizes) or tuple(tensor.global_shape)
@@ -126,7 +126,7 @@ def box(tensor: pb.TensorSlice) -> Box:
 
 
 def is_whole(tensor: pb.TensorSlice) -> bool:
-    """Whether the slice is the whole tensor."""
+    """Return whether the slice is the whole tensor."""
     return box(tensor).sizes == tuple(tensor.global_shape)
 
 
@@ -201,7 +201,7 @@ def _check_slice(tensor: pb.TensorSlice, encodings: Collection[pb.TensorEncoding
 
 
 def _check_cover(name: str, slices: Sequence[pb.TensorSlice]) -> None:
-    """Disjoint boxes inside the tensor that have its volume in sum cover it exactly."""
+    """Check that slices cover a tensor exactly: disjoint boxes inside it whose volumes add up to its own."""
     kinds = {(part.dtype, tuple(part.global_shape)) for part in slices}
     if len(kinds) > 1:
         raise ManifestError(f"slices of {name} disagree on its data type or shape")
@@ -237,7 +237,7 @@ def check_sendable(shards: Iterable[pb.Shard]) -> None:
 
 
 def without_tensors(manifest: pb.Manifest) -> pb.Manifest:
-    """A copy for listings, whose shards do not say what they hold."""
+    """Return a copy for listings, whose shards do not say what they hold."""
     short = pb.Manifest()
     short.CopyFrom(manifest)
     for shard in short.shards:
@@ -246,7 +246,7 @@ def without_tensors(manifest: pb.Manifest) -> pb.Manifest:
 
 
 def to_json(manifest: pb.Manifest) -> str:
-    """The manifest as protobuf-JSON."""
+    """Return the manifest as protobuf-JSON."""
     return json_format.MessageToJson(manifest, preserving_proto_field_name=True, indent=1) + "\n"
 
 

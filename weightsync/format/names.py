@@ -29,12 +29,12 @@ class BadNameError(ValueError):
 
 
 def run_resource(run: str) -> str:
-    """The resource name of a run: ``runs/{run}``."""
+    """Return the resource name of a run: ``runs/{run}``."""
     return f"{_PREFIX}{run}"
 
 
 def parse_run(resource: str) -> str:
-    """The run's name in ``runs/{run}``.
+    """Return the run's name in ``runs/{run}``.
 
     Raises:
         BadNameError: if it has another form.
@@ -84,6 +84,6 @@ def version_directory(version: Version) -> str:
 
 
 def parse_version_directory(name: str) -> Version | None:
-    """The version that a directory's name stands for; None where it is no version's."""
+    """Return the version that a directory's name stands for; None if it is no version's."""
     match = _VERSION_DIRECTORY.fullmatch(name)
     return Version(int(match[1]), int(match[2])) if match else None

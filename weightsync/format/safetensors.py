@@ -65,7 +65,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of the tensor."""
+        """Return the bytes of the tensor."""
         return self.end - self.begin
 
 
@@ -217,7 +217,7 @@ class Scan:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte has passed."""
+        """Return whether every byte has passed."""
         return self.position == self.size
 
     def feed(self, data: bytes | memoryview) -> None:

@@ -328,7 +328,7 @@ class _UploadSink:
 
     @property
     def position(self) -> int:
-        """The next byte that is wanted."""
+        """Return the next byte that is wanted."""
         return self._upload.stored
 
     def feed(self, chunk: RawChunk) -> None:

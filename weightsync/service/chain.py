@@ -1,6 +1,6 @@
-"""How versions hang together: which forms lead to a version, and which of them have to stay. Pure: no clock, no I/O.
+"""Chains of versions: which forms lead to a version, and which of them have to stay. Pure: no clock, no I/O.
 
-A version is reached from a dense form, its own or an older one's, through the deltas behind it.
+A version is reached from a dense form, its own or an older version's, through the deltas that follow it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class Form(Enum):
-    """In which form a version travels."""
+    """The forms in which a version travels."""
 
     DENSE = "dense"
     DELTA = "delta"
@@ -70,17 +70,17 @@ class Forms:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk of all forms."""
+        """Return the bytes on disk of all forms."""
         return (self.dense_bytes or 0) + (self.delta_bytes or 0) + (self.adapter_bytes or 0)
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is a LoRA adapter."""
+        """Return whether it is a LoRA adapter."""
         return self.adapter_bytes is not None
 
     @property
     def stands_on_base(self) -> bool:
-        """Whether it is lost without its base."""
+        """Return whether it is lost without its base."""
         return self.base is not None and self.dense_bytes is None and not self.damaged
 
 
@@ -100,17 +100,20 @@ class Kept(NamedTuple):
 
 
 def newest_dense(versions: Versions) -> Version | None:
-    """The newest version that has a dense form."""
+    """Return the newest version that has a dense form."""
     return max((version for version, forms in versions.items() if forms.dense_bytes is not None), default=None)
 
 
 def newest_model(versions: Versions) -> Version | None:
-    """The newest version that is no adapter."""
+    """Return the newest version that is no adapter."""
     return max((version for version, forms in versions.items() if not forms.is_adapter), default=None)
 
 
 def next_dense(versions: Versions) -> list[PathStep] | None:
-    """The way to the newest version that can be reached, if that has no dense form yet; None if there is nothing to make."""
+    """Return the way to the newest version that can be reached, if it has no dense form yet.
+
+    None if there is nothing to make.
+    """
     for version in sorted(versions, reverse=True):
         if versions[version].dense_bytes is not None:
             return None
@@ -123,16 +126,16 @@ def next_dense(versions: Versions) -> list[PathStep] | None:
 def find_path(
     versions: Versions, target: Version, held: Version | None = None, *, dense: Collection[Version] | None = None
 ) -> list[PathStep] | None:
-    """The way to a visible version that has the fewest bytes.
+    """Return the way to a visible version that has the fewest bytes.
 
     Args:
         versions: What there is.
         target: A visible version.
-        held: What the asker holds already.
+        held: The version that the receiver holds already.
         dense: Dense forms that may be used; None: all.
 
     Returns:
-        What to apply, in order: empty if the asker holds the version. None if no chain leads to it.
+        What to apply, in order: empty if the receiver holds the version. None if no chain leads to it.
     """
     if target == held:
         return []
@@ -162,12 +165,12 @@ def _towards_the_past(versions: Versions, start: Version | None) -> Iterator[tup
 
 
 def is_reachable(versions: Versions, version: Version) -> bool:
-    """Whether there is a way to the version for somebody who holds nothing."""
+    """Return whether there is a way to the version for a receiver that holds nothing."""
     return version in versions and find_path(versions, version) is not None
 
 
 def damaged_on_the_way(versions: Versions, version: Version) -> Version | None:
-    """The version whose damaged delta cuts off the way; None if there is none."""
+    """Return the version whose damaged delta cuts off the way; None if there is none."""
     for each, forms in _towards_the_past(versions, version):
         if forms.dense_bytes is not None:
             return None
@@ -177,7 +180,7 @@ def damaged_on_the_way(versions: Versions, version: Version) -> Version | None:
 
 
 def delta_chain(versions: Versions, held: Version, target: Version) -> list[Version] | None:
-    """The versions whose deltas lead from one version to another, oldest first; None if there is no such chain."""
+    """Return the versions whose deltas lead from one version to another, oldest first; None if there is no such chain."""
     chain: list[Version] = []
     at = target
     while at != held:
@@ -190,10 +193,10 @@ def delta_chain(versions: Versions, held: Version, target: Version) -> list[Vers
 
 
 def anchors(versions: Versions, every: int) -> set[Version]:
-    """Dense forms from which chains start.
+    """Return the versions whose dense forms chains start from.
 
-    Those that were pushed whole, and of the others each that is `every` versions behind the anchor before, or whose chain
-    since then outgrew half a dense copy.
+    These are the versions that were pushed whole. Of the others, a version is one if it is `every` versions after the last
+    one, or if the chain since then outgrew half a dense copy.
     """
     chosen: set[Version] = set()
     for version in sorted(version for version, forms in versions.items() if forms.dense_bytes is not None):
@@ -213,7 +216,7 @@ def anchors(versions: Versions, every: int) -> set[Version]:
 def keep(
     versions: Versions, wanted: Iterable[Version], held: Collection[Version], served: Iterable[Version], every: int
 ) -> Kept:
-    """What has to stay so that others can go.
+    """Return what has to stay so that the rest can be removed.
 
     Args:
         versions: What there is.
@@ -255,7 +258,7 @@ def _keep_reachable(versions: Versions, version: Version, sources: set[Version],
 
 
 def removal_order(versions: Versions, doomed: Collection[Version]) -> list[Version]:
-    """The doomed versions, the oldest first, but none before those that are lost without it."""
+    """Return the doomed versions, the oldest first, but none before those that are lost without it."""
     children: defaultdict[Version, list[Version]] = defaultdict(list)
     for version in sorted(doomed):
         base = versions[version].base

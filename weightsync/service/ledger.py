@@ -1,4 +1,4 @@
-"""Which versions of one run are visible, in use, or ready to go: a pure state machine.
+"""Which versions of one run are visible, in use, or may be removed: a pure state machine.
 
 No clock, no I/O: times are seconds that the caller reads off a monotonic clock. Invariants, whatever the order of events:
 the newest version is never given up, nor one that a live replica serves or has staged, nor one that is held (by a pull);
@@ -31,14 +31,14 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a replica said last.
+    """What a replica reported last.
 
     Attributes:
-        serving: Version that it serves; None where it said none.
+        serving: Version that it serves; None if it named none.
         staged: Version that it holds staged beside that, if any.
         error: Its last failure, empty if none.
-        reported: When it said so.
-        expires: When it stops to count as live.
+        reported: When it reported.
+        expires: When it no longer counts as live.
     """
 
     serving: Version | None
@@ -66,12 +66,12 @@ class Ledger:
 
     @property
     def newest(self) -> Version | None:
-        """The newest visible version."""
+        """Return the newest visible version."""
         return max(self.committed, default=None)
 
     @property
     def bytes_committed(self) -> int:
-        """Bytes of all visible versions."""
+        """Return the bytes of all visible versions."""
         return sum(each.size_bytes for each in self.committed.values())
 
     def restore(self, version: Version, forms: Forms) -> None:
@@ -79,7 +79,7 @@ class Ledger:
         self.committed[version] = forms
 
     def check_push(self, version: Version) -> None:
-        """Whether a shard of the version may come in; one of a committed version may, to be compared.
+        """Check that a shard of the version may come in. One of a committed version may, to be compared.
 
         Raises:
             RefusedError: OLDER_EPOCH or OVERTAKEN.
@@ -91,12 +91,12 @@ class Ledger:
             raise RefusedError(
                 "OLDER_EPOCH",
                 f"version {version} is of an older start of the trainer; the newest version is {newest}:"
-                " another trainer took over, stop this one",
+                " another trainer took over, so stop this one",
             )
         raise RefusedError("OVERTAKEN", f"version {version} is older than the newest, {newest}: push a newer one")
 
     def check_delta(self, version: Version, base: Version) -> None:
-        """Whether a delta may be committed.
+        """Check that a delta may be committed.
 
         Raises:
             RefusedError: BASE_UNKNOWN or BASE_DAMAGED.
@@ -117,7 +117,7 @@ class Ledger:
             )
 
     def check_adapter(self, version: Version, base: Version) -> None:
-        """Whether an adapter may be committed; one for the base model needs no version here.
+        """Check that an adapter may be committed. One for the base model needs no version here.
 
         Raises:
             RefusedError: BASE_UNKNOWN.
@@ -159,7 +159,7 @@ class Ledger:
         self.committed[version] = replace(self.committed[version], dense_bytes=dense_bytes)
 
     def drop_dense(self, version: Version) -> None:
-        """Note that a visible version lost its dense form; only for those that `surplus_dense` names."""
+        """Note that a visible version lost its dense form; only for versions that `surplus_dense` returns."""
         self.committed[version] = replace(self.committed[version], dense_bytes=None)
 
     def mark_damaged(self, version: Version) -> None:
@@ -168,7 +168,7 @@ class Ledger:
             self.committed[version] = replace(self.committed[version], damaged=True)
 
     def retired(self) -> set[Version]:
-        """Versions beyond the point at which the newest epoch went on: what came after it did not happen."""
+        """Return the versions of older epochs beyond the number at which the newest epoch began: the trainer resumed before them."""
         newest = self.newest
         if newest is None:
             return set()
@@ -185,11 +185,11 @@ class Ledger:
         now: float,
         lease_s: float,
     ) -> None:
-        """Renew a replica's lease; what it reports replaces what it said before."""
+        """Renew a replica's lease; what it reports replaces what it reported before."""
         self._leases[replica] = Lease(serving, staged, error, now, now + lease_s)
 
     def replicas(self, now: float) -> dict[str, Lease]:
-        """The replicas that are live, by name; the others are forgotten."""
+        """Return the replicas that are live, by name; forget the others."""
         self._leases = {name: lease for name, lease in self._leases.items() if lease.expires > now}
         return dict(self._leases)
 
@@ -204,18 +204,18 @@ class Ledger:
         self._holders.setdefault(version, set()).add(holder)
 
     def release(self, version: Version, holder: Hashable) -> None:
-        """End a hold; without effect where there is none."""
+        """End a hold; without effect if there is none."""
         holders = self._holders.get(version, set())
         holders.discard(holder)
         if not holders:
             self._holders.pop(version, None)
 
     def linger(self, version: Version, until: float) -> None:
-        """Keep a version from retention for a while: whoever pulled one part of it comes back for the next."""
+        """Keep a version from retention for a while: a receiver that pulled one part of it asks for the next one soon."""
         self._lingering[version] = max(until, self._lingering.get(version, until))
 
     def needed_by(self, version: Version, now: float) -> str:
-        """Who needs the version, for people to read; empty if nobody does."""
+        """Return who needs the version, for people to read; empty if nobody does."""
         if version == self.newest:
             return "it is the newest version"
         if version in self._holders:
@@ -235,14 +235,14 @@ class Ledger:
         return "deltas lead over it from a live replica's version" if version in self._needed(now).versions else ""
 
     def surplus(self, now: float) -> list[Version]:
-        """What retention gives up now, in an order in which it can go: all that is not needed.
+        """Return what retention removes now, in an order in which it can be removed: all that is not needed.
 
         Needed are what `needed_by` says and the newest `keep` that are not retired, with all that they are reached through.
         """
         return chain.removal_order(self.committed, self.committed.keys() - self._kept(now).versions)
 
     def surplus_dense(self, now: float) -> list[Version]:
-        """Versions, oldest first, whose dense form retention gives up: they stay reachable through deltas."""
+        """Return the versions, oldest first, whose dense form retention removes: they stay reachable through deltas."""
         kept = self._kept(now)
         return sorted(
             version
@@ -251,7 +251,7 @@ class Ledger:
         )
 
     def evictable(self, now: float) -> list[Version]:
-        """What can be given up when the disk runs full: all that nobody needs, the least useful first."""
+        """Return what can be removed if the disk runs full: all that nobody needs, the least useful first."""
         surplus = self.surplus(now)
         free = self.committed.keys() - self._needed(now).versions
         return surplus + [each for each in chain.removal_order(self.committed, free) if each not in surplus]
@@ -279,12 +279,12 @@ class Ledger:
         return {version for lease in leases for version in (lease.serving, lease.staged) if version is not None}
 
     def _needed(self, now: float) -> Kept:
-        """What must stay whatever the disk says."""
+        """Return what must stay even if the disk is full."""
         newest = [] if self.newest is None else [self.newest]
         return chain.keep(self.committed, newest, self._holders.keys(), self._served(now), self.anchor_every)
 
     def _kept(self, now: float) -> Kept:
-        """What stays while there is room."""
+        """Return what stays while there is room."""
         self._lingering = {version: until for version, until in self._lingering.items() if until > now}
         retired = self.retired()
         wanted = sorted((version for version in self.committed if version not in retired), reverse=True)[: self.keep]

@@ -61,7 +61,7 @@ class StoredForm:
 
     @property
     def form(self) -> Form:
-        """Which form it is."""
+        """Return which form it is."""
         return form_of(self.manifest)
 
 
@@ -82,11 +82,11 @@ class StoredVersion:
     adapter: StoredForm | None = None
 
     def form(self, form: Form) -> StoredForm | None:
-        """The named form, None if it is not there."""
+        """Return the named form, None if it is not there."""
         return {Form.DENSE: self.dense, Form.DELTA: self.delta, Form.ADAPTER: self.adapter}[form]
 
     def with_form(self, stored: StoredForm) -> StoredVersion:
-        """The version with a form added."""
+        """Return the version with a form added."""
         return StoredVersion(
             self.version,
             dense=stored if stored.form is Form.DENSE else self.dense,
@@ -96,7 +96,7 @@ class StoredVersion:
 
     @property
     def announced(self) -> StoredForm:
-        """The form that is announced: the smallest."""
+        """Return the form that is announced: the smallest."""
         form = self.delta or self.adapter or self.dense
         if form is None:
             raise AssertionError("a version without a form is not stored")
@@ -104,21 +104,21 @@ class StoredVersion:
 
     @property
     def commit_ns(self) -> int:
-        """When it was committed, in nanoseconds since 1970."""
+        """Return when it was committed, in nanoseconds since 1970."""
         return self.manifest.commit_time.ToNanoseconds()
 
     @property
     def manifest(self) -> pb.Manifest:
-        """The manifest that is announced."""
+        """Return the manifest that is announced."""
         return self.announced.manifest
 
     @property
     def pushed(self) -> pb.Manifest:
-        """What the trainer pushed."""
+        """Return what the trainer pushed."""
         return self.announced.pushed
 
     def forms(self) -> Forms:
-        """What the ledger has to know."""
+        """Return what the ledger has to know."""
         manifest = self.manifest
         return Forms(
             digest=manifest.digest,
@@ -135,7 +135,7 @@ def _size(form: StoredForm | None) -> int | None:
 
 
 def form_of(manifest: pb.Manifest) -> Form:
-    """The form that a manifest describes.
+    """Return the form that a manifest describes.
 
     Raises:
         ManifestError: if it names no kind.
@@ -158,7 +158,7 @@ def file_names(manifest: pb.Manifest) -> dict[str, str]:
 
 
 def weight_index(manifest: pb.Manifest) -> str:
-    """The JSON text by which `transformers` finds the tensors of several files."""
+    """Return the JSON text by which `transformers` finds the tensors of several files."""
     files = file_names(manifest)
     weight_map = {tensor.name: files[shard.name] for shard in manifest.shards for tensor in shard.tensors}
     return json.dumps({"metadata": {"total_size": manifest.dense_bytes}, "weight_map": weight_map}, indent=1)

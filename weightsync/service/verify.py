@@ -46,12 +46,12 @@ class ReceivedShard(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether the file is whole and on disk."""
+        """Return whether the file is whole and on disk."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, ScannedTensor]:
-        """Its entries by name."""
+        """Return its entries by name."""
         ...
 
 
@@ -94,7 +94,7 @@ def complete_manifest(
 
 
 def _check_same_model(manifest: pb.Manifest, base: pb.Manifest) -> None:
-    """A delta has the tensors of its base, and what it calls unchanged has the base's digest wherever that is known."""
+    """Check that a delta has the tensors of its base, and that what it calls unchanged has the base's digest if that is known."""
     model, base_model = _model(manifest), _model(base)
     if model != base_model:
         different = sorted({name for name, _ in model.items() ^ base_model.items()})
