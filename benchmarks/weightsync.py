@@ -1,4 +1,4 @@
-"""The weight path: dense transfers, deltas of real training, pauses, throughput under updates, fan-out, faults.
+"""The weight path: dense transfers, deltas of real training, pauses, throughput under updates, fan-out.
 
 Each part prints what it measures; `--only` picks some. Ratios are taken within one run, between neighbours in time.
 """
@@ -128,23 +128,6 @@ def _fanout(options: argparse.Namespace, _: Path, directory: Path, shared: Path)
     return dict(asyncio.run(measure))
 
 
-def _faults(_: argparse.Namespace, __: Path, directory: Path, ___: Path) -> dict[str, Any]:
-    from benchmarks.faults.cells import CELLS  # noqa: PLC0415
-    from benchmarks.faults.damage import DAMAGES  # noqa: PLC0415
-    from benchmarks.faults.matrix import run_cell  # noqa: PLC0415
-
-    recovery_s: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for cell in (*CELLS, *DAMAGES):
-        result = run_cell(cell, directory / cell.id)
-        print(f"{cell.id}: {f'{result.recovery_s:.2f} s' if result.ok else result.detail}", flush=True)
-        if result.ok:
-            recovery_s[cell.id] = round(result.recovery_s, 2)
-        else:
-            failed[cell.id] = result.detail
-    return {"cells": len(CELLS) + len(DAMAGES), "failed": failed, "recovery_s": recovery_s}
-
-
 MEASURES: dict[str, Callable[[argparse.Namespace, Path, Path, Path], dict[str, Any]]] = {
     "dense": _dense,
     "delta": _delta,
@@ -152,5 +135,4 @@ MEASURES: dict[str, Callable[[argparse.Namespace, Path, Path, Path], dict[str, A
     "throughput_2m": _throughput_2m,
     "throughput_200m": _throughput_200m,
     "fanout": _fanout,
-    "faults": _faults,
 }

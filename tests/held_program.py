@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from benchmarks.faults.points import Point, arm
+from weight_faults.points import Point, arm
 
 HELD_S = 120.0
 """Longest time that a test may leave the program alone."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from benchmarks.faults.cells import CELLS, Cell
-from benchmarks.faults.damage import DAMAGES, Damage
-from benchmarks.faults.matrix import run_cell
+from weight_faults.cells import CELLS, Cell
+from weight_faults.damage import DAMAGES, Damage
+from weight_faults.matrix import run_cell
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 
-from benchmarks.faults.process import DEADLINE_S
+from weight_faults.process import DEADLINE_S
 
 __all__ = ["Wire"]
 

@@ -22,13 +22,13 @@ import weightsync.app
 import weightsync.publisher
 import weightsync.receive.watch
 import weightsync.receiver
-from benchmarks.faults.engine import Engine
-from benchmarks.faults.points import Point, arm
-from benchmarks.faults.versions import tensors_of
 from sluice.config import CommonConfig, SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.telemetry import configure_logging
 from sluice.versions import Version
+from weight_faults.engine import Engine
+from weight_faults.points import Point, arm
+from weight_faults.versions import tensors_of
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
 from weightsync.receive.sources import SourceLimits
@@ -167,7 +167,7 @@ async def _trainer(desk: Desk, settings: Settings) -> None:
 
 
 async def _engine(desk: Desk, settings: Settings) -> None:
-    weightsync.receive.watch._SILENCE_S = settings["silence_s"]  # noqa: SLF001 - the contract's 25 s, shortened as everything here
+    weightsync.receive.watch._SILENCE_S = settings["silence_s"]
     engine = Engine()
     async with connect(settings["target"], SecurityConfig()) as channel:
         limits = PullLimits(deadline_s=30, idle_s=settings["silence_s"], attempts=6, first_pause_s=0.02)

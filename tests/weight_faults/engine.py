@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from benchmarks.faults.versions import digest, tensors_of
 from sluice.versions import BASE
+from weight_faults.versions import digest, tensors_of
 from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
 __all__ = ["Engine", "copy_tensor"]

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults import programs
-from benchmarks.faults.points import Point
+from weight_faults import programs
+from weight_faults.points import Point
 
 __all__ = ["DEADLINE_S", "GoneError", "Program"]
 
@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 """Longest wait for anything; a cell that needs it has failed."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["__main__", "benchmarks.faults.programs"])
+_CONTEXT.set_forkserver_preload(["__main__", "weight_faults.programs"])
 
 
 class GoneError(Exception):
@@ -32,7 +32,7 @@ class GoneError(Exception):
 
 
 class Program:
-    """A program of `benchmarks.faults.programs`.
+    """A program of `weight_faults.programs`.
 
     Args:
         role: Which one.

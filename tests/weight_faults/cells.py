@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.faults.points import Point
+from weight_faults.points import Point
 
 __all__ = ["ABSENT", "CELLS", "Cell"]
 
@@ -47,7 +47,7 @@ _SEND = Point("weightsync.service.delivery:_read_chunk", nth=3)
 _PULL = Point("weightsync.format.chunks:RawChunk.check", nth=3)
 _STAGE = Point("weightsync.receive.patching:_decode", nth=3)
 _STAGED = Point("weightsync.receive.shared_area:Claim.publish", "after")
-_APPLY = Point("benchmarks.faults.engine:copy_tensor", nth=3)
+_APPLY = Point("weight_faults.engine:copy_tensor", nth=3)
 _REPORT = Point("weightsync.receiver:WeightReceiver._apply", "after")
 _REPORTED = Point("weightsync.service.ledger:Ledger.report")
 

@@ -68,7 +68,7 @@ def arm(point: Point, reached: Callable[[], None]) -> None:
     original = getattr(owner, name)
     wrapped = _wrapped(original, point, reached)
     setattr(owner, name, wrapped)
-    for other in [each for key, each in sys.modules.items() if key.startswith(("weightsync", "benchmarks.faults"))]:
+    for other in [each for key, each in sys.modules.items() if key.startswith(("weightsync", "weight_faults"))]:
         if vars(other).get(name) is original:  # imported by name
             setattr(other, name, wrapped)
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.points import Point
-from benchmarks.faults.process import DEADLINE_S, Program
-from benchmarks.faults.versions import DENSE_BYTES
-from benchmarks.faults.world import World, eventually, expect, rubbish
 from sluice.versions import Version
+from weight_faults.points import Point
+from weight_faults.process import DEADLINE_S, Program
+from weight_faults.versions import DENSE_BYTES
+from weight_faults.world import World, eventually, expect, rubbish
 
 __all__ = ["DAMAGES", "Damage"]
 

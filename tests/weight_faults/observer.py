@@ -8,9 +8,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from benchmarks.faults.process import GoneError, Program
-from benchmarks.faults.versions import digest, expected_digest
 from sluice.versions import BASE, Version
+from weight_faults.process import GoneError, Program
+from weight_faults.versions import digest, expected_digest
 from weightsync.format.names import parse_version_directory
 
 __all__ = ["Observer"]

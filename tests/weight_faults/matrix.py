@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.cells import Cell
-from benchmarks.faults.damage import Damage
-from benchmarks.faults.process import DEADLINE_S, GoneError
-from benchmarks.faults.world import World, eventually, expect
 from sluice.versions import Version
+from weight_faults.cells import Cell
+from weight_faults.damage import Damage
+from weight_faults.process import DEADLINE_S, GoneError
+from weight_faults.world import World, eventually, expect
 
 __all__ = ["CellResult", "run_cell", "run_matrix"]
 

@@ -14,14 +14,14 @@ from typing import Any, Self
 import grpc
 
 from benchmarks.children import free_port
-from benchmarks.faults.observer import Observer
-from benchmarks.faults.process import DEADLINE_S, Program
-from benchmarks.faults.programs import RUN
-from benchmarks.faults.versions import DENSE_BYTES
-from benchmarks.faults.wire import Wire
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
+from weight_faults.observer import Observer
+from weight_faults.process import DEADLINE_S, Program
+from weight_faults.programs import RUN
+from weight_faults.versions import DENSE_BYTES
+from weight_faults.wire import Wire
 
 __all__ = ["World", "eventually", "expect", "rubbish"]
 
