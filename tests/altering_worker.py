@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weightsync.engine.vllm_transfer import WorkerExtension
+from weightsync.vllm.worker import WorkerExtension
 
 __all__ = ["NAME", "AlteringExtension"]
 

@@ -20,8 +20,8 @@ __all__ = ["BACKEND", "children_die_with_us", "register"]
 BACKEND = "sluice"
 """Name of the weight-transfer backend in vLLM's factory."""
 
-WORKER_EXTENSION = "weightsync.engine.vllm_transfer.WorkerExtension"
-"""Class that vLLM mixes into its workers; see `weightsync.engine.vllm_transfer`."""
+WORKER_EXTENSION = "weightsync.vllm.worker.WorkerExtension"
+"""Class that vLLM mixes into its workers; see `weightsync.vllm.worker`."""
 
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -35,7 +35,7 @@ def register() -> None:
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - only under vLLM
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.engine.vllm_transfer", "StagedFileEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, "weightsync.vllm.worker", "StagedFileEngine")
     os.register_at_fork(after_in_child=_after_fork)
     if multiprocessing.parent_process() is not None:
         _forking.tied = True  # a spawned engine process: its own workers are tied to it

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from weightsync.engine.vllm_patch import Patch, PatchError, differences
+from weightsync.vllm.patch import Patch, PatchError, differences
 
 
 class Fused(torch.nn.Module):

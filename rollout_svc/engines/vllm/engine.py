@@ -58,7 +58,7 @@ class VllmOptions:
         double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
             weights' memory once more; otherwise the pause lasts as long as copying and packing.
         patch: On an accelerator, bring in only the values that differ from the version before; see
-            `weightsync.engine.vllm_patch` on how far that is tested.
+            `weightsync.vllm.patch` on how far that is tested.
         start_deadline_s: How long loading may take.
         phase_deadline_s: How long each step of an update may take before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.

@@ -1,10 +1,10 @@
 """Compares the weights that a worker computes with, as they are in memory now, with a version's files.
 
-Each copy that the model's loader makes is looked at again: the part of the file against its place in the model. On CPU a
-linear layer has no weight any more but a kernel with a packed one inside, which gives its values when it is multiplied with
-the columns of the identity: every product but one is zero, so each sum is one weight exactly.
+For each copy that the model's loader makes, the part of the file is compared with its place in the model. On a CPU a linear
+layer has no plain weight any more, but a kernel with a packed one inside. Multiplied with the columns of the identity, the kernel
+gives its weights exactly: every product but one is zero.
 
-It is done in small pieces, between the engine's steps. Not beside them: a packed kernel keeps the addresses that it works
+The comparison runs in small pieces between the engine's steps, not beside them: a packed kernel keeps the addresses that it works
 on, and must not run twice at a time.
 """
 
@@ -20,8 +20,8 @@ from safetensors import safe_open
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from weightsync.engine.vllm_plan import LoadPlan, PlannedCopy
-from weightsync.engine.vllm_shadow import PACKED
+from weightsync.vllm.load_plan import LoadPlan, PlannedCopy
+from weightsync.vllm.next_model import PACKED
 
 __all__ = ["LiveCheck", "has_known_form"]
 

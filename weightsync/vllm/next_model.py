@@ -1,9 +1,8 @@
-"""A second set of weights inside a CPU worker: the next version is built beside the one that samples, then swapped in.
+"""A second set of weights in a CPU worker: the next version is built beside the one that samples, then swapped in.
 
-On CPU a weight is not only copied but packed for the matrix kernels, which takes many times the copy. Done here by a
-thread between and beside the engine's steps, it leaves a swap of references for the pause. It costs the memory of
-the weights once more. Accelerators copy in place instead (see `weightsync.engine.vllm_transfer`), where memory is dearer and
-CUDA graphs hold on to addresses.
+On a CPU a weight is not only copied but packed for the matrix kernels, which takes many times as long as the copy. A thread
+does that beside the engine's steps, so that the pause only swaps references. It costs the memory of the weights once more.
+An accelerator copies in place instead: its memory is scarcer, and CUDA graphs hold on to addresses.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-__all__ = ["Shadow", "unsupported"]
+__all__ = ["PACKED", "NextModel", "why_no_swap"]
 
 PREFIX = "sluice_next"
 """Keeps the layers of the second model apart in vLLM's registry of layers."""
@@ -31,8 +30,8 @@ PACKED = "cpu_linear"
 """Attribute in which vLLM's CPU layers keep the kernel with the packed weight."""
 
 
-def unsupported(vllm_config: Any, model: torch.nn.Module) -> str:  # noqa: ANN401 - vLLM's VllmConfig
-    """Why this model's weights cannot be swapped; empty if they can."""
+def why_no_swap(vllm_config: Any, model: torch.nn.Module) -> str:  # noqa: ANN401 - vLLM's VllmConfig
+    """Return why this model's weights cannot be swapped; empty if they can."""
     if not current_platform.is_cpu():
         return "weights are copied in place on an accelerator"
     if vllm_config.lora_config is not None or vllm_config.speculative_config is not None:
@@ -45,7 +44,7 @@ def unsupported(vllm_config: Any, model: torch.nn.Module) -> str:  # noqa: ANN40
     return f"layers keep weights in forms that are not known here: {strange}" if strange else ""
 
 
-class Shadow:
+class NextModel:
     """The second model of one worker.
 
     Args:
@@ -89,7 +88,7 @@ class Shadow:
         return self._outcome
 
     def holds(self, paths: list[str]) -> bool:
-        """Whether the version of these files is built; waits for it if it is being built."""
+        """Whether the version of these files is built. Wait for it if it is being built."""
         if paths != self._paths:
             return False
         self.join()
@@ -126,7 +125,7 @@ class Shadow:
 
 
 def pairs(live: torch.nn.Module, built: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Modules of the same name that may exchange their weights: all but attention, which owns KV cache, and shared ones."""
+    """Return the modules of the same name that may exchange their weights: all but shared ones and attention, which owns KV cache."""
     others = dict(built.named_modules())
     return [
         (module, other)

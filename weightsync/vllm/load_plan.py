@@ -1,7 +1,7 @@
-"""What one worker's model reads of a version, and where it puts it: its own loader, run on a model without memory.
+"""What one worker's model reads of a version, and where it puts it, found by running its loader on a model without memory.
 
-The model is built once more on the meta device, where a copy moves nothing, and given tensors that are mapped and not
-read. That takes the time of building the modules, so it is done once per worker, and never while the engine is paused.
+The model is built once more on the meta device, where a copy moves nothing, and is given tensors that are mapped and not
+read. That takes as long as building the modules, so it is done once per worker, and never while the engine is paused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from weightsync.engine.read_recorder import Copy, Ranges, ReadRecorder, Region
+from weightsync.vllm.read_recorder import Copy, Ranges, ReadRecorder, Region
 
 __all__ = ["LoadPlan", "PlanError", "PlannedCopy", "make_plan"]
 

@@ -1,7 +1,7 @@
-"""Notes what a model's own loader reads of the tensors that it is given, and where it copies them.
+"""Records what a model's own loader reads of the tensors that it is given, and where it copies them.
 
-Which slice of ``q_proj`` a tensor-parallel rank keeps, and where in its fused layer it lands, only the model's loader knows.
-It is not asked and not guessed: it is run, and what it reads is written down.
+Only the loader knows which slice of ``q_proj`` a tensor-parallel rank keeps, and where in its fused layer that slice goes. So
+the loader is run, and its reads are recorded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Brings only what changed into a model on an accelerator: positions and values, through vLLM's loader of checkpoint patches.
+"""Writes only the values that changed into a model on an accelerator, through vLLM's loader of checkpoint patches.
 
-A whole version crosses the bus to the device at every update, though few of its values are new. Where the version before lies
-on the host too, the two files are compared beside the engine's steps, and the pause is left with the values that differ and
-a pass over the device's own memory.
+Otherwise a whole version crosses the bus to the device at every update, though few of its values are new. Where the version
+before lies on the host too, the two files are compared while the engine samples; the pause then holds only the transfer of the
+values that differ and a pass over the device's own memory.
 
-vLLM's loader asks for models whose weights are copied as they are; that is looked up in the load plan. The comparison and
-the patches are tested on the CPU; against a model on a device only by tests marked ``gpu``, which this project's own CI does
-not run. So it is used where it is asked for, and not otherwise.
+vLLM's loader asks for models whose weights are copied as they are; the load plan says whether they are. The comparison and the
+patches are tested on a CPU; against a model on a device only by tests marked ``gpu``, which this project's own CI does not run.
+So a patch is used only where `rollout.patch_on_device` asks for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
-from weightsync.engine.read_recorder import Ranges, normal
-from weightsync.engine.vllm_live import has_known_form
-from weightsync.engine.vllm_plan import LoadPlan
+from weightsync.vllm.live_check import has_known_form
+from weightsync.vllm.load_plan import LoadPlan
+from weightsync.vllm.read_recorder import Ranges, normal
 
-__all__ = ["Patch", "PatchError", "differences", "unsupported"]
+__all__ = ["Patch", "PatchError", "differences", "why_no_patch"]
 
 _MOST_CHANGED = 0.2
 """Share of a version beyond which it is loaded whole: a position and a value take three times a value's place."""
@@ -41,8 +41,8 @@ class PatchError(Exception):
     """One version cannot be reached from the other by a patch."""
 
 
-def unsupported(model: torch.nn.Module, plan: LoadPlan) -> str:
-    """Why a model cannot take patches; empty if it can."""
+def why_no_patch(model: torch.nn.Module, plan: LoadPlan) -> str:
+    """Return why a model cannot take patches; empty if it can."""
     copied = {copy.name for copy in plan.copies}
     other = sorted(name for name, ranges in plan.reads.items() if ranges and name not in copied)
     if other:
@@ -87,7 +87,7 @@ class Patch:
         self._thread.start()
 
     def leads(self, old: list[str] | None, new: list[str]) -> bool:
-        """Whether it is the way from one version's files to another's; waits for the comparison."""
+        """Whether it leads from one version's files to another's. Wait for the comparison."""
         if self._thread is not None:
             self._thread.join()
         return self._ends == (old, new) and self.outcome[0] == "ok"
@@ -112,7 +112,7 @@ def differences(
     Args:
         old: Tensors of one version.
         new: Those of the other.
-        reads: Elements that matter, as in `weightsync.engine.read_recorder`; a tensor that is not named matters whole.
+        reads: Elements that matter, as in `weightsync.vllm.read_recorder`; a tensor that is not named matters whole.
 
     Raises:
         PatchError: if the tensors differ in name, type or shape, are no floating-point numbers, hold NaN, which the loader

@@ -1,1 +1,0 @@
-"""Inside vLLM: loading staged files, what ranks read, comparing live weights."""

@@ -1,0 +1,328 @@
+"""The half of weight sync that runs inside vLLM's workers: from staged safetensors files into a live model.
+
+The files lie in shared memory and tensors are views of the mapping, so the only copy is the one into the model. A version
+comes in by one of three ways, prepared while the engine samples where that is possible:
+
+* on a CPU, a second model is built beside the one that samples, and the two swap their weights (`next_model`);
+* on an accelerator, if it is asked for, only the values that changed are written (`patch`);
+* else the files are loaded by vLLM's layer-wise reload while the engine is paused.
+
+Nothing here raises into vLLM: an exception in one worker of several would leave the others' replies one call late from then
+on. Failures are kept, and the caller asks for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from weightsync.vllm.live_check import LiveCheck
+from weightsync.vllm.load_plan import LoadPlan, make_plan
+from weightsync.vllm.next_model import NextModel, why_no_swap
+from weightsync.vllm.patch import Patch, why_no_patch
+
+__all__ = ["InitInfo", "StagedFileEngine", "UpdateInfo", "WorkerExtension"]
+
+Answer: TypeAlias = tuple[str, Any]
+"""What a worker answers: ("ok", value), ("pending", None), or a kind of failure and its reason."""
+
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed for mypy
+    """Nothing has to be agreed on beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One whole version.
+
+    Attributes:
+        paths: Safetensors files that together hold every tensor once.
+        names: Every tensor that must be in them, by Hugging Face name.
+    """
+
+    paths: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+
+
+class IncompleteFileError(Exception):
+    """The files do not hold exactly the tensors that the model needs."""
+
+
+class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """vLLM's weight-transfer engine for staged files. Tensors stay where CUDA graphs expect them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    outcome: Answer = ("ok", 0.0)
+    """Outcome of the last update: ("ok", seconds), ("refused", why; model untouched) or ("err", what went wrong)."""
+
+    _next: NextModel | None = None
+    _plan: LoadPlan | None = None
+    _patch: Patch | None = None
+    _loaded: list[str] | None = None
+    """Files of the version that the model holds; None where that is not certain."""
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Do nothing: files need no rendezvous."""
+
+    def start_weight_update(self) -> None:
+        """Do nothing: the model is taken apart only when the files are known to be whole."""
+
+    def prepare(self, paths: list[str], names: list[str], *, patch: bool) -> Answer:
+        """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why).
+
+        Args:
+            paths: The version's files.
+            names: Every tensor that must be in them.
+            patch: On an accelerator, find out what differs from the version before; see `weightsync.vllm.patch`.
+        """
+        refused = self.check(paths, names)
+        if refused[0] != "ok":
+            return refused
+        if patch and current_platform.is_cuda_alike():
+            return self._begin_patch(paths)
+        if self._next is None:
+            why = why_no_swap(self.vllm_config, self.model)
+            if why:
+                return ("unsupported", why)
+            self._next = NextModel(self.vllm_config, self.model, self._load)
+        self._next.begin(paths, self._tensors)
+        return ("ok", None)
+
+    def prepared(self) -> Answer:
+        """Return what became of `prepare`: ("pending", None), ("ok", seconds) or ("err", why)."""
+        if self._patch is not None:
+            return self._patch.outcome
+        if self._next is None:
+            return ("err", "nothing was prepared")
+        outcome = self._next.outcome
+        if outcome[0] == "err":
+            self._next = None  # it may be half built: the next version starts from nothing
+        return outcome
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load the files, or keep the error; the session is closed by `finish_weight_update` either way."""
+        begun = time.perf_counter()
+        paths = update_info.paths
+        self.outcome = self.check(paths, update_info.names)
+        if self.outcome[0] != "ok":
+            return
+        patch, self._patch = self._patch, None
+        loaded, self._loaded = self._loaded, None
+        try:
+            if patch is not None and patch.leads(loaded, paths):
+                patch.apply(self.model, self.device)
+            elif self._next is not None and self._next.holds(paths):
+                self._next.swap()
+            else:
+                self._load(self.model, paths)
+            if current_platform.is_cuda_alike():
+                torch.accelerator.synchronize()
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            self.outcome = ("err", f"{type(error).__name__}: {error}")
+        else:
+            self.outcome, self._loaded = ("ok", time.perf_counter() - begun), paths
+
+    def finish_weight_update(self) -> None:
+        """Do nothing: the model is whole since `receive_weights`."""
+
+    def shutdown(self) -> None:
+        """Do nothing: no connection is open."""
+
+    def forget_loaded(self) -> None:
+        """Load the next version whole: the model was found to hold something else than it was given."""
+        self._loaded = self._patch = None
+
+    def check(self, paths: list[str], names: list[str]) -> Answer:
+        """Whether the files hold every tensor of the model: ("ok", None) or ("refused", why); the model is untouched."""
+        try:
+            check_complete(paths, names, {TIED_HEAD} if self._tied else set())
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("refused", str(error) or type(error).__name__)
+        return ("ok", None)
+
+    def plan(self, paths: list[str]) -> LoadPlan:
+        """Return what this worker's model reads of a version and where it puts it; found out once.
+
+        Raises:
+            Exception: whatever the model raises when it is built without memory; see `weightsync.vllm.load_plan`.
+        """
+        if self._plan is None:
+            plan = make_plan(self.vllm_config, self._tensors(paths))
+            unread = {TIED_HEAD: ()} if self._tied else {}
+            self._plan = LoadPlan(unread | dict(plan.reads), plan.copies, plan.shapes)
+        return self._plan
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    def _begin_patch(self, paths: list[str]) -> Answer:
+        if self._loaded is None:
+            return ("unsupported", "no version was loaded yet that a patch could be based on")
+        plan = self.plan(paths)
+        why = why_no_patch(self.model, plan)
+        if why:
+            return ("unsupported", why)
+        self._patch = Patch(self._loaded, paths)
+        self._patch.begin(self._tensors(self._loaded), self._tensors(paths), plan.reads)
+        return ("ok", None)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _load(self, model: torch.nn.Module, paths: list[str]) -> None:
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(self._tensors(paths))
+        finally:
+            # After a failure too: what was buffered must not be counted towards the next attempt.
+            finalize_layerwise_reload(model, self.model_config)
+        refresh_tied_head(model)
+
+    def _tensors(self, paths: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for path in paths:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    if not (self._tied and name == TIED_HEAD):
+                        yield name, file.get_tensor(name)
+
+
+class WorkerExtension:
+    """Methods mixed into vLLM's worker, called by `collective_rpc`. They answer with an `Answer` and never raise."""
+
+    weight_transfer_engine: Any
+    model_runner: Any
+
+    _live_check: LiveCheck | None = None
+
+    def sluice_status(self) -> Answer:
+        """Return the outcome of the last update."""
+        engine = self.weight_transfer_engine
+        return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
+
+    def sluice_check(self, paths: list[str], names: list[str]) -> Answer:
+        """Whether a version's files hold every tensor of the model: ("ok", None) or ("refused", why)."""
+        answer: Answer = self.weight_transfer_engine.check(paths, names)
+        return answer
+
+    def sluice_prepare(self, paths: list[str], names: list[str], patch: bool = False) -> Answer:
+        """Begin to build a version beside the one that samples; see `StagedFileEngine.prepare`."""
+        try:
+            answer: Answer = self.weight_transfer_engine.prepare(paths, names, patch=patch)
+        except Exception as error:  # noqa: BLE001 - see the module's docstring
+            return ("err", f"{type(error).__name__}: {error}")
+        return answer
+
+    def sluice_prepared(self) -> Answer:
+        """Return what became of `sluice_prepare`."""
+        answer: Answer = self.weight_transfer_engine.prepared()
+        return answer
+
+    def sluice_verify(self, paths: list[str], names: list[str], share: float, seed: int) -> Answer:
+        """Begin to compare the live weights with a version's files; continue with `sluice_verified`."""
+        refused = self.sluice_check(paths, names)
+        if refused[0] != "ok":
+            return refused
+        if self._live_check is not None:
+            self._live_check.close()
+        engine = self.weight_transfer_engine
+
+        def begin() -> None:
+            self._live_check = LiveCheck(engine.model, engine.plan(paths), paths, share, seed)
+
+        return _guarded(begin)
+
+    def sluice_verified(self, budget_s: float) -> Answer:
+        """Compare for so many seconds: ("pending", None), or ("ok", [tensors that differ, tensors of unknown form])."""
+        check = self._live_check
+        if check is None:
+            return ("err", "nothing is being compared")
+        answer = _guarded(lambda: check.advance(budget_s))
+        if answer[0] == "err":
+            return answer
+        if not answer[1]:
+            return ("pending", None)
+        if check.different:
+            self.weight_transfer_engine.forget_loaded()
+        return ("ok", [sorted(check.different), sorted(check.unchecked)])
+
+    def sluice_add_adapter(self, label: str, number: int, path: str) -> Answer:
+        """Load a LoRA adapter beside the weights, which are not touched."""
+        return _guarded(lambda: self.model_runner.add_lora(LoRARequest(label, number, path)))
+
+    def sluice_zero_kv(self) -> Answer:
+        """Zero the KV cache: a NaN that once entered it would live on in reused blocks."""
+
+        def zero() -> None:
+            for cache in _tensors_in(self.model_runner.kv_caches):
+                cache.zero_()
+
+        return _guarded(zero)
+
+
+def _guarded(work: Callable[[], Any]) -> Answer:
+    """Run something that must not raise into vLLM."""
+    try:
+        return ("ok", work())
+    except Exception as error:  # noqa: BLE001 - see the docstring
+        return ("err", f"{type(error).__name__}: {error}")
+
+
+def refresh_tied_head(model: torch.nn.Module) -> None:
+    """Pack the output layer again: on a CPU it holds a packed copy of the embedding, which the reload forgets."""
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def check_complete(paths: list[str], wanted: list[str], optional: set[str]) -> None:
+    """Compare the files' headers with the expected names; `optional` ones may be there or not.
+
+    A model with part of a fused layer missing computes with uninitialised memory, so this comes before anything else.
+
+    Raises:
+        IncompleteFileError: if tensors are missing, unknown or given twice, or a file cannot be read.
+    """
+    seen: set[str] = set()
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = list(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise IncompleteFileError(f"{path} is not a whole safetensors file: {error}; stage it again") from error
+        twice = seen.intersection(names)
+        if twice:
+            raise IncompleteFileError(f"{path} repeats {sorted(twice)[:3]}; stage the version again")
+        seen.update(names)
+    missing, unknown = sorted(set(wanted) - seen), sorted(seen - set(wanted) - optional)
+    if missing or unknown:
+        raise IncompleteFileError(
+            f"tensors do not match the model: missing {missing[:3]} ({len(missing)}), unknown {unknown[:3]} ({len(unknown)})"
+        )
+
+
+def _tensors_in(nested: object) -> Iterator[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        yield nested
+    elif isinstance(nested, list | tuple):
+        for item in nested:
+            yield from _tensors_in(item)
