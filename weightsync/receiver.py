@@ -30,14 +30,12 @@ from weightsync.backoff import Backoff
 from weightsync.format.names import run_resource
 from weightsync.metrics import UPDATES
 from weightsync.receive.adapters import AdapterStage
-from weightsync.receive.build import VersionBuilder
-from weightsync.receive.copies import BehindError
 from weightsync.receive.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
-from weightsync.receive.pull import PullError, PullLimits
+from weightsync.receive.pull import PullError, PullLimits, StagingError
 from weightsync.receive.report import Reporter, UpdateTimings, observe_update
 from weightsync.receive.sources import SourceLimits, Sources
-from weightsync.receive.staged_copies import StagedCopies
-from weightsync.receive.staging import StagingError
+from weightsync.receive.staged_versions import BehindError, StagedVersions
+from weightsync.receive.version_file import VersionBuilder
 from weightsync.receive.watch import VersionWatch
 from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
@@ -147,7 +145,7 @@ class WeightReceiver:
         self._reporter = Reporter(delivery, self._run, replica, self._serving)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
         builder = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
-        self._copies = StagedCopies(stage_dir, run, builder, self._threads, limits)
+        self._copies = StagedVersions(stage_dir, run, builder, self._threads, limits)
         self._adapters = AdapterStage(stage_dir, run, builder)
         self._policy = WeightPolicy()
         self._requests: list[_UpdateRequest] = []

@@ -28,12 +28,12 @@ from safetensors.numpy import load_file
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from weightsync.receiver import ApplyReport, PullLimits, WeightReceiver
-from weightsync.receive.assembly import Assembly
+from weightsync.receive.version_file import VersionFile
 from weightsync.staged import HeldVersions
 from sluice.versions import BASE
 
 target, run, replica, stage_dir, mode = sys.argv[1:]
-follow = Assembly.follow
+follow = VersionFile.follow
 
 async def slow_follow(self, steps, held):
     print("building", flush=True)
@@ -41,7 +41,7 @@ async def slow_follow(self, steps, held):
         await asyncio.Event().wait()
     await follow(self, steps, held)
 
-Assembly.follow = slow_follow
+VersionFile.follow = slow_follow
 
 class Engine:
     serves_adapters, version = False, BASE

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from weightsync.receive.switch import SwitchingChannel
+from weightsync.receive.sources import SwitchingChannel
 
 DEADLINE_S = 20.0
 

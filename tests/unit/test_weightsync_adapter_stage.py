@@ -14,11 +14,11 @@ from pathlib import Path
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.receive.adapters import AdapterStage
-from weightsync.receive.form_pull import BuildCost
+from weightsync.receive.pull import PullCost
 
 class Builder:
     async def build(self, target, held, descriptor):
-        return BuildCost()
+        return PullCost()
 
 async def load(manifest):
     async with stage.staged(manifest, lambda: {Version(1, 1)}):

@@ -10,8 +10,7 @@ import pytest
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.chunks import RawChunk
-from weightsync.receive.local_files import read_local
-from weightsync.receive.pull import PullError
+from weightsync.receive.pull import PullError, read_local
 
 
 class Bytes:

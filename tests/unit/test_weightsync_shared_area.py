@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from sluice.versions import Version
-from weightsync.receive.copies import BehindError, HostCopies
-from weightsync.receive.pull import PullLimits
+from weightsync.receive.pull import PullLimits, StagingError
 from weightsync.receive.shared_area import SharedArea, SharedCopy, remove_stale
-from weightsync.receive.staging import StagingError
+from weightsync.receive.staged_versions import BehindError, HostCopies
 
 DIGEST = "0" * 32
 
@@ -271,7 +270,7 @@ def test_a_file_that_somebody_looks_at_can_be_used_a_moment_later(tmp_path: Path
 
 @pytest.mark.parametrize("digest", ["../../elsewhere", "0/1", "", "a.b"])
 def test_a_digest_that_could_lead_elsewhere_names_no_file(tmp_path: Path, digest: str) -> None:
-    with pytest.raises(StagingError, match="no digest"):
+    with pytest.raises(StagingError, match="not the digest"):
         SharedArea(tmp_path, "run").file(Version(1, 1), digest)
 
 

@@ -11,13 +11,30 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from sluice.cli.command import Command
-from sluice.config import ConfigError, load_command
+from sluice.config import ConfigError, Section, SecurityConfig, load_command
 from sluice.telemetry import configure_logging
 from sluice.versions import Version
-from weightsync.inspect.weights_config import WeightsConfig
 
 __all__ = ["COMMAND"]
+
+
+class WeightsConfig(Section):
+    """Settings of `sluice weights`; flat: its keys stand at the top level."""
+
+    address: str = Field("127.0.0.1:7101", description="Address of the weight service or of a relay, as host:port.")
+    run: str = Field("default", description="The run.")
+    replica: str | None = Field(
+        None,
+        min_length=1,
+        description="Address of a replica, as host:port: `verify` then compares the weights in its memory. Unset: `verify` fetches a version.",
+    )
+    top: int = Field(10, ge=1, description="Rows of `diff`, tensors that changed most first.")
+    deadline_s: float = Field(600.0, gt=0, description="Seconds for the whole command.")
+    security: SecurityConfig = Field(default_factory=SecurityConfig, description="Tokens and TLS of the service.")
+
 
 USAGE = """\
 usage: sluice weights ls                     versions of a run, and the replicas that follow it
@@ -109,8 +126,7 @@ async def _show(config: WeightsConfig, versions: Sequence[Version]) -> int:
 async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
     if config.replica is not None:
         return await _verify_replica(config, config.replica, versions)
-    from weightsync.receive.pull import PullError  # noqa: PLC0415
-    from weightsync.receive.staging import StagingError  # noqa: PLC0415
+    from weightsync.receive.pull import PullError, StagingError  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
         try:
@@ -145,9 +161,8 @@ async def _verify_replica(config: WeightsConfig, replica: str, versions: Sequenc
 async def _diff(config: WeightsConfig, versions: Sequence[Version]) -> int:
     from rich.console import Console  # noqa: PLC0415
 
-    from weightsync.inspect.weights_diff import compare, difference_table  # noqa: PLC0415
-    from weightsync.receive.pull import PullError  # noqa: PLC0415
-    from weightsync.receive.staging import StagingError  # noqa: PLC0415
+    from weightsync.inspect.weights_tables import compare, difference_table  # noqa: PLC0415
+    from weightsync.receive.pull import PullError, StagingError  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
         paths = [Path(scratch, str(version)) for version in versions]
@@ -171,8 +186,8 @@ async def _fetch(config: WeightsConfig, version: Version | None, path: Path) -> 
     from sluice.client import WeightSyncClient  # noqa: PLC0415
     from sluice.rpc import connect  # noqa: PLC0415
     from weightsync.format.names import run_resource  # noqa: PLC0415
-    from weightsync.receive.build import VersionBuilder  # noqa: PLC0415
     from weightsync.receive.pull import PullLimits  # noqa: PLC0415
+    from weightsync.receive.version_file import VersionBuilder  # noqa: PLC0415
 
     async with WeightSyncClient(config.address, config.security) as client:
         manifest = await client.manifest(config.run, version)

@@ -1,6 +1,6 @@
 """Staged LoRA adapters: directories as PEFT writes them, in shared memory, as many as the engine holds at a time.
 
-They are small, so that each replica has its own; a directory ends with its replica, whoever notices.
+They are small, so each replica has its own. When a replica is dead, the next one that starts removes its directory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import structlog
 from sluice.host_files import close, lock_now, open_private, owned_directory, remove_tree
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.receive.build import VersionBuilder
+from weightsync.receive.pull import StagingError
 from weightsync.receive.report import UpdateTimings
-from weightsync.receive.staging import StagingError
+from weightsync.receive.version_file import VersionBuilder
 from weightsync.staged import StagedAdapter, TensorSpec
 
 __all__ = ["AdapterStage"]
@@ -67,7 +67,7 @@ class AdapterStage:
                 self._sweep(held())
 
     def close(self) -> None:
-        """Remove everything; without effect the second time."""
+        """Remove everything. Calling it again has no effect."""
         if self._path is not None:
             remove_tree(self._path)
             close(self._lock_file)
@@ -80,7 +80,7 @@ class AdapterStage:
             return known, UpdateTimings(version)
         if not manifest.digest.isalnum():  # it becomes the name of a directory
             raise StagingError(
-                f"{manifest.digest[:80]!r} is no digest of a version: pull from a service that gives one"
+                f"{manifest.digest[:80]!r} is not the digest of a version: pull from a service that gives one"
             )
         started = time.perf_counter()
         parent = self._path = self._path or self._make_directory()
@@ -103,14 +103,7 @@ class AdapterStage:
         }
         staged = StagedAdapter(version, Version.from_proto(manifest.base), directory, tensors, manifest.digest)
         self._staged[version] = staged
-        timings = UpdateTimings(
-            version,
-            pulled_bytes=cost.pulled_bytes,
-            local_bytes=cost.local_bytes,
-            pull_s=cost.last_byte_at - started,
-            stage_s=time.perf_counter() - cost.last_byte_at,
-        )
-        return staged, timings
+        return staged, UpdateTimings.of_pull(version, cost, started)
 
     def _sweep(self, held: Collection[Version] | None) -> None:
         if held is None:
@@ -140,7 +133,7 @@ def _remove_stale(parent: Path) -> None:
 
 
 def _locked_file(directory: Path) -> int:
-    """Make the lock file; it gets its name when it is locked, so that nobody sees it unlocked while its replica lives."""
+    """Make the lock file. It gets its name after it was locked, so no process sees it unlocked while its replica lives."""
     unnamed = directory / f"{_LOCK}.new"
     descriptor = open_private(unnamed, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -149,7 +142,7 @@ def _locked_file(directory: Path) -> int:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether nobody holds the lock. A directory without the file is being made, or is not one of ours."""
+    """Whether no process holds the lock. A directory without the file is being made, or is not one of ours."""
     with owned_directory(path) as directory:
         if directory is None:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -20,6 +21,7 @@ from weightsync.metrics import (
     STAGE_SECONDS,
     UPDATE_SECONDS,
 )
+from weightsync.receive.pull import PullCost
 
 __all__ = ["Reporter", "UpdateTimings", "observe_update"]
 
@@ -32,14 +34,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UpdateTimings:
-    """What one update cost.
+    """The cost of one update.
 
     Attributes:
         version: The version that serves now.
         pulled_bytes: Bytes that came over sockets; none where another process of the host had staged the version.
         local_bytes: Bytes that were read from files of this host in their place.
-        pull_s: Seconds from the decision to take it to the last byte; tokens were produced meanwhile.
-        stage_s: Seconds from the last byte to a verified file in shared memory; tokens were produced meanwhile.
+        pull_s: Seconds from the decision to take it to the last byte; the engine generates meanwhile.
+        stage_s: Seconds from the last byte to a verified file in shared memory; the engine generates meanwhile.
         pause_s: Seconds during which no token was sampled.
         apply_s: Seconds of the copy alone.
         total_s: Seconds from the decision to service.
@@ -54,8 +56,19 @@ class UpdateTimings:
     apply_s: float = 0.0
     total_s: float = 0.0
 
+    @classmethod
+    def of_pull(cls, version: Version, cost: PullCost, started: float) -> UpdateTimings:
+        """Return the timings of a version that was just pulled and staged, begun at `time.perf_counter` `started`."""
+        return cls(
+            version,
+            pulled_bytes=cost.pulled_bytes,
+            local_bytes=cost.local_bytes,
+            pull_s=cost.last_byte_at - started,
+            stage_s=time.perf_counter() - cost.last_byte_at,
+        )
+
     def to_proto(self) -> pb.UpdateTimings:
-        """The wire form."""
+        """Return the message of the contract."""
         message = pb.UpdateTimings(pulled_bytes=self.pulled_bytes)
         parts = {"pull": self.pull_s, "stage": self.stage_s, "pause": self.pause_s, "apply": self.apply_s}
         for name, seconds in {**parts, "total": self.total_s}.items():
@@ -63,7 +76,7 @@ class UpdateTimings:
         return message
 
     def for_log(self) -> dict[str, str | int | float]:
-        """Fields of a log line."""
+        """Return the fields of a log line."""
         numbers = {name: round(value, 4) for name, value in asdict(self).items() if name != "version"}
         return {"version": str(self.version), **numbers}
 
@@ -88,7 +101,7 @@ class _Report:
 
 
 class Reporter:
-    """Reports for one replica. Only the last report matters: one that was not sent yet gives way to the next.
+    """Reports for one replica. Only the last report matters: the next one replaces a report that was not sent yet.
 
     Args:
         stub: The service.

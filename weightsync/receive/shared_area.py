@@ -1,11 +1,11 @@
 """Staged versions in shared memory, one copy of each for all receivers of a host.
 
-A version's file is named by its number and digest, and never changed once it has that name. Three kinds of locks (flock(2),
-which ends with its process however that ends, and holds between containers that share the memory) keep order:
+A version's file is named by its number and digest, and is never changed once it has that name. File locks (flock(2)) end with
+their process, however that ends, and hold between containers that share the memory. There are three kinds:
 
-* whoever makes a file holds ``NAME.build`` exclusively;
-* whoever uses a file holds it shared, on an open descriptor, from before it has its name;
-* whoever removes a file holds it exclusively, which nobody can while it is used: so the last user removes it.
+* the process that makes a file holds an exclusive lock on ``NAME.build``;
+* each process that uses a file holds a shared lock on it, taken before the file gets its name;
+* a process that removes a file holds an exclusive lock on it, which nobody gets while it is used: so the last user removes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import structlog
 
 from sluice.host_files import close, is_at, lock_now, open_private, owned_directory, remove_unlocked, unlink_at
 from sluice.versions import Version
-from weightsync.receive.staging import StagingError
+from weightsync.receive.pull import StagingError
 
 __all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
 
@@ -34,9 +34,9 @@ _FILE = ".safetensors"
 _OTHERS_MAY_WRITE = 0o022
 _DIGEST = re.compile(r"[0-9a-z]+")
 _ATTEMPTS = 100
-"""Races with processes that remove what was just opened; each is lost only to one that got further."""
+"""Most attempts to lock a file that other processes may remove at the same moment. Each attempt fails only if another one succeeds."""
 _PAUSE_S = 0.01
-"""Pause before the next try to lock a file: whoever holds it exclusively does so for microseconds, or waits for a processor."""
+"""Pause before the next attempt to lock a file; an exclusive lock is held for microseconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ class SharedCopy:
     descriptor: int
 
     def release(self) -> None:
-        """Use it no more; whoever is the last removes it. Without effect the second time."""
+        """Stop using it; the last user removes the file. Calling it again has no effect."""
         if self.descriptor < 0:
             return
         if lock_now(self.descriptor, fcntl.LOCK_EX) and is_at(self.descriptor, self.path):
@@ -68,8 +68,8 @@ class Claim:
     """The right to make one file.
 
     Attributes:
-        path: The name that it gets.
-        descriptor: Open on the file under way, to read and write.
+        path: The name that the file gets.
+        descriptor: The unfinished file, open to read and write.
     """
 
     path: Path
@@ -85,7 +85,7 @@ class Claim:
         return copy
 
     def abandon(self) -> None:
-        """Remove what there is, for the next one to begin anew; without effect after `publish`."""
+        """Remove the unfinished file, so that another process can begin. No effect after `publish`."""
         if self.descriptor >= 0:
             _beside(self.path, _PART).unlink(missing_ok=True)
             close(self.descriptor)
@@ -98,9 +98,9 @@ class Claim:
 
 
 class SharedArea:
-    """The directory ``<parent>/sluice-<run>.<user id>``, with all that receivers of the run stage on this host.
+    """The directory ``<parent>/sluice-<run>.<user id>`` with the versions that receivers of the run stage on this host.
 
-    Files in it are taken for what their names say, so it must be this user's own: shared memory is open to everybody.
+    Its files are trusted by their names, so it must belong to this user alone: everybody may write to shared memory.
 
     Args:
         parent: Directory in shared memory, such as ``/dev/shm``.
@@ -114,20 +114,20 @@ class SharedArea:
         remove_stale(parent)
 
     def file(self, version: Version, digest: str) -> Path:
-        """Where a staged version lies.
+        """Return the path of a staged version.
 
         Raises:
             StagingError: if the digest could lead out of the directory.
         """
         if not _DIGEST.fullmatch(digest):
-            raise StagingError(f"{digest[:80]!r} is no digest of a version: pull from a service that gives one")
+            raise StagingError(f"{digest[:80]!r} is not the digest of a version: pull from a service that gives one")
         return self.path / f"v{version}-{digest}{_FILE}"
 
     def attach(self, path: Path) -> SharedCopy | None:
-        """Use a file that is there; None if it is not.
+        """Use a file that exists. Return None if it does not.
 
         Raises:
-            StagingError: if the directory is somebody else's.
+            StagingError: if the directory does not belong to this user alone.
         """
         self._check_owner()
         for _ in range(_ATTEMPTS):
@@ -137,15 +137,15 @@ class SharedArea:
                 return None
             if lock_now(descriptor, fcntl.LOCK_SH) and is_at(descriptor, path):
                 return SharedCopy(path, descriptor)
-            close(descriptor)  # somebody is removing it, or looks whether it is used
+            close(descriptor)  # a process is removing it, or checks whether it is used
             time.sleep(_PAUSE_S)
         raise StagingError(f"{path} cannot be locked: remove it, and end the process that holds it exclusively")
 
     def claim(self, path: Path) -> Claim | None:
-        """Begin to make a file; None while another process makes it, or if it is there by now.
+        """Begin to make a file. Return None while another process makes it, or if it exists by now.
 
         Raises:
-            StagingError: if the directory is somebody else's.
+            StagingError: if the directory does not belong to this user alone.
             OSError: if no file can be made.
         """
         lock = self._build_lock(path)
@@ -157,7 +157,7 @@ class SharedArea:
             return None
         part = _beside(path, _PART)
         try:
-            part.unlink(missing_ok=True)  # of a process that died over it
+            part.unlink(missing_ok=True)  # left by a process that died
             descriptor = open_private(part, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except OSError:
             close(lock)  # else nobody could make the file while this process lives
@@ -172,22 +172,22 @@ class SharedArea:
         return sorted(found - {path})
 
     def check_room(self, needed: int) -> None:
-        """Whether there is memory for a file.
+        """Check that there is memory for a file.
 
         Raises:
-            StagingError: if not; the message says what to do.
+            StagingError: if there is not; the message says what to do.
         """
         if needed > self.free_bytes:
             raise self.no_room(needed)
 
     @property
     def free_bytes(self) -> int:
-        """Memory that is left."""
+        """Return the memory that is left."""
         status = os.statvfs(self.parent)
         return status.f_bavail * status.f_frsize
 
     def no_room(self, needed: int) -> StagingError:
-        """What to tell where there is too little memory."""
+        """Return the error for too little memory."""
         return StagingError(
             f"{self.parent} has {self.free_bytes} bytes free, a staged version needs {needed}: enlarge the shared memory"
             " (docker: --shm-size, compose: shm_size, Kubernetes: sizeLimit of the memory volume) to twice the weights"
@@ -195,7 +195,7 @@ class SharedArea:
         )
 
     def close(self) -> None:
-        """Remove what nobody uses."""
+        """Remove the files that no process uses."""
         _sweep(self.path)
 
     def _check_owner(self) -> None:
@@ -228,7 +228,7 @@ class SharedArea:
 
 
 def version_of(path: Path) -> Version:
-    """The version that a staged file's name stands for."""
+    """Return the version that a staged file is named after."""
     return Version.parse(path.stem.split("-")[0].removeprefix("v"))
 
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -18,11 +19,20 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.host import host_id
 from weightsync.receive.nearest import ROOT, Candidate, behind, choose
-from weightsync.receive.switch import SwitchingChannel
 
-__all__ = ["SourceLimits", "Sources"]
+__all__ = ["SourceLimits", "Sources", "SwitchingChannel"]
+
+Anything: TypeAlias = Any
+"""What gRPC's callables take and give: any message, any call."""
 
 _LONGEST_BAN_S = 300.0
+"""Longest time in seconds for which a relay that failed is left alone."""
+
+_FIXED = "/sluice.v1.WeightSyncService/"
+"""Calls about all versions go to the root: a relay holds fewer of them."""
+
+_WATCH = "/Watch"
+"""Streams that never end by themselves; a switch ends them, so that their callers open them again."""
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +61,7 @@ class SourceLimits:
 
 
 class Sources:
-    """The sources of one run, as one engine sees them.
+    """The weight service and its relays, as one engine sees them: it uses one of them at a time.
 
     Args:
         root: To the service that the settings name.
@@ -59,7 +69,7 @@ class Sources:
         replica: The engine's name.
         connect: Opens a channel to a relay; None keeps the engine at the root.
         switched: Called when calls go to another source from now on.
-        host: What tells this host apart.
+        host: Identity of this host; None asks the kernel.
         limits: How long to wait.
 
     Attributes:
@@ -93,12 +103,12 @@ class Sources:
         self._wake = asyncio.Event()
 
     async def settle(self) -> None:
-        """Make the first choice, so that the engine begins where it stays; takes seconds at most."""
+        """Choose a source before the engine begins, so that it need not change; takes seconds at most."""
         if self._connect is not None and not self._settled:
             await self._look()
 
     async def run_forever(self) -> None:
-        """Look for a nearer source now and then, and at once when the one in use fails, until cancelled."""
+        """Look for a nearer source regularly, and at once when the one in use fails, until cancelled."""
         if self._connect is None:
             return
         while True:
@@ -113,7 +123,7 @@ class Sources:
             await self._look()
 
     def leave(self, reason: str) -> None:
-        """Go to the root, and come back to a relay no sooner than after a while; without effect at the root."""
+        """Leave a relay for the root, and do not come back for a while. No effect at the root."""
         if self.current != ROOT:
             self._ban(self.current, reason)
             self._use(ROOT)
@@ -154,7 +164,7 @@ class Sources:
         self.channel.switch(self._channels[address])
 
     async def _ask(self) -> list[Candidate | None]:
-        """Ask the root what there is, then each relay that may be worth it how it is; what does not answer is left out."""
+        """Ask the root for its relays, and those worth asking for their state. Sources that do not answer are left out."""
         started = time.monotonic()
         listed = await self._list(ROOT)
         root = None
@@ -164,7 +174,7 @@ class Sources:
         return [root, *await asyncio.gather(*(self._probe(address) for address in self._worth_asking()))]
 
     def _worth_asking(self) -> list[str]:
-        """Relays of this host, then those with few watchers, and the one in use in any case."""
+        """Return relays of this host, then those with few watchers, and the one in use in any case."""
         ranked = sorted(self._listed, key=lambda each: (each.host != self._host, each.watchers))
         addresses = [each.address for each in ranked if each.address][: self._limits.probes]
         if self.current not in {ROOT, *addresses}:
@@ -177,7 +187,7 @@ class Sources:
         return _candidate(address, listed[0], time.monotonic() - started) if listed else None
 
     async def _list(self, address: str) -> list[pb.WeightSource]:
-        """What a source says of itself and of those behind it; empty where it does not answer."""
+        """Return what a source says of itself and of its relays; empty if it does not answer."""
         if address not in self._channels and self._connect is not None:
             self._channels[address] = self._connect(address)
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(self._channels[address])
@@ -191,7 +201,7 @@ class Sources:
             return []
 
     def _stalled(self, candidates: list[Candidate], now: float) -> list[Candidate]:
-        """Relays that have lacked a version for too long without taking any."""
+        """Return relays that have lacked a version for too long without any progress."""
         newest = max((each.newest for each in candidates if each.newest is not None), default=None)
         found = []
         for each in candidates:
@@ -207,7 +217,7 @@ class Sources:
         return now < self._bans.get(address, (0.0, 0.0))[0]
 
     def _ban(self, address: str, reason: str) -> None:
-        """Leave a source alone for a time that grows from each failure to the next, and varies."""
+        """Leave a source alone for a time that doubles with each failure, and varies."""
         now = time.monotonic()
         ended, last_s = self._bans.get(address, (now, 0.0))
         again = now - ended < _LONGEST_BAN_S
@@ -226,7 +236,7 @@ class Sources:
                 del book[address]
 
     def _call_failed(self, channel: grpc.aio.Channel, code: grpc.StatusCode) -> None:
-        """A relay that lacks what the engine wants is left at once; whether one that failed is there is asked."""
+        """Leave a relay at once if it lacks what the engine wants; ask a relay that failed whether it is still there."""
         if self.current == ROOT or channel is not self._channels[self.current]:
             return
         if code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS}:
@@ -238,3 +248,148 @@ class Sources:
 def _candidate(address: str, source: pb.WeightSource, latency_s: float) -> Candidate:
     newest = Version.from_proto(source.newest) if source.HasField("newest") else None
     return Candidate(address, source.host, source.watchers, newest, latency_s)
+
+
+class SwitchingChannel(grpc.aio.Channel):
+    """A channel whose new calls go to the source in use. Calls under way stay where they began, except watches.
+
+    Args:
+        root: The channel that is in use at first, and for calls of `WeightSyncService` always.
+        failed: Told of each call on a channel that fails.
+    """
+
+    def __init__(self, root: grpc.aio.Channel, failed: Callable[[grpc.aio.Channel, grpc.StatusCode], None]) -> None:
+        self.current = root
+        self._root = root
+        self._failed = failed
+        self._watches: set[_Stream] = set()
+
+    def switch(self, channel: grpc.aio.Channel) -> None:
+        """Begin calls on another channel from now on."""
+        self.current = channel
+        for watch in list(self._watches):
+            watch.leave()
+
+    def unary_unary(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
+        """A callable for a unary call."""
+        choose = self._chooser("unary_unary", method, args, kwargs)
+
+        async def begin(request: Anything, **options: Anything) -> Anything:
+            channel, call = choose()
+            try:
+                return await call(request, **options)
+            except grpc.aio.AioRpcError as error:
+                self._failed(channel, error.code())
+                raise
+            except asyncio.CancelledError:
+                if _wanted_by_caller():
+                    raise
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.UNAVAILABLE,
+                    grpc.aio.Metadata(),
+                    grpc.aio.Metadata(),
+                    details="the source of versions was left while it was asked: ask again",
+                ) from None
+
+        return begin
+
+    def unary_stream(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
+        """A callable for a call with a stream of responses."""
+        choose = self._chooser("unary_stream", method, args, kwargs)
+
+        def begin(request: Anything, **options: Anything) -> _Stream:
+            channel, call = choose()
+            stream = _Stream(call(request, **options), lambda code: self._failed(channel, code), self._watches.discard)
+            if _WATCH in method:
+                self._watches.add(stream)
+            return stream
+
+        return begin
+
+    def stream_unary(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
+        """Not for engines, which push nothing."""
+        return self._root.stream_unary(method, *args, **kwargs)
+
+    def stream_stream(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
+        """Not for engines, which push nothing."""
+        return self._root.stream_stream(method, *args, **kwargs)
+
+    def _chooser(
+        self, kind: str, method: str, args: Anything, kwargs: Anything
+    ) -> Callable[[], tuple[grpc.aio.Channel, Anything]]:
+        """The callable of the channel in use; gRPC's are made once per channel, not once per call."""
+        made: dict[str, Anything] = {"channel": None, "call": None}
+
+        def choose() -> tuple[grpc.aio.Channel, Anything]:
+            channel = self._root if method.startswith(_FIXED) else self.current
+            if made["channel"] is not channel:
+                made.update(channel=channel, call=getattr(channel, kind)(method, *args, **kwargs))
+            return channel, made["call"]
+
+        return choose
+
+    async def __aenter__(self) -> SwitchingChannel:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Whoever opened the channels closes them."""
+
+    async def close(self, grace: float | None = None) -> None:
+        """Whoever opened the channels closes them."""
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Connectivity of the channel in use."""
+        return self.current.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Return when the connectivity differs; the caller sets the deadline."""
+        await self.current.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Return when connected; the caller sets the deadline."""
+        await self.current.channel_ready()
+
+
+class _Stream:
+    """A call with a stream of responses that can be made to end."""
+
+    def __init__(
+        self, call: Anything, failed: Callable[[grpc.StatusCode], None], ended: Callable[[_Stream], None]
+    ) -> None:
+        self._call, self._failed, self._ended = call, failed, ended
+
+    async def read(self) -> Anything:
+        """The next response, or `grpc.aio.EOF`."""
+        try:
+            return await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            self._ended(self)
+            self._failed(error.code())
+            raise
+        except asyncio.CancelledError:
+            if _wanted_by_caller():
+                raise
+            self._ended(self)
+            return grpc.aio.EOF
+
+    async def __aiter__(self) -> AsyncIterator[Anything]:
+        while (response := await self.read()) is not grpc.aio.EOF:
+            yield response
+
+    def cancel(self) -> bool:
+        """End the call."""
+        self._ended(self)
+        return bool(self._call.cancel())
+
+    def leave(self) -> None:
+        """End the call as if the server had."""
+        self.cancel()
+
+
+def _wanted_by_caller() -> bool:
+    """Whether a cancellation is that of the task that waits.
+
+    gRPC raises the same error where a call's channel is closed, and a task that let it through would end without a word.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

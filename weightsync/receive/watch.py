@@ -1,4 +1,4 @@
-"""Knows the newest version, by a stream that is opened again whenever it breaks."""
+"""Watches a run for new versions, by a stream that is opened again whenever it breaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VersionWatch:
     Args:
         stub: The service.
         run: ``runs/{run}``.
-        replica: Who watches.
+        replica: Name of the watching replica or relay.
         changed: Called after each announcement.
         hurry: Set when the stub leads elsewhere from now on: ends the pause between attempts. None: the stub never changes.
         backoff: The pauses between attempts; None takes those of `Backoff`.
@@ -65,7 +65,7 @@ class VersionWatch:
 
     @property
     def newest_version(self) -> Version | None:
-        """The newest version that was announced."""
+        """Return the newest version that was announced, None if there was none."""
         return None if self.newest is None else Version.from_proto(self.newest.version)
 
     async def run_forever(self) -> None:

@@ -1,15 +1,18 @@
-"""Applies deltas in place to a copy of their base's file, and verifies every slice of the result. Blocking.
+"""Applies deltas in place to a copy of their base's file, and verifies every slice of the result. Blocking; called in threads.
 
-A chain of deltas is applied to one copy. Only the last one's digests are looked at: they cover every byte, so an error in
-between shows in them.
+A chain of deltas is applied to one copy. Only the last one's digests are compared: they cover every byte, so an earlier error
+shows in them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from mmap import MADV_DONTFORK, mmap
+from mmap import ACCESS_READ, MADV_DONTFORK, mmap
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,15 +21,26 @@ import xxhash
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import CodecError, Encoding, apply
+from weightsync.format.chunks import RawChunk
 from weightsync.format.dtypes import DTYPES, all_finite
-from weightsync.format.manifest import Box, ManifestError, box, check_manifest, manifest_digest
-from weightsync.format.safetensors import LayoutError, read_layout
-from weightsync.receive.delta_shard import DeltaShard
-from weightsync.receive.staging import StagingError
+from weightsync.format.manifest import Box, ManifestError, box, check_manifest, entry_name, manifest_digest
+from weightsync.format.safetensors import (
+    HEADER_LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Entry,
+    LayoutError,
+    parse_header,
+    read_layout,
+)
+from weightsync.receive.dense_file import write_all
+from weightsync.receive.pull import StagingError
 
-__all__ = ["Digests", "PatchedFile", "SliceKey", "slice_digests"]
+__all__ = ["DeltaShard", "Digests", "PatchedFile", "SliceKey", "copy_file", "slice_digests"]
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_COPY_BYTES = 8 << 20
+"""Bytes after which a copy looks whether it is still wanted."""
 
 
 class SliceKey(NamedTuple):
@@ -38,12 +52,113 @@ class SliceKey(NamedTuple):
 
 
 Digests: TypeAlias = Mapping[SliceKey, str]
-"""xxh3-128 of the dense bytes of slices, hexadecimal, found right."""
+"""Verified xxh3-128 digests of the dense bytes of slices, hexadecimal."""
 
 
 def slice_digests(manifest: pb.Manifest) -> Digests:
-    """The digests that a manifest gives, which are those of the file once it is verified."""
+    """Return the digests of a manifest, which are those of the file once it is verified."""
     return {_key(each): each.digest for shard in manifest.shards for each in shard.tensors}
+
+
+def copy_file(source: Path, descriptor: int, stop: threading.Event) -> None:
+    """Copy a file into an open, empty one; other threads run meanwhile.
+
+    Reading through a map and writing by calls is twice as fast on tmpfs as `os.copy_file_range` or two maps, and a full
+    memory is an error instead of a signal.
+
+    Args:
+        source: A file that nobody changes.
+        descriptor: The copy.
+        stop: Ends the copy early when it is set.
+
+    Raises:
+        OSError: if it cannot be read, or there is no room.
+    """
+    with source.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return
+        os.ftruncate(descriptor, size)
+        with mmap(file.fileno(), size, access=ACCESS_READ) as mapped, memoryview(mapped) as view:
+            for begin in range(0, size, _COPY_BYTES):
+                if stop.is_set():
+                    return
+                with view[begin : begin + _COPY_BYTES] as part:
+                    write_all(descriptor, part, begin)
+
+
+class DeltaShard:
+    """A shard of a delta in memory: an ordinary safetensors file whose entries are the encoded slices.
+
+    Args:
+        shard: What was announced; its size bounds the memory.
+    """
+
+    def __init__(self, shard: pb.Shard) -> None:
+        self.shard = shard
+        self.position = 0
+        self._bytes = np.empty(shard.size_bytes, dtype=np.uint8).data
+        self._entries: Mapping[str, Entry] = {}
+        self._data_begin = 0
+
+    def feed(self, chunk: RawChunk) -> None:
+        """Take the next bytes; see `ChunkSink`."""
+        end = self.position + len(chunk.data)
+        if chunk.offset != self.position or end > len(self._bytes):
+            raise StagingError(
+                f"shard {self.shard.name}: a chunk at byte {chunk.offset} came instead of {self.position}"
+            )
+        self._bytes[self.position : end] = chunk.check()
+        self.position = end
+
+    def finish(self) -> None:
+        """Check that the whole file came, and what it holds.
+
+        Raises:
+            StagingError: if it is another file than announced.
+        """
+        name = self.shard.name
+        if self.position != len(self._bytes):
+            raise StagingError(f"shard {name} ended at byte {self.position} of {len(self._bytes)}")
+        digest = xxhash.xxh3_128(self._bytes).hexdigest()
+        if digest != self.shard.digest:
+            raise StagingError(f"shard {name} has digest {digest}, announced was {self.shard.digest}")
+        try:
+            self._read_header()
+        except LayoutError as error:
+            raise StagingError(f"shard {name}: {error}") from error
+        expected = {entry_name(each) for each in self.shard.tensors if each.encoding != pb.TENSOR_ENCODING_UNCHANGED}
+        if expected != self._entries.keys():
+            raise StagingError(f"shard {name} does not hold the announced entries")
+
+    def _read_header(self) -> None:
+        length = int.from_bytes(self._bytes[:HEADER_LENGTH_BYTES], "little")
+        self._data_begin = HEADER_LENGTH_BYTES + length
+        if length > MAX_HEADER_BYTES or self._data_begin > len(self._bytes):
+            raise LayoutError(f"a header of {length} bytes: not a safetensors file, or cut off")
+        entries = parse_header(self._bytes[HEADER_LENGTH_BYTES : self._data_begin])
+        size = self._data_begin + (entries[-1].end if entries else 0)
+        if size != len(self._bytes):
+            raise LayoutError(f"header and entries make {size} bytes, not {len(self._bytes)}")
+        self._entries = {entry.name: entry for entry in entries}
+
+    def data(self, tensor: pb.TensorSlice) -> memoryview:
+        """Return the encoded bytes of a slice; empty for one that did not change.
+
+        Raises:
+            StagingError: if the entry has another type or shape than its encoding asks for.
+        """
+        if tensor.encoding == pb.TENSOR_ENCODING_UNCHANGED:
+            return self._bytes[:0]
+        entry = self._entries[entry_name(tensor)]
+        plain = tensor.encoding in {pb.TENSOR_ENCODING_UNSPECIFIED, pb.TENSOR_ENCODING_DENSE}
+        wanted = (tensor.dtype, box(tensor).sizes) if plain else ("U8", (entry.size,))
+        if (entry.dtype, entry.shape) != wanted:
+            raise StagingError(
+                f"entry {entry.name} of shard {self.shard.name} is {entry.dtype} {list(entry.shape)}, expected"
+                f" {wanted[0]} {list(wanted[1])}"
+            )
+        return self._bytes[self._data_begin + entry.begin : self._data_begin + entry.end]
 
 
 class PatchedFile:
@@ -102,13 +217,13 @@ class PatchedFile:
             raise StagingError(f"the slices have digest {manifest_digest(manifest)}, announced was {manifest.digest}")
 
     def close(self) -> None:
-        """Let go of the map; call it before the file gets its name."""
+        """Unmap the file; call it before the file gets its name."""
         self._bytes = np.empty(0, dtype=np.uint8)
-        with contextlib.suppress(BufferError):  # an error under way still looks into it; the map goes with that
+        with contextlib.suppress(BufferError):  # a traceback still refers to it; the map ends with that
             self._map.close()
 
     def _check(self, manifest: pb.Manifest) -> None:
-        """The manifest is sound, and of the same tensors as the file."""
+        """Check that the manifest is sound and of the same tensors as the file."""
         try:
             check_manifest(manifest)
         except ManifestError as error:
@@ -144,7 +259,7 @@ class PatchedFile:
             del known[each]
 
     def _region(self, tensor: pb.TensorSlice) -> Bytes:
-        """The slice in the file, with the bytes of an element as last dimension; a view."""
+        """Return a view of the slice in the file, with the bytes of an element as last dimension."""
         entry = self._layout.entries[tensor.name]
         begin = self._layout.data_begin + entry.begin
         octets = self._bytes[begin : begin + entry.size].reshape(*entry.shape, DTYPES[entry.dtype].size)
@@ -164,7 +279,7 @@ def _decode(tensor: pb.TensorSlice, data: memoryview, region: Bytes) -> None:
 
 
 def _flat(region: Bytes) -> Bytes:
-    """The bytes of a region: a view where they lie in one piece, else a copy."""
+    """Return the bytes of a region: a view if they are contiguous, otherwise a copy."""
     return np.ascontiguousarray(region).reshape(-1)
 
 

@@ -15,14 +15,15 @@ from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, RawChunk, make_chunk
 from weightsync.format.safetensors import FileLayout, read_layout
 from weightsync.publish.shards import ShardSource
-from weightsync.receive.staging import StagingError, StagingFile
+from weightsync.receive.dense_file import DenseFile
+from weightsync.receive.pull import StagingError
 
 V1 = Version(1, 1)
 
 
 def stage(path: Path, manifest: pb.Manifest, *sources: ShardSource) -> FileLayout:
     with path.open("w+b") as file:
-        staging = StagingFile(manifest, file.fileno())
+        staging = DenseFile(manifest, file.fileno())
         for source in sources:
             for begin, end in source.spans(0, 97):
                 chunk = make_chunk(begin, source.read(begin, end))
@@ -86,7 +87,7 @@ def test_what_differs_from_its_manifest_is_never_staged(tmp_path: Path, change: 
 def test_of_a_damaged_chunk_nothing_is_kept(tmp_path: Path) -> None:
     source = ShardSource("model", weights())
     with (tmp_path / "v.safetensors").open("w+b") as file:
-        staging = StagingFile(manifest_of(V1, source), file.fileno())
+        staging = DenseFile(manifest_of(V1, source), file.fileno())
         sink = staging.sink("model")
         for begin, end in source.spans(0, 97):
             chunk = make_chunk(begin, source.read(begin, end))
@@ -103,7 +104,7 @@ def test_bytes_changed_under_a_right_checksum_show_in_a_digest(tmp_path: Path) -
     source = ShardSource("model", weights())
     path = tmp_path / "v.safetensors"
     with path.open("w+b") as file:
-        staging = StagingFile(manifest_of(V1, source), file.fileno())
+        staging = DenseFile(manifest_of(V1, source), file.fileno())
         for begin, end in source.spans(0, 97):
             data = source.read(begin, end)
             changed = bytes([data[0] ^ 4]) + data[1:] if begin >= 4850 else data
@@ -121,7 +122,7 @@ def test_values_that_are_not_finite_are_never_staged(tmp_path: Path) -> None:
 def test_chunks_out_of_order_are_refused(tmp_path: Path) -> None:
     source = ShardSource("model", weights())
     with (tmp_path / "v.safetensors").open("w+b") as file:
-        sink = StagingFile(manifest_of(V1, source), file.fileno()).sink("model")
+        sink = DenseFile(manifest_of(V1, source), file.fileno()).sink("model")
         with pytest.raises(StagingError, match="instead"):
             sink.feed(RawChunk(8, memoryview(source.read(8, 16))))
 
@@ -130,7 +131,7 @@ def test_shards_may_come_side_by_side(tmp_path: Path) -> None:
     sources = split(weights(), 3)
     path = tmp_path / "v.safetensors"
     with path.open("w+b") as file:
-        staging = StagingFile(manifest_of(V1, *sources), file.fileno())
+        staging = DenseFile(manifest_of(V1, *sources), file.fileno())
         spans = [iter(list(source.spans(0, 97))) for source in sources]
         waiting = list(zip(sources, spans, strict=True))
         while waiting:

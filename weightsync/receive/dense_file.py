@@ -9,23 +9,19 @@ from sluice.v1 import weightsync_pb2 as pb
 from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import ManifestError, check_manifest, entry_name, is_whole, manifest_digest
 from weightsync.format.safetensors import Entry, FileLayout, LayoutError, Scan, render_header
-from weightsync.receive.staged_file import write_all
+from weightsync.receive.pull import StagingError
 
-__all__ = ["ShardSink", "StagingError", "StagingFile", "check_dense"]
+__all__ = ["DenseFile", "DenseShard", "write_all"]
 
 _PAGE = 4096
 """The data begins at a page, so that readers that map the file find aligned tensors."""
 
 
-class StagingError(Exception):
-    """What came in is not the version that was announced, or there is no room for it."""
-
-
-class StagingFile:
+class DenseFile:
     """The file of one version while its dense form comes in.
 
-    The data of the shards follow each other as they come; the header is written last, so that an unfinished file is none.
-    Several shards may come at a time, each in one thread at a time.
+    The shards' data are placed in the order in which they come, and the header is written last, so that an unfinished file is not a
+    safetensors file. Several shards may come at the same time, each in one thread at a time.
 
     Args:
         manifest: The version; an anchor or adapter of whole tensors.
@@ -37,21 +33,21 @@ class StagingFile:
     """
 
     def __init__(self, manifest: pb.Manifest, descriptor: int) -> None:
-        check_dense(manifest)
+        _check_dense(manifest)
         self.manifest = manifest
         self._data_begin = -(-len(_longest_header(manifest)) // _PAGE) * _PAGE
         self._descriptor = descriptor
         self._end = self._data_begin
         self._lock = threading.Lock()
-        self._sinks = {shard.name: ShardSink(self, shard) for shard in manifest.shards}
+        self._sinks = {shard.name: DenseShard(self, shard) for shard in manifest.shards}
         os.ftruncate(descriptor, 0)
 
-    def sink(self, shard: str) -> ShardSink:
-        """Takes the bytes of a shard."""
+    def sink(self, shard: str) -> DenseShard:
+        """Return the sink of a shard."""
         return self._sinks[shard]
 
     def reserve(self, size: int) -> int:
-        """Where the next ``size`` bytes of data belong in the file."""
+        """Return where the next ``size`` bytes of data belong in the file."""
         with self._lock:
             begin, self._end = self._end, self._end + size
             return begin
@@ -78,23 +74,23 @@ class StagingFile:
         return FileLayout(self._data_begin, {entry.name: entry for entry in entries}, self._end)
 
 
-class ShardSink:
-    """One shard on its way into a `StagingFile`.
+class DenseShard:
+    """One shard that is coming in.
 
     Args:
-        staging: The file.
+        file: The file.
         shard: What was announced.
     """
 
-    def __init__(self, staging: StagingFile, shard: pb.Shard) -> None:
-        self._staging = staging
+    def __init__(self, file: DenseFile, shard: pb.Shard) -> None:
+        self._file = file
         self._shard = shard
         self._scan = Scan(shard.size_bytes)
         self._begin: int | None = None
 
     @property
     def position(self) -> int:
-        """Bytes of the shard that came in and were checked."""
+        """Return the bytes of the shard that came in and were checked."""
         return self._scan.position
 
     def feed(self, chunk: RawChunk) -> None:
@@ -116,12 +112,12 @@ class ShardSink:
         if scan.entries is None:
             return
         if self._begin is None:
-            self._begin = self._staging.reserve(scan.size - scan.data_begin)
+            self._begin = self._file.reserve(scan.size - scan.data_begin)
         skipped = max(0, scan.data_begin - chunk.offset)
-        self._staging.write(data[skipped:], self._begin + chunk.offset + skipped - scan.data_begin)
+        self._file.write(data[skipped:], self._begin + chunk.offset + skipped - scan.data_begin)
 
     def finish(self, data_begin: int) -> list[Entry]:
-        """Check the whole shard; its entries as they lie in the file.
+        """Check the whole shard. Return its entries with their places in the file.
 
         Raises:
             StagingError: if something is missing, differs, or is not finite.
@@ -146,8 +142,8 @@ class ShardSink:
         return placed
 
 
-def check_dense(manifest: pb.Manifest) -> None:
-    """Whether a manifest is of whole tensors.
+def _check_dense(manifest: pb.Manifest) -> None:
+    """Check that a manifest is of whole tensors.
 
     Raises:
         StagingError: if it is of another kind or contradicts itself.
@@ -164,7 +160,7 @@ def check_dense(manifest: pb.Manifest) -> None:
 
 
 def _longest_header(manifest: pb.Manifest) -> bytes:
-    """A header with every offset as long as the longest can be: an upper bound before the real ones are known."""
+    """Return a header with the longest possible offsets: an upper bound before the real ones are known."""
     digits = int("9" * len(str(manifest.size_bytes)))
     entries = [
         Entry(tensor.name, tensor.dtype, tuple(tensor.global_shape), digits, digits)
@@ -172,3 +168,15 @@ def _longest_header(manifest: pb.Manifest) -> bytes:
         for tensor in shard.tensors
     ]
     return render_header(entries, {"format": "pt"})
+
+
+def write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
+    """Write every byte.
+
+    Raises:
+        OSError: if there is no room.
+    """
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, position)
+        rest, position = rest[written:], position + written

@@ -22,9 +22,8 @@ from weightsync.format.chunks import RawChunk
 from weightsync.format.dtypes import DTYPES
 from weightsync.format.manifest import manifest_digest
 from weightsync.format.safetensors import Entry, place, render_header
-from weightsync.receive.delta_shard import DeltaShard
-from weightsync.receive.patching import PatchedFile, slice_digests
-from weightsync.receive.staging import StagingError
+from weightsync.receive.patched_file import DeltaShard, PatchedFile, slice_digests
+from weightsync.receive.pull import StagingError
 
 Tensor = npt.NDArray[np.uint8]
 Model = dict[str, tuple[str, tuple[int, ...], Tensor]]

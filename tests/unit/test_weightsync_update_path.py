@@ -6,21 +6,21 @@ import pytest
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.receive.route import RouteError, Step, check_route, direct_step
+from weightsync.receive.update_path import PathError, PathStep, check_path, direct_step
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 
 
-def dense(version: Version) -> Step:
-    return Step(pb.Manifest(version=version.to_proto(), kind=pb.VERSION_KIND_ANCHOR))
+def dense(version: Version) -> PathStep:
+    return PathStep(pb.Manifest(version=version.to_proto(), kind=pb.VERSION_KIND_ANCHOR))
 
 
-def delta(version: Version, base: Version) -> Step:
-    return Step(pb.Manifest(version=version.to_proto(), base=base.to_proto(), kind=pb.VERSION_KIND_DELTA))
+def delta(version: Version, base: Version) -> PathStep:
+    return PathStep(pb.Manifest(version=version.to_proto(), base=base.to_proto(), kind=pb.VERSION_KIND_DELTA))
 
 
-def adapter(version: Version) -> Step:
-    return Step(pb.Manifest(version=version.to_proto(), kind=pb.VERSION_KIND_ADAPTER))
+def adapter(version: Version) -> PathStep:
+    return PathStep(pb.Manifest(version=version.to_proto(), kind=pb.VERSION_KIND_ADAPTER))
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def adapter(version: Version) -> Step:
         ([adapter(V3)], V1),
     ],
 )
-def test_ways_that_lead_there(steps: list[Step], held: Version | None) -> None:
-    check_route(steps, V3, held)
+def test_ways_that_lead_there(steps: list[PathStep], held: Version | None) -> None:
+    check_path(steps, V3, held)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_ways_that_lead_there(steps: list[Step], held: Version | None) -> None:
         ([dense(V2), adapter(V3)], None),
     ],
 )
-def test_ways_that_do_not(steps: list[Step], held: Version | None) -> None:
-    with pytest.raises(RouteError):
-        check_route(steps, V3, held)
+def test_ways_that_do_not(steps: list[PathStep], held: Version | None) -> None:
+    with pytest.raises(PathError):
+        check_path(steps, V3, held)
 
 
 def test_an_announced_delta_on_what_is_held_needs_no_other_way() -> None:

@@ -1,4 +1,4 @@
-"""The way from what a receiver holds to a version: which forms to apply, in which order. Pure."""
+"""The update path from what a receiver holds to a version: which forms to apply, in which order. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 
-__all__ = ["RouteError", "Step", "check_route", "direct_step"]
+__all__ = ["PathError", "PathStep", "check_path", "direct_step"]
 
 
-class RouteError(Exception):
-    """The steps do not lead to the version."""
+class PathError(Exception):
+    """The steps do not lead to the version that is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One form on the way.
+class PathStep:
+    """One form to apply.
 
     Attributes:
         manifest: What to apply.
@@ -29,40 +29,40 @@ class Step:
 
     @property
     def is_delta(self) -> bool:
-        """Whether it needs the version before."""
+        """Whether it is based on the version before."""
         return self.manifest.kind == pb.VERSION_KIND_DELTA
 
 
-def direct_step(announced: pb.Manifest, held: Version | None) -> Step | None:
-    """The announced form, where nothing else is needed to get to its version."""
+def direct_step(announced: pb.Manifest, held: Version | None) -> PathStep | None:
+    """Return the announced form if it is all that is needed to get to its version."""
     is_delta = announced.kind == pb.VERSION_KIND_DELTA
     if is_delta and (held is None or Version.from_proto(announced.base) != held):
         return None
-    return Step(announced)
+    return PathStep(announced)
 
 
-def check_route(steps: Sequence[Step], wanted: Version, held: Version | None) -> None:
+def check_path(steps: Sequence[PathStep], wanted: Version, held: Version | None) -> None:
     """Check that each step follows from the one before, the first from what is held, and the last is what is wanted.
 
     Raises:
-        RouteError: if not.
+        PathError: if not.
     """
     if not steps:
-        raise RouteError(f"no way to version {wanted} was given")
+        raise PathError(f"the service named no way to version {wanted}")
     current = held
     for step in steps:
         version = Version.from_proto(step.manifest.version)
         if step.is_delta:
             base = Version.from_proto(step.manifest.base)
             if base != current:
-                raise RouteError(f"the delta to {version} is based on {base}, held is {current or 'nothing'}")
+                raise PathError(f"the delta to {version} is based on {base}, held is {current or 'nothing'}")
         elif step is not steps[0] or not _may_be_first(step, alone=len(steps) == 1):
-            raise RouteError(f"version {version} is no weights of the model, or a dense form behind others")
+            raise PathError(f"version {version} is not weights of the model, or a dense form behind others")
         current = version
     if current != wanted:
-        raise RouteError(f"the way ends at version {current}, wanted was {wanted}")
+        raise PathError(f"the update path ends at version {current}, wanted was {wanted}")
 
 
-def _may_be_first(step: Step, *, alone: bool) -> bool:
-    """An adapter is a way of its own: no delta is based on one."""
+def _may_be_first(step: PathStep, *, alone: bool) -> bool:
+    """Whether a path may begin with it. An adapter stands alone: no delta is based on one."""
     return step.manifest.kind == pb.VERSION_KIND_ANCHOR or (step.manifest.kind == pb.VERSION_KIND_ADAPTER and alone)
