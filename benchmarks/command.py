@@ -25,7 +25,7 @@ BENCHMARKS = {
         "benchmarks.fused_logprob",
         "memory, time and accuracy of the fused output layer against plain autograd",
     ),
-    "weightsync": ("benchmarks.weightsync", "the weight path: transfers, deltas, pauses, fan-out, faults"),
+    "weightsync": ("benchmarks.weightsync", "the weight path: transfers, deltas, pauses, fan-out"),
 }
 """Module and one line per benchmark; the module exposes ``run(argv) -> Mapping`` whose ``ratios`` are the result."""
 

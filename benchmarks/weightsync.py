@@ -64,14 +64,14 @@ def _in_child(part: str, *arguments: Any) -> dict[str, Any]:  # noqa: ANN401 - t
 
 
 def _dense(options: argparse.Namespace, _: Path, directory: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.dense import measure_dense  # noqa: PLC0415 - torch and gRPC only for what is measured
+    from benchmarks.weights.transfers import measure_dense  # noqa: PLC0415 - torch and gRPC only for what is measured
 
     return dict(asyncio.run(measure_dense(directory, shared, elements=options.elements, rounds=options.rounds)))
 
 
 def _delta(options: argparse.Namespace, scratch: Path, *_: Path) -> dict[str, Any]:
-    from benchmarks.weights.models import model_200m  # noqa: PLC0415
-    from benchmarks.weights.training import measure_deltas  # noqa: PLC0415
+    from benchmarks.weights.deltas import measure_deltas  # noqa: PLC0415
+    from benchmarks.weights.stack import model_200m  # noqa: PLC0415
 
     threads = len(os.sched_getaffinity(0))
     found: dict[str, Any] = {}
@@ -91,8 +91,8 @@ def _delta(options: argparse.Namespace, scratch: Path, *_: Path) -> dict[str, An
 
 
 def _pause(_: argparse.Namespace, scratch: Path, __: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.models import model_200m  # noqa: PLC0415
-    from benchmarks.weights.pauses import measure_pauses  # noqa: PLC0415
+    from benchmarks.weights.stack import model_200m  # noqa: PLC0415
+    from benchmarks.weights.updates import measure_pauses  # noqa: PLC0415
 
     measured = asyncio.run(measure_pauses(model_200m(scratch / "model"), shared, updates=5, concurrency=16))
     print(measured, flush=True)
@@ -106,13 +106,13 @@ def _throughput_2m(_: argparse.Namespace, scratch: Path, directory: Path, shared
 
 
 def _throughput_200m(_: argparse.Namespace, scratch: Path, directory: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.models import model_200m  # noqa: PLC0415
+    from benchmarks.weights.stack import model_200m  # noqa: PLC0415
 
     return _throughput(model_200m(scratch / "model"), directory, shared, concurrency=16)
 
 
 def _throughput(model: Path, directory: Path, shared: Path, concurrency: int) -> dict[str, Any]:
-    from benchmarks.weights.throughput import measure_throughput  # noqa: PLC0415
+    from benchmarks.weights.updates import measure_throughput  # noqa: PLC0415
 
     found = asyncio.run(
         measure_throughput(model, directory, shared, concurrency=concurrency, interval_s=2.0, updates=4, rounds=3)
@@ -122,7 +122,7 @@ def _throughput(model: Path, directory: Path, shared: Path, concurrency: int) ->
 
 
 def _fanout(options: argparse.Namespace, _: Path, directory: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.fanout import measure_fanout  # noqa: PLC0415
+    from benchmarks.weights.transfers import measure_fanout  # noqa: PLC0415
 
     measure = measure_fanout(directory, shared, elements=options.fanout_elements, counts=(1, 4, 16), rounds=3)
     return dict(asyncio.run(measure))
