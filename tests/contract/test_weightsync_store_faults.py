@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 
@@ -16,7 +17,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.names import version_directory
-from weightsync.receive.pull import pull_call
+from weightsync.receive.pull import pull_call, pull_range
 from weightsync.relay.follower import FetchError, fetch_version
 from weightsync.service.store import RunStore
 
@@ -138,6 +139,7 @@ async def test_names_from_upstream_do_not_leave_the_directory(tmp_path: Path) ->
         run = await stack.runs.open(RESOURCE)
         manifest = pb.Manifest(run=RESOURCE, version=V1.to_proto(), kind=pb.VERSION_KIND_ANCHOR)
         manifest.shards.add(name="../../outside", size_bytes=10)
+        pull = partial(pull_range, pull_call(stack.channel), threads=stack.runs.threads, limits=LIMITS)
         with pytest.raises((FetchError, SluiceError), match="shard name"):
-            await fetch_version(stack.runs, run, pull_call(stack.channel), manifest, LIMITS)
+            await fetch_version(stack.runs, run, manifest, pull)
         assert not run.uploads

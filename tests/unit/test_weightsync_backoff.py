@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,9 @@ async def test_a_relay_waits_for_its_upstream_no_longer_than_an_engine_for_its_s
         engine, pauses = pauses, []
         manifest = pb.Manifest(run=RESOURCE, version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ANCHOR)
         manifest.shards.add(name="model", size_bytes=100)
+        pull = partial(pull_range, unreachable, threads=stack.runs.threads, limits=limits)
         with pytest.raises(FetchError):
-            await fetch_version(stack.runs, run, unreachable, manifest, limits)
+            await fetch_version(stack.runs, run, manifest, pull)
         monkeypatch.undo()
     assert len(pauses) == len(engine) == limits.attempts - 1
     assert max(pauses) <= 5

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeAlias
 
 import grpc
 import structlog
@@ -22,7 +24,7 @@ from weightsync.format.names import run_resource
 from weightsync.format.safetensors import LayoutError
 from weightsync.host import host_id
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
-from weightsync.receive.pull import PullCall, PullError, PullLimits, ShardRange, pull_call, pull_range
+from weightsync.receive.pull import ChunkSink, PullError, PullLimits, ShardRange, pull_call, pull_range
 from weightsync.receive.watch import VersionWatch
 from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.commit import commit_version
@@ -32,6 +34,9 @@ from weightsync.service.runs import Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload
 
 __all__ = ["FetchError", "Follower", "Forwarder", "fetch_version"]
+
+Pull: TypeAlias = Callable[[ShardRange, ChunkSink], Awaitable[None]]
+"""`pull_range` from some service."""
 
 _PATH_DEADLINE_S = 30.0
 _REPORT_DEADLINE_S = 10.0
@@ -54,16 +59,15 @@ class Follower:
         runs: All runs of this service.
         run: The run.
         channel: To the service behind.
-        limits: How long pulls wait.
 
     Attributes:
         forwarder: Forwards the reports of this relay and of its replicas.
     """
 
-    def __init__(self, runs: Runs, run: Run, channel: grpc.aio.Channel, limits: PullLimits) -> None:
-        self._runs, self._run, self._limits = runs, run, limits
+    def __init__(self, runs: Runs, run: Run, channel: grpc.aio.Channel) -> None:
+        self._runs, self._run = runs, run
         self._stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        self._pull = pull_call(channel)
+        self._pull = partial(pull_range, pull_call(channel), threads=runs.threads, limits=PullLimits())
         self.forwarder = Forwarder(self._stub, runs.clock, runs.config.lease_s)
         self._announcement = asyncio.Event()
         self._news = asyncio.Event()
@@ -115,7 +119,7 @@ class Follower:
                 if self._fetching not in self._run.versions:
                     self._measure_lag(announced)
                     self._news.set()
-                    await fetch_version(self._runs, self._run, self._pull, manifest, self._limits)
+                    await fetch_version(self._runs, self._run, manifest, self._pull)
                     log.info("version relayed", run=self._run.name, version=str(self._fetching))
         except (FetchError, SluiceError, grpc.aio.AioRpcError, OSError) as error:
             reason = SluiceError.from_rpc(error) if isinstance(error, grpc.aio.AioRpcError) else error
@@ -258,15 +262,14 @@ class FetchError(Exception):
     """The version could not be had."""
 
 
-async def fetch_version(runs: Runs, run: Run, call: PullCall, manifest: pb.Manifest, limits: PullLimits) -> None:
+async def fetch_version(runs: Runs, run: Run, manifest: pb.Manifest, pull: Pull) -> None:
     """Pull every shard of a form as it is stored and commit it; bytes that came in before are not pulled again.
 
     Args:
         runs: All runs of this service.
         run: The run.
-        call: PullWeights of the service that has the version.
         manifest: The form: a dense one, a delta, or an adapter.
-        limits: How long to wait.
+        pull: Pulls from the service that has the version.
 
     Raises:
         FetchError: if the other service does not give it, cannot be reached in so many attempts, or gives something else
@@ -278,19 +281,17 @@ async def fetch_version(runs: Runs, run: Run, call: PullCall, manifest: pb.Manif
     except ManifestError as error:
         raise FetchError(f"the manifest of {Version.from_proto(manifest.version)}: {error}") from error
     for shard in manifest.shards:
-        await _fetch_shard(runs, run, call, manifest, shard, limits=limits)
+        await _fetch_shard(runs, run, manifest, shard, pull)
     # A commit under way ends although the relay is stopped, so that the version is whole or not there.
     await run_to_end(asyncio.create_task(commit_version(runs, run, manifest)))
 
 
-async def _fetch_shard(
-    runs: Runs, run: Run, call: PullCall, manifest: pb.Manifest, shard: pb.Shard, *, limits: PullLimits
-) -> None:
+async def _fetch_shard(runs: Runs, run: Run, manifest: pb.Manifest, shard: pb.Shard, pull: Pull) -> None:
     """Pull one shard; if it turns out to be another file than announced, begin it anew."""
     version = Version.from_proto(manifest.version)
     base = manifest.base if manifest.kind == pb.VERSION_KIND_DELTA else None
     wanted = ShardRange(manifest.run, manifest.version, shard.name, shard.size_bytes, base)
-    backoff = Backoff(limits.first_pause_s)
+    backoff = Backoff()
     while True:
         upload = run.uploads.get((version, shard.name))
         if upload is None or upload.announced.digest != shard.digest:  # retention may have dropped it
@@ -299,7 +300,7 @@ async def _fetch_shard(
             return
         ticket, _ = await runs.in_thread(upload.take_over)
         try:
-            await pull_range(call, wanted, _UploadSink(runs, run, upload, ticket), runs.threads, limits)
+            await pull(wanted, _UploadSink(runs, run, upload, ticket))
             await runs.in_thread(upload.finish, ticket)
             if shard.digest in {"", upload.digest}:
                 return

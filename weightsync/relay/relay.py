@@ -12,7 +12,6 @@ import grpc
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
-from weightsync.receive.pull import PullLimits
 from weightsync.relay.follower import Follower
 from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.run import RELAY_PREFIX, Run
@@ -56,13 +55,11 @@ class Relay:
     Args:
         channel: To that service, with the admin role, which a relay needs to report as one.
         target: Its address, for messages.
-        limits: How long pulls wait.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, target: str, limits: PullLimits | None = None) -> None:
+    def __init__(self, channel: grpc.aio.Channel, target: str) -> None:
         self.target = target
         self._channel = channel
-        self._limits = limits or PullLimits()
         self._followers: dict[str, Follower] = {}
         self._group: asyncio.TaskGroup | None = None
         self._following: list[asyncio.Task[None]] = []
@@ -111,7 +108,7 @@ class Relay:
 
     def follow(self, runs: Runs, run: Run) -> None:
         """Bring the versions of the service behind into a run from now on."""
-        self._followers[run.name] = Follower(runs, run, self._channel, self._limits)
+        self._followers[run.name] = Follower(runs, run, self._channel)
         if self._group is not None:
             self._begin(self._group, self._followers[run.name])
 
