@@ -17,6 +17,7 @@ from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories
 from orchestrator_svc.notifier import Notifier
 from orchestrator_svc.recorder import Recorder
 from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
+from orchestrator_svc.reporter import RunReporter
 from orchestrator_svc.run import Checkpoints, Run
 from orchestrator_svc.scheduler import OnStale, Scheduler
 from orchestrator_svc.servicer import OrchestratorServicer
@@ -45,11 +46,11 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
     """
     config.check_start(common)
     environment = load_environment(config.environment, config.environment_args)
-    async with _built(common, config, environment) as (run, pool):
-        server = _server(common, config, run, pool)
+    async with _built(common, config, environment) as (run, status, servicer):
+        server = _server(common, config, servicer)
         await server.start()
         ended = asyncio.Event()
-        running = asyncio.create_task(_to_the_end(run, config.deadlines.watchers_s, ended), name="run")
+        running = asyncio.create_task(_to_the_end(run, status.events, config.deadlines.watchers_s, ended), name="run")
         try:
             await server.serve_until_signal(ended)
         except asyncio.CancelledError:
@@ -67,22 +68,22 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
             raise FailedForGoodError(str(error)) from error
 
 
-async def _to_the_end(run: Run, watchers_s: float, ended: asyncio.Event) -> None:
+async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyncio.Event) -> None:
     """Run, and let the watchers read the last event before the server stops."""
     try:
         await run.run()
     finally:
-        run.status.events.end()
-        await run.status.events.all_read(watchers_s)
+        events.end()
+        await events.all_read(watchers_s)
         ended.set()
 
 
-def _server(common: CommonConfig, config: OrchestratorConfig, run: Run, pool: ReplicaPool) -> RpcServer:
+def _server(common: CommonConfig, config: OrchestratorConfig, servicer: OrchestratorServicer) -> RpcServer:
     server = RpcServer(
         "orchestrator", config.server, common.security, features=[f"workflow.{config.workflow}"], run=common.run
     )
     add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
-    server.add(add, OrchestratorServicer(common.run, run, pool), SERVICE_NAME, role="admin")
+    server.add(add, servicer, SERVICE_NAME, role="admin")
     # External agents come later: the contract is there, each of its methods answers UNIMPLEMENTED.
     add_episodes = orchestrator_pb2_grpc.add_EpisodeServiceServicer_to_server
     episodes = orchestrator_pb2_grpc.EpisodeServiceServicer()  # type: ignore[abstract]
@@ -93,7 +94,7 @@ def _server(common: CommonConfig, config: OrchestratorConfig, run: Run, pool: Re
 @contextlib.asynccontextmanager
 async def _built(
     common: CommonConfig, config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment
-) -> AsyncIterator[tuple[Run, ReplicaPool]]:
+) -> AsyncIterator[tuple[Run, RunStatus, OrchestratorServicer]]:
     """Build the run and all that it needs; what has files or processes is closed in reverse order."""
     calls = EnvironmentCalls(config.environment_threads, config.deadlines.environment_s)
     workflow = choose_workflow(config, environment, calls)
@@ -124,7 +125,9 @@ async def _built(
 
         scorer = None
         if isinstance(environment, SingleTurnEnvironment):
-            scorer = await stack.enter_async_context(Scorer(config.environment, config.environment_args, config.reward))
+            scorer = await stack.enter_async_context(
+                Scorer(config.environment, config.environment_args, **config.reward.model_dump())
+            )
         tasks = await asyncio.to_thread(environment.tasks, config.split, common.seed)
         try:
             stream = TaskStream(tasks, common.seed)
@@ -170,26 +173,30 @@ async def _built(
                 status=status,
                 recorder=recorder,
             )
+        history = TrajectoryHistory()
         run = Run(
-            common=common,
             config=config,
             scheduler=scheduler,
             journal=journal,
-            trajectories=trajectories,
             status=status,
-            history=TrajectoryHistory(),
             pool=pool,
-            trainer=trainer,
             dispatcher=dispatcher,
             training=training,
             checkpoints=Checkpoints(trainer, journal, status, config),
             evaluations=evaluations,
-            recorder=recorder,
-            counts=engine.counts,
-            calls=calls,
-            changed=changed,
+            reporter=RunReporter(
+                common=common,
+                config=config,
+                scheduler=scheduler,
+                status=status,
+                history=history,
+                recorder=recorder,
+                pool=pool,
+                counts=engine.counts,
+                calls=calls,
+            ),
         )
-        yield run, pool
+        yield run, status, OrchestratorServicer(common.run, run, status, history, pool)
 
 
 def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:

@@ -17,7 +17,7 @@ import structlog
 from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.scoring import Scorer
-from orchestrator_svc.journal import DrawnTask, Journal, LiveTrajectories, Recovery
+from orchestrator_svc.journal import DrawnTask, Journal, JournalError, LiveTrajectories, Recovery
 from orchestrator_svc.notifier import Notifier
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
 from orchestrator_svc.scheduler import Reason, Scheduler, Stage, group_name
@@ -80,10 +80,22 @@ class Dispatcher:
         self._lost_since: float | None = None
         self._journaled: Counter[str] = Counter()
 
-    def recover(self, recovery: Recovery) -> None:
-        """Take over what an earlier process left: tasks that were drawn and not finished come first."""
+    async def recover(self, recovery: Recovery) -> None:
+        """Take over what an earlier process left: tasks that were drawn and not finished come first.
+
+        Ready groups that the journal can no longer read are dropped and counted, and their tasks drawn again.
+        """
+        self._scheduler.recover(recovery.epochs, recovery.ready, recovery.accounting)
         self._again.extend(recovery.drawn)
         self._next_group, self._next_position = recovery.next_group, recovery.next_position
+        for group in recovery.ready:
+            try:
+                await self._trajectories.get(group.number)
+            except JournalError as error:
+                log.warning("a damaged group is dropped; its task is drawn again", group=group.number, error=str(error))
+                self._scheduler.drop(group.number, Reason.JOURNAL_DAMAGED)
+                self._journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
+                self.requeue(group.position)
 
     def requeue(self, position: int) -> None:
         """Draw the task at a position again, for a new group."""
@@ -96,6 +108,7 @@ class Dispatcher:
     def resume(self) -> None:
         """Start groups again."""
         self.paused = False
+        self._changed.notify()
 
     async def run(self) -> None:
         """Dispatch until cancelled; groups under way are then cancelled too.

@@ -173,7 +173,9 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     async with contextlib.AsyncExitStack() as stack:
         scorer = None
         if isinstance(environment, SingleTurnEnvironment):
-            scorer = await stack.enter_async_context(Scorer(config.environment, config.environment_args, config.reward))
+            scorer = await stack.enter_async_context(
+                Scorer(config.environment, config.environment_args, **config.reward.model_dump())
+            )
         replica = await stack.enter_async_context(_started_replica(config)) if config.model else None
         target = replica.target if replica is not None else config.address
         pool = ReplicaPool([target], config.security, ReplicasConfig(poll_s=0.2), lambda _: None)

@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.run import Run
+from orchestrator_svc.status import RunStatus, TrajectoryHistory
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
@@ -25,11 +26,13 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     Args:
         name: Name of the run.
         run: The run.
+        status: What is answered about it.
+        history: Its last trajectories.
         pool: Where replicas announce themselves.
     """
 
-    def __init__(self, name: str, run: Run, pool: ReplicaPool) -> None:
-        self._name, self._run, self._pool = name, run, pool
+    def __init__(self, name: str, run: Run, status: RunStatus, history: TrajectoryHistory, pool: ReplicaPool) -> None:
+        self._name, self._run, self._status, self._history, self._pool = name, run, status, history, pool
 
     async def GetRun(  # noqa: N802 - gRPC's name
         self, request: pb.GetRunRequest, context: grpc.aio.ServicerContext[pb.GetRunRequest, pb.GetRunResponse]
@@ -37,7 +40,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """Describe the run."""
         del context
         self._check_run(request.run)
-        return pb.GetRunResponse(run=self._run.status.describe())
+        return pb.GetRunResponse(run=self._status.describe())
 
     async def WatchRun(  # noqa: N802 - gRPC's name
         self, request: pb.WatchRunRequest, context: grpc.aio.ServicerContext[pb.WatchRunRequest, pb.WatchRunResponse]
@@ -45,7 +48,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """Stream the run's events until it has ended."""
         del context
         self._check_run(request.run)
-        async for event in self._run.status.events.follow(request.from_sequence_no):
+        async for event in self._status.events.follow(request.from_sequence_no):
             yield pb.WatchRunResponse(event=event)
 
     async def PauseRun(  # noqa: N802 - gRPC's name
@@ -55,7 +58,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         del context
         self._check_run(request.run)
         self._run.pause()
-        return pb.PauseRunResponse(run=self._run.status.describe())
+        return pb.PauseRunResponse(run=self._status.describe())
 
     async def ResumeRun(  # noqa: N802 - gRPC's name
         self,
@@ -66,7 +69,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         del context
         self._check_run(request.run)
         self._run.resume()
-        return pb.ResumeRunResponse(run=self._run.status.describe())
+        return pb.ResumeRunResponse(run=self._status.describe())
 
     async def StopRun(  # noqa: N802 - gRPC's name
         self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext[pb.StopRunRequest, pb.StopRunResponse]
@@ -75,7 +78,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         del context
         self._check_run(request.run)
         self._run.stop(request.reason)
-        return pb.StopRunResponse(run=self._run.status.describe())
+        return pb.StopRunResponse(run=self._status.describe())
 
     async def RegisterReplica(  # noqa: N802 - gRPC's name
         self,
@@ -120,7 +123,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
         """List the last trajectories, newest first."""
         del context
         self._check_run(request.run)
-        return self._run.history.page(request)
+        return self._history.page(request)
 
     def _check_run(self, run: str) -> None:
         expected = f"runs/{self._name}"

@@ -1,4 +1,4 @@
-"""What one applied batch says about data and staleness. Pure: records and results in, numbers out."""
+"""What one applied batch says about data and staleness. Pure: records and results in, counts and metrics out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from orchestrator_svc.staleness import Lineage
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, span_lengths
 
-__all__ = ["StepSummary", "sampled_tokens", "summarise", "token_ages", "versions_of"]
+__all__ = ["AppliedStep", "StepSummary", "sampled_tokens", "summarise", "token_ages", "versions_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,35 @@ class StepSummary:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class AppliedStep:
+    """A batch that the trainer applied.
+
+    Attributes:
+        version: The version that resulted.
+        summary: Counts and metrics.
+        records: Its trajectories, marked with their outcome.
+        past: Whether it was applied while no orchestrator was there to see it.
+    """
+
+    version: Version
+    summary: StepSummary
+    records: list[orchestrator_pb2.TrajectoryRecord]
+    past: bool = False
+
+
 def sampled_tokens(trajectory: tokens_pb2.Trajectory) -> int:
-    """Tokens that the policy sampled."""
+    """Return the number of tokens that the policy sampled."""
     return sum(trajectory.mask_runs[1::2])
 
 
 def versions_of(trajectory: tokens_pb2.Trajectory) -> list[Version]:
-    """Policy versions that sampled its tokens, in order."""
+    """Return the policy versions that sampled the tokens of a trajectory, in order."""
     return [Version.from_proto(span.policy_version) for span in trajectory.version_spans]
 
 
 def token_ages(trajectory: tokens_pb2.Trajectory, lineage: Lineage, consumed_at: int) -> Iterator[tuple[int, int]]:
-    """Staleness and number of tokens of each version span.
+    """Yield staleness and number of tokens of each version span.
 
     Args:
         trajectory: Its spans count sampled tokens.
@@ -62,7 +79,7 @@ def summarise(
     lineage: Lineage,
     max_staleness: int,
 ) -> StepSummary:
-    """Mark each record with what became of it, and count.
+    """Mark each record with its outcome, and count.
 
     Args:
         step: The trainer's report.
@@ -90,7 +107,7 @@ def summarise(
                 ages[age] += tokens
     metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
     metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
-    for name, value in step.metrics.items():  # of the way of the weights, the trainer tells its part
+    for name, value in step.metrics.items():  # `weights/` names are shared with the replicas
         metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
     return StepSummary(len(step.results) - len(refused), dict(+dropped), frozenset(stale_groups), metrics)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import grpc
@@ -21,7 +20,7 @@ from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories, Re
 from orchestrator_svc.notifier import Notifier
 from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.step_summary import StepSummary, sampled_tokens, summarise
+from orchestrator_svc.step_summary import AppliedStep, sampled_tokens, summarise
 from sluice.advantages import TRAINER_ESTIMATORS, Episode, check_sides, estimate
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig
@@ -29,7 +28,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version
 
-__all__ = ["AppliedStep", "EpochLostError", "TrainerLink", "Training"]
+__all__ = ["EpochLostError", "TrainerLink", "Training"]
 
 log = structlog.get_logger(__name__)
 
@@ -54,23 +53,6 @@ _STALE_POLICIES: Mapping[str, trainer_pb2.StalePolicy.ValueType] = {
     OnStale.TRUNCATE.value: trainer_pb2.STALE_POLICY_TRUNCATE,
     OnStale.REQUEUE.value: trainer_pb2.STALE_POLICY_REQUEUE,
 }
-
-
-@dataclass(frozen=True)
-class AppliedStep:
-    """A batch that the trainer applied.
-
-    Attributes:
-        version: The version that resulted.
-        summary: Counts and metrics.
-        records: Its trajectories, marked with their outcome.
-        past: Whether it was applied while no orchestrator was there to see it.
-    """
-
-    version: Version
-    summary: StepSummary
-    records: list[orchestrator_pb2.TrajectoryRecord]
-    past: bool = False
 
 
 OnStep = Callable[[AppliedStep], Awaitable[None]]
@@ -110,6 +92,19 @@ class Training:
         self._trajectories, self._status, self._trainer, self._requeue = trajectories, status, trainer, requeue
         self._tokenizer_digest, self._changed = tokenizer_digest, changed
         self._at_trainer: set[int] = set()
+
+    async def check_trainer(self) -> None:
+        """Wait for the trainer, and check that both sides agree on who estimates the advantages.
+
+        Raises:
+            SluiceError: if they do not, or the trainer cannot be reached in time.
+        """
+        await self._trainer.check_estimator(self._config.advantage, self._config.deadlines.start_s)
+
+    def stop(self) -> None:
+        """End after the batches that are made."""
+        self._scheduler.max_steps = min(self._scheduler.max_steps, self._scheduler.next_batch - 1)
+        self._changed.notify()
 
     async def run(self, on_step: OnStep) -> None:
         """Open epochs and train until the last batch is applied.

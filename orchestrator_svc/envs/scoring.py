@@ -14,7 +14,6 @@ from typing import Any, Self
 import structlog
 from pebble import ProcessExpired, ProcessPool
 
-from orchestrator_svc.config import RewardConfig
 from orchestrator_svc.envs.base import SingleTurnEnvironment, Task
 from orchestrator_svc.envs.loading import load_environment
 
@@ -38,20 +37,24 @@ class Scorer:
     Args:
         environment: Reference of the environment whose `score` is called.
         arguments: Its keyword arguments.
-        config: Workers, time limit and retries.
+        workers: Processes that score.
+        time_limit_s: Seconds for one call of a worker, which is killed when they are over.
+        retries: Further attempts for each completion whose scoring failed.
 
     Attributes:
         failures: Failed scorings by kind: "timeout", "crash", "error"; "missing" counts the rewards that were given up.
     """
 
-    def __init__(self, environment: str, arguments: Mapping[str, Any], config: RewardConfig) -> None:
+    def __init__(
+        self, environment: str, arguments: Mapping[str, Any], *, workers: int, time_limit_s: float, retries: int
+    ) -> None:
         self.failures: Counter[str] = Counter()
-        self._config = config
+        self._time_limit_s, self._retries = time_limit_s, retries
         # A server process forks workers that have no gRPC threads; replacing a killed one is then quick.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pool = ProcessPool(
-            max_workers=config.workers,
+            max_workers=workers,
             max_tasks=_TASKS_PER_WORKER,
             initializer=_initialise_worker,
             initargs=[environment, dict(arguments)],
@@ -78,7 +81,7 @@ class Scorer:
         return [await self._alone(task, each) for each in completions]
 
     async def _alone(self, task: Task, completion: str) -> float | None:
-        for _ in range(self._config.retries):
+        for _ in range(self._retries):
             reward = await self._attempt(task, [completion])
             if reward is not None:
                 return reward[0]
@@ -90,13 +93,13 @@ class Scorer:
         future = self._pool.schedule(
             _score_in_worker,
             args=[task.task_id, dict(task.data), list(completions)],
-            timeout=self._config.time_limit_s,
+            timeout=self._time_limit_s,
         )
         try:
             rewards: list[float] = await asyncio.wrap_future(future)
         except TimeoutError:
             self.failures["timeout"] += 1
-            log.warning("scoring was late", task=task.task_id, limit_s=self._config.time_limit_s)
+            log.warning("scoring was late", task=task.task_id, limit_s=self._time_limit_s)
         except ProcessExpired as error:
             self.failures["crash"] += 1
             log.warning("scoring process ended", task=task.task_id, exit_code=error.exitcode)

@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from orchestrator_svc.config import RewardConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.envs.question_answer import exact_reward, math_reward
 from orchestrator_svc.envs.scoring import Scorer
@@ -50,7 +49,7 @@ def environment(tmp_path) -> str:
 
 
 async def test_completions_are_scored_in_another_process(environment) -> None:
-    async with Scorer(environment, {}, RewardConfig()) as scorer:
+    async with Scorer(environment, {}, workers=1, time_limit_s=10.0, retries=1) as scorer:
         rewards = await scorer.score(TASK, ["a", "bb", "pid"])
     assert rewards[:2] == [1.0, 2.0]
     assert rewards[2] != os.getpid()
@@ -59,7 +58,7 @@ async def test_completions_are_scored_in_another_process(environment) -> None:
 
 @pytest.mark.parametrize("bad", ["hang", "die", "raise", "nan"])
 async def test_a_completion_that_cannot_be_scored_is_missing_and_spoils_no_other(environment, bad) -> None:
-    async with Scorer(environment, {}, RewardConfig(time_limit_s=0.5, retries=1)) as scorer:
+    async with Scorer(environment, {}, workers=1, time_limit_s=0.5, retries=1) as scorer:
         assert await scorer.score(TASK, ["a", bad, "bbb"]) == [1.0, None, 3.0]
         assert scorer.failures["missing"] == 1
         assert await scorer.score(TASK, ["cc"]) == [2.0], "the pool goes on"
