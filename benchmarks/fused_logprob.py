@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.trainer_sides.memory import PeakMemory
+from benchmarks.trainer_sides.side import PeakMemory
 from trainer_svc.engine.fused_logprob import Entropy, fused_logprobs
 from trainer_svc.engine.output_layer import logprobs_of_logits
 

@@ -1,38 +1,68 @@
 """One GRPO update: ours, TRL's GRPOTrainer and a plain padded transformers loop on the same model and batch.
 
-Each side is a process of its own with both cores; they take turns, and ratios are medians over rounds of neighbours in
-time. Tokens are the batch's real ones, prompts included, padding not: the ratio of tokens/s is that of seconds. Beside
-it: two data-parallel processes of one thread against one, and the fused log-probability against the naive one.
+Each side is a process of its own with both cores. The sides take turns, and ratios are medians over rounds of updates that
+are neighbours in time. Tokens are the batch's real ones, prompts included and padding not, so the ratio of tokens/s is that
+of seconds. Besides: two data-parallel processes of one thread against one, and the fused log-probability against the naive one.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import importlib.util
+import json
 import multiprocessing
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from benchmarks.trainer_sides.side import BATCH, NO_DEGENERATE, UPDATE, UPDATE_S
 from sluice.config import ConfigError
 
 __all__ = ["run"]
 
+BENCH_PACKAGES = Path(__file__).parents[1] / ".venv-bench"
+"""Where `make install-bench` puts packages that only benchmarks compare with."""
+
+SIZES = {"ours": (2048, 4096, 8192), "trl_grpo": (1, 2, 4, 8), "plain": (1, 2, 4, 8)}
+"""Sizes of a forward pass that each side tries: ours tokens, the others sequences. Larger ones outgrow a CPU's caches."""
+
+NEARLY = 1.1
+"""The smallest size is taken that needs at most this times the seconds of the fastest, since more costs memory for little."""
+
+SCALING_BUDGET = 8192
+"""Tokens per forward pass of the sides that measure scaling: the trainer's default."""
+
+START_S = 180.0
+STOP_S = 20.0
+LINE_LIMIT = 1 << 20
+"""Bytes. Numbers would fit into asyncio's default of 64 KiB; a warning that a library prints in one line may not."""
+
+MIB = 1 << 20
+
 
 def run(argv: list[str]) -> Mapping[str, Any]:
-    """Measure and print; returns what the JSON line holds.
+    """Measure and print; return the content of the JSON line.
 
     Raises:
-        ConfigError: if TRL or, with `--gpu`, a CUDA device is not there.
+        ConfigError: if TRL is not installed or, with `--gpu`, there is no CUDA device.
     """
     options = _parser().parse_args(argv)
     if options.gpu:
         return _gpu(options)
     parts = options.only or list(PARTS)
-    if "update" in parts:
-        _require_trl()
+    if "update" in parts and not (BENCH_PACKAGES / "trl").is_dir() and importlib.util.find_spec("trl") is None:
+        raise ConfigError(
+            "TRL is not installed: run `make install-bench`, or leave it out with `--only scaling --only fused`"
+        )
     ratios: dict[str, float] = {}
     details: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
@@ -47,17 +77,17 @@ def run(argv: list[str]) -> Mapping[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sluice bench trainer", description=__doc__)
+    parser.add_argument("--only", choices=tuple(PARTS), action="append", help="measure only this part; may be repeated")
     parser.add_argument(
-        "--only", choices=tuple(PARTS), action="append", help="measure this part alone; may be repeated"
+        "--rounds", type=int, default=3, help="counted updates of each side, after one that is not counted"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="updates of each side that count; one before does not")
     parser.add_argument("--groups", type=int, default=8, help="prompts of the batch, 8 samples each")
     parser.add_argument("--degenerate", type=float, default=0.25, help="share of groups whose rewards are all equal")
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each side of the update")
     parser.add_argument(
-        "--micro-batch", type=int, help="sequences per forward pass of TRL and the plain loop; likewise"
+        "--micro-batch", type=int, help="sequences per forward pass of TRL and the plain loop; default: try some"
     )
-    parser.add_argument("--token-budget", type=int, help="tokens per forward pass of ours; by default some are tried")
+    parser.add_argument("--token-budget", type=int, help="tokens per forward pass of ours; default: try some")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batch")
     parser.add_argument("--gpu", action="store_true", help="a 0.6 B-shaped model on one GPU instead of all else")
     parser.add_argument(
@@ -67,39 +97,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _require_trl() -> None:
-    from benchmarks.trainer_sides.update import has_trl  # noqa: PLC0415
-
-    if not has_trl():
-        raise ConfigError(
-            "TRL is not installed: run `make install-bench`, or leave it out with `--only scaling --only fused`"
-        )
-
-
 def _prepare(options: argparse.Namespace, directory: Path) -> dict[str, float]:
-    from benchmarks.trainer_sides.prepare import prepare  # noqa: PLC0415 - torch in the child alone
-    from benchmarks.trainer_sides.workload import Workload  # noqa: PLC0415
+    from benchmarks.trainer_sides.workload import Workload, prepare  # noqa: PLC0415 - only the child imports torch
 
     return prepare(directory, Workload(groups=options.groups, degenerate=options.degenerate), options.seed)
 
 
 def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    from benchmarks.trainer_sides.update import measure_update  # noqa: PLC0415
-
-    measure = measure_update(
-        directory,
-        rounds=options.rounds,
-        threads=options.threads,
-        micro_batch=options.micro_batch,
-        token_budget=options.token_budget,
-    )
-    return asyncio.run(measure)
+    return asyncio.run(_measure_update(options, directory))
 
 
 def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    from benchmarks.trainer_sides.scaling import measure_scaling  # noqa: PLC0415
-
-    return asyncio.run(measure_scaling(directory, rounds=options.rounds))
+    return asyncio.run(_measure_scaling(options, directory))
 
 
 def _fused(_: argparse.Namespace, __: Path) -> dict[str, Any]:
@@ -117,7 +126,7 @@ def _gpu(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _in_child(work: Callable[[argparse.Namespace, Path], dict[str, Any]], *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Run in a process of its own: this one keeps neither threads nor memory."""
+    """Run in a process of its own, so that this one keeps neither its threads nor its memory."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *arguments).result()
 
@@ -127,3 +136,256 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "scaling": _scaling,
     "fused": _fused,
 }
+
+
+async def _measure_update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Let ours in three forms, TRL and the plain loop take turns."""
+    given = {"ours": options.token_budget, "trl_grpo": options.micro_batch, "plain": options.micro_batch}
+    threads = options.threads
+    sizes = {module: size or await _chosen_size(module, directory, threads) for module, size in given.items()}
+    print(f"per forward pass: {sizes}", flush=True)
+
+    def side(name: str, module: str, **options: Any) -> _Side:  # noqa: ANN401 - those of _side
+        return _side(name, module, directory, threads, size=sizes[module], **options)
+
+    sides = (
+        side("ours", "ours"),
+        side("trl", "trl_grpo"),
+        side("plain", "plain"),
+        side("ours_without_skipping", "ours", batch=NO_DEGENERATE),
+        side("ours_packing_alone", "ours", batch=NO_DEGENERATE, extra=("--no-folding",)),
+    )
+    found = await _take_turns(sides, directory, options.rounds)
+    return _report(found, sizes)
+
+
+async def _chosen_size(module: str, directory: Path, threads: int) -> int:
+    """Return the smallest size with which an update takes hardly longer than with the best; stop at the first slower one."""
+    seconds: dict[int, float] = {}
+    for size in SIZES[module]:
+        async with _started(_side(f"{module}_{size}", module, directory, threads, size=size), directory) as side:
+            seconds[size] = (await side.update())["seconds"]
+        print(f"{module}, {size} per forward pass: {seconds[size]:.2f} s", flush=True)
+        if seconds[size] > NEARLY * min(seconds.values()):
+            break  # with more of them there is more padding, and TRL's largest take minutes
+    return min(size for size, each in seconds.items() if each <= NEARLY * min(seconds.values()))
+
+
+def _report(found: Mapping[str, _Measured], sizes: Mapping[str, int]) -> dict[str, Any]:
+    ours = found["ours"]
+
+    def faster(than: str, side: str = "ours") -> float:
+        pairs = zip(found[than].seconds, found[side].seconds, strict=True)
+        return round(median(theirs / own for theirs, own in pairs), 2)
+
+    ratios = {
+        "tokens_over_trl": faster("trl"),
+        "tokens_over_plain": faster("plain"),
+        "peak_memory_over_trl": round(ours.peak_bytes / found["trl"].peak_bytes, 3),
+        "peak_memory_over_plain": round(ours.peak_bytes / found["plain"].peak_bytes, 3),
+        "loss_difference_trl": abs(ours.first_loss - found["trl"].first_loss),
+        "loss_difference_plain": abs(ours.first_loss - found["plain"].first_loss),
+    }
+    for form in ("without_skipping", "packing_alone"):
+        for other in ("trl", "plain"):
+            ratios[f"tokens_over_{other}_{form}"] = faster(other, f"ours_{form}")
+    return {
+        "ratios": ratios,
+        "first_loss": {name: each.first_loss for name, each in found.items()},
+        "seconds": {name: round(median(each.seconds), 2) for name, each in found.items()},
+        "cpu_seconds": {name: round(median(each.cpu_seconds), 2) for name, each in found.items()},
+        "forward_tokens": {name: each.last["forward_tokens"] for name, each in found.items()},
+        "peak_mib": {name: round(each.peak_bytes / MIB) for name, each in found.items()},
+        "per_forward_pass": dict(sizes),
+    }
+
+
+async def _measure_scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Let one process, two copies of the model and two halves of one model take turns."""
+    sides = (
+        _side("one", "ours", directory, 1, size=SCALING_BUDGET),
+        _side("two_copies", "ours", directory, 1, size=SCALING_BUDGET, processes=2, extra=("--replicate", "2")),
+        _side("two_shards", "ours", directory, 1, size=SCALING_BUDGET, processes=2),
+    )
+    found = await _take_turns(sides, directory, options.rounds)
+    return {
+        "ratios": {
+            "scaling_2": _speed_up(found["one"], found["two_copies"]),
+            "scaling_2_sharded": _speed_up(found["one"], found["two_shards"]),
+        },
+        "seconds": {name: round(median(each.seconds), 2) for name, each in found.items()},
+        "first_loss": {name: each.first_loss for name, each in found.items()},
+    }
+
+
+def _speed_up(one: _Measured, two: _Measured) -> float:
+    return round(median(alone / both for alone, both in zip(one.seconds, two.seconds, strict=True)), 2)
+
+
+@dataclass(slots=True)
+class _Measured:
+    """The counted updates of one side.
+
+    Attributes:
+        first_loss: Loss of the first update, before which all sides have the same weights.
+        seconds: Of each counted update.
+        cpu_seconds: Of all threads, for each counted update; other work on the machine hardly changes them.
+        last: The last answer.
+        peak_bytes: The largest of all updates.
+    """
+
+    first_loss: float
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    last: dict[str, Any] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Add one update."""
+        self.seconds.append(answer["seconds"])
+        self.cpu_seconds.append(answer["cpu_seconds"])
+        self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
+        self.last = answer
+
+
+def _side(
+    name: str,
+    module: str,
+    directory: Path,
+    threads: int,
+    *,
+    size: int,
+    batch: str = BATCH,
+    processes: int = 1,
+    extra: Sequence[str] = (),
+) -> _Side:
+    """Return how to start a module of `benchmarks.trainer_sides` as a side.
+
+    Args:
+        name: Its name in the report.
+        module: The module.
+        directory: The directory that `prepare` filled.
+        threads: Compute threads of each of its processes.
+        size: Sequences per forward pass; ours: tokens.
+        batch: File of the batch in the directory.
+        processes: Number of processes; torchrun starts more than one.
+        extra: More words of its command line.
+    """
+    paths = [str(BENCH_PACKAGES), os.environ.get("PYTHONPATH", "")] if module == "trl_grpo" else []
+    environment = {
+        # Threads that spin while they wait would slow down the side that computes.
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "GOMP_SPINCOUNT": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    command = [*launch, "-m", f"benchmarks.trainer_sides.{module}", "--model", str(directory / "model")]
+    command += ["--batch", str(directory / batch), "--threads", str(threads), "--micro-batch", str(size), *extra]
+    return _Side(name, command, environment)
+
+
+async def _take_turns(sides: Sequence[_Side], directory: Path, rounds: int) -> dict[str, _Measured]:
+    """Run one update of each side that does not count, then rounds of one update each.
+
+    Args:
+        sides: The sides; all are loaded at once, and one computes at a time.
+        directory: Where their logs go.
+        rounds: Counted updates of each side.
+    """
+    async with AsyncExitStack() as stack:
+        started = [await stack.enter_async_context(_started(side, directory)) for side in sides]
+        found = {each.side.name: _Measured((await each.update())["loss"]) for each in started}
+        for number in range(rounds):
+            for each in started:
+                answer = await each.update()
+                found[each.side.name].add(answer)
+                print(f"round {number}, {each.side.name}: {answer}", flush=True)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """How to start a side.
+
+    Attributes:
+        name: Its name in the report.
+        command: Words after the interpreter.
+        environment: Variables on top of ours.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str]
+
+
+class _SideProcess:
+    """A started side."""
+
+    def __init__(self, side: _Side, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.side, self._process, self._log = side, process, log
+
+    async def update(self) -> dict[str, Any]:
+        """Have it make one optimizer step, and return what it measured.
+
+        Raises:
+            RuntimeError: with the end of its log, if it ends or takes too long.
+        """
+        if self._process.stdin is None:
+            raise RuntimeError(f"{self.side.name} has no input")
+        self._process.stdin.write(f"{UPDATE}\n".encode())
+        await self._process.stdin.drain()
+        return await self.read(UPDATE_S)
+
+    async def read(self, deadline_s: float) -> dict[str, Any]:
+        """Return the next answer."""
+        if self._process.stdout is None:
+            raise RuntimeError(f"{self.side.name} has no output")
+        try:
+            async with asyncio.timeout(deadline_s):
+                while line := await self._process.stdout.readline():
+                    if line.startswith(b"{"):  # other lines are printed by libraries
+                        answer: dict[str, Any] = json.loads(line)
+                        return answer
+        except TimeoutError:
+            raise RuntimeError(f"{self.side.name} did not answer within {deadline_s:.0f} s:\n{self._tail()}") from None
+        raise RuntimeError(f"{self.side.name} ended:\n{self._tail()}")
+
+    def _tail(self, lines: int = 20) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextlib.asynccontextmanager
+async def _started(side: _Side, directory: Path) -> AsyncIterator[_SideProcess]:
+    """Start a side, wait until it has loaded, and end it when the block ends."""
+    log = directory / f"{side.name}.log"
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *side.command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=output,
+            env=os.environ | side.environment,
+            limit=LINE_LIMIT,
+        )
+    try:
+        started = _SideProcess(side, process, log)
+        await started.read(START_S)
+        yield started
+    finally:
+        await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.stdin is not None:
+        process.stdin.close()  # no more commands
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -7,10 +7,17 @@ import time
 import torch
 import torch.distributed as dist
 
-from benchmarks.trainer_sides.contest import UPDATE_S
-from benchmarks.trainer_sides.hyper import ADAM_EPS, BETAS, CLIP, GRAD_CLIP, LEARNING_RATE, side_arguments
-from benchmarks.trainer_sides.memory import PeakMemory
-from benchmarks.trainer_sides.orders import Orders
+from benchmarks.trainer_sides.side import (
+    ADAM_EPS,
+    BETAS,
+    CLIP,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    UPDATE_S,
+    Commands,
+    PeakMemory,
+    side_arguments,
+)
 from benchmarks.trainer_sides.workload import Row, UpdateBatch
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import ParallelConfig
@@ -23,12 +30,12 @@ from trainer_svc.update.policy import PolicyUpdate
 
 
 def main() -> None:
-    """Update on order; under torchrun each process trains its share."""
+    """Update on command; under torchrun each process trains its share."""
     parser = side_arguments(__doc__)
     parser.add_argument("--no-folding", action="store_true", help="forward each sample's prompt apart")
     parser.add_argument("--replicate", type=int, default=1, help="copies of the model; other processes share one")
     arguments = parser.parse_args()
-    orders = Orders()
+    commands = Commands()
     memory = PeakMemory()
     settings = config(
         threads=arguments.threads,
@@ -44,13 +51,13 @@ def main() -> None:
     shares = balance(rows, mesh.dims.data_parallel, cost=cost, contributes=objective.contributes)
     share = [rows[place] for place in shares[mesh.dims.data_rank(mesh.rank)]]
     if mesh.rank == 0:
-        orders.answer(ready=True)
-    while _go(orders, mesh):
+        commands.answer(ready=True)
+    while _go(commands, mesh):
         memory.restart()
         start, busy = time.perf_counter(), time.process_time()
         metrics = update.apply(share).metrics
         if mesh.rank == 0:
-            orders.answer(
+            commands.answer(
                 seconds=time.perf_counter() - start,
                 cpu_seconds=time.process_time() - busy,
                 loss=metrics.loss,
@@ -60,13 +67,13 @@ def main() -> None:
             )
 
 
-def _go(orders: Orders, mesh: Mesh) -> bool:
-    """Whether to update: the first process hears it and tells the others."""
+def _go(commands: Commands, mesh: Mesh) -> bool:
+    """Return whether to update: rank 0 reads the command and broadcasts it."""
     if mesh.everyone is None:
-        return orders.wait()
-    told = torch.tensor(int(mesh.rank == 0 and orders.wait()))
-    dist.broadcast(told, 0, group=mesh.everyone)
-    return bool(told)
+        return commands.wait()
+    decided = torch.tensor(int(mesh.rank == 0 and commands.wait()))
+    dist.broadcast(decided, 0, group=mesh.everyone)
+    return bool(decided)
 
 
 def config(*, threads: int, budget: int = 8192, fold: bool = True, replicate: int = 1) -> TrainerConfig:

@@ -8,16 +8,23 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.trainer_sides.hyper import ADAM_EPS, BETAS, CLIP, GRAD_CLIP, LEARNING_RATE, side_arguments
-from benchmarks.trainer_sides.memory import PeakMemory
-from benchmarks.trainer_sides.orders import Orders
+from benchmarks.trainer_sides.side import (
+    ADAM_EPS,
+    BETAS,
+    CLIP,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    Commands,
+    PeakMemory,
+    side_arguments,
+)
 from benchmarks.trainer_sides.workload import Row, UpdateBatch
 
 
 def main() -> None:
-    """Update on order."""
+    """Update on command."""
     arguments = side_arguments(__doc__).parse_args()
-    orders = Orders()
+    commands = Commands()
     torch.set_num_threads(arguments.threads)
     memory = PeakMemory()
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
@@ -25,12 +32,12 @@ def main() -> None:
         model.parameters(), lr=LEARNING_RATE, betas=BETAS, eps=ADAM_EPS, weight_decay=0.0, fused=True
     )
     rows = list(UpdateBatch.load(arguments.batch).rows())
-    orders.answer(ready=True)
-    while orders.wait():
+    commands.answer(ready=True)
+    while commands.wait():
         memory.restart()
         start, busy = time.perf_counter(), time.process_time()
         loss, cells = _update(model, optimizer, rows, arguments.micro_batch)
-        orders.answer(
+        commands.answer(
             seconds=time.perf_counter() - start,
             cpu_seconds=time.process_time() - busy,
             loss=loss,

@@ -16,24 +16,31 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.trainer_sides.hyper import ADAM_EPS, BETAS, CLIP, GRAD_CLIP, LEARNING_RATE, side_arguments
-from benchmarks.trainer_sides.memory import PeakMemory
-from benchmarks.trainer_sides.orders import Orders
+from benchmarks.trainer_sides.side import (
+    ADAM_EPS,
+    BETAS,
+    CLIP,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    Commands,
+    PeakMemory,
+    side_arguments,
+)
 from benchmarks.trainer_sides.workload import GROUP_SIZE, UpdateBatch
 
 MOST_UPDATES = 100_000
-"""The trainer wants a number of steps; orders end it before."""
+"""The trainer needs a number of steps; the commands end it earlier."""
 
 
-class _NoMoreOrders(Exception):  # noqa: N818 - the end of the work, not an error
+class _NoMoreCommands(Exception):  # noqa: N818 - the end of the work, not an error
     pass
 
 
 class GivenSamplesTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no types
     """GRPOTrainer whose old log-probabilities are those that came with the samples."""
 
-    def __init__(self, orders: Orders, batch: UpdateBatch, **arguments: Any) -> None:  # noqa: ANN401
-        self.orders = orders
+    def __init__(self, commands: Commands, batch: UpdateBatch, **arguments: Any) -> None:  # noqa: ANN401
+        self.commands = commands
         self.samples = list(batch.rows())
         self.preparing = (0.0, 0.0)
         self.losses: list[torch.Tensor] = []
@@ -65,17 +72,17 @@ class GivenSamplesTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL has no type
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]  # transformers is not type-checked here
-    """Waits for the order before each optimizer step and answers after it."""
+    """Waits for the command before each optimizer step and answers after it."""
 
-    def __init__(self, orders: Orders, memory: PeakMemory) -> None:
-        self.orders, self.memory = orders, memory
+    def __init__(self, commands: Commands, memory: PeakMemory) -> None:
+        self.commands, self.memory = commands, memory
         self.start = self.busy = 0.0
         self.trainer: GivenSamplesTrainer | None = None
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
         """The trainer is about to fetch its micro-batches."""
-        if not self.orders.wait():
-            raise _NoMoreOrders
+        if not self.commands.wait():
+            raise _NoMoreCommands
         if self.trainer is not None:
             self.trainer.losses.clear()
         self.memory.restart()
@@ -87,7 +94,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]  # transformers is not t
         trainer = self.trainer
         if trainer is None:
             raise RuntimeError("the stopwatch was given no trainer")
-        self.orders.answer(
+        self.commands.answer(
             seconds=seconds - trainer.preparing[0],
             cpu_seconds=busy - trainer.preparing[1],
             loss=float(torch.stack(trainer.losses).sum()),
@@ -101,16 +108,16 @@ def _given_reward(given_reward: list[float], **_: Any) -> list[float]:  # noqa: 
 
 
 def main() -> None:
-    """Update on order."""
+    """Update on command."""
     arguments = side_arguments(__doc__).parse_args()
-    orders = Orders()
+    commands = Commands()
     torch.set_num_threads(arguments.threads)
     memory = PeakMemory()
     batch = UpdateBatch.load(arguments.batch)
-    watch = Stopwatch(orders, memory)
+    watch = Stopwatch(commands, memory)
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
         trainer = GivenSamplesTrainer(
-            orders,
+            commands,
             batch,
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
@@ -119,10 +126,10 @@ def main() -> None:
             callbacks=[watch],
         )
         watch.trainer = trainer
-        orders.answer(ready=True)
+        commands.answer(ready=True)
         try:
             trainer.train()
-        except _NoMoreOrders:
+        except _NoMoreCommands:
             return
 
 

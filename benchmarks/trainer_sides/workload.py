@@ -1,4 +1,7 @@
-"""A batch of reinforcement learning as it occurs: prompts shared by groups, ragged completions, groups without a signal."""
+"""The model and the batch that all sides get: prompts shared by groups, ragged completions, groups of equal rewards.
+
+`prepare` runs in a process of its own, so that what it leaves in memory disturbs nobody.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,22 @@ from typing import Self
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from sluice.cli.init_model import SPECIAL_TOKENS, ModelShape
+from benchmarks.trainer_sides.side import BATCH, NO_DEGENERATE
+from sluice.cli.init_model import SPECIAL_TOKENS, ModelShape, init_model
 
-__all__ = ["GROUP_SIZE", "MODEL", "Row", "UpdateBatch", "Workload"]
+__all__ = ["GROUP_SIZE", "MODEL", "Row", "UpdateBatch", "Workload", "prepare"]
 
 GROUP_SIZE = 8
 """Samples of one prompt."""
 
 ADVANTAGE_EPS = 1e-4
-"""What TRL adds to a group's standard deviation; here too, so that both sides train on the same advantages."""
+"""TRL adds this to a group's standard deviation. So do we here, so that both sides train on the same advantages."""
+
+DRIFT = 0.1
+"""The policy that sampled is the model with this share of each tensor's standard deviation added as noise. It stands for an
+older policy, whose ratios spread around 1 and leave the clipping bounds now and then."""
 
 VOCABULARY = 4096
 FIRST_ID = len(SPECIAL_TOKENS)
@@ -40,7 +49,7 @@ MODEL = ModelShape(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a batch looks like; lengths in tokens.
+    """The shape of a batch; lengths in tokens.
 
     Attributes:
         groups: Prompts.
@@ -99,7 +108,7 @@ class UpdateBatch:
 
     @classmethod
     def draw(cls, workload: Workload, seed: int) -> Self:
-        """Random tokens of the workload's lengths; behaviour log-probabilities are left for later."""
+        """Draw random tokens of the workload's lengths; behaviour log-probabilities are 0 as yet."""
         random = np.random.default_rng(seed)
 
         def lengths(count: int, median: int, sigma: float, limit: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -124,7 +133,7 @@ class UpdateBatch:
         )
 
     def without_degenerate(self) -> Self:
-        """The same tokens with other rewards: each group has successes and failures."""
+        """Return the same tokens with other rewards: each group has successes and failures."""
         rewards = self.rewards.view(-1, GROUP_SIZE).clone()
         equal = rewards.std(dim=1) == 0
         rewards[equal, : GROUP_SIZE // 2] = 1.0 - rewards[equal, : GROUP_SIZE // 2]
@@ -167,7 +176,7 @@ class UpdateBatch:
 
 
 def _rewards(workload: Workload, random: np.random.Generator) -> torch.Tensor:
-    """0 or 1 per sample, shape [groups, samples]; the first groups are degenerate, half of these solved, half failed."""
+    """Draw 0 or 1 per sample, shape [groups, samples]; the first groups are degenerate, half of them solved, half failed."""
     rewards = (random.random((workload.groups, GROUP_SIZE)) < 0.5).astype(np.float32)
     rewards[:, 0], rewards[:, 1] = 1.0, 0.0
     equal = round(workload.degenerate * workload.groups)
@@ -176,6 +185,52 @@ def _rewards(workload: Workload, random: np.random.Generator) -> torch.Tensor:
 
 
 def _advantages(rewards: torch.Tensor) -> torch.Tensor:
-    """Group-relative advantages, arXiv 2402.03300, with TRL's epsilon."""
+    """Return group-relative advantages (arXiv 2402.03300) with TRL's epsilon."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     return centred / (rewards.std(dim=1, keepdim=True) + ADVANTAGE_EPS)
+
+
+def prepare(directory: Path, workload: Workload, seed: int) -> dict[str, float]:
+    """Write ``model/``, ``batch.safetensors`` and ``no_degenerate.safetensors``, and return facts about the batch."""
+    path = directory / "model"
+    parameters = init_model(path, MODEL, seed=seed)
+    batch = UpdateBatch.draw(workload, seed)
+    batch = replace(batch, behaviour=_behaviour(path, batch, seed))
+    batch.save(directory / BATCH)
+    batch.without_degenerate().save(directory / NO_DEGENERATE)
+    padded = int(batch.prompt_lengths.max() + batch.completion_lengths.max()) * len(batch.groups)
+    return {
+        "parameters": float(parameters),
+        "sequences": float(len(batch.groups)),
+        "tokens": float(batch.tokens),
+        "prompt_tokens_mean": float(batch.prompt_lengths.float().mean()),
+        "completion_tokens_mean": float(batch.completion_lengths.float().mean()),
+        "completion_tokens_max": float(batch.completion_lengths.max()),
+        "degenerate_groups": batch.degenerate,
+        "real_share_of_padded": batch.tokens / padded,
+    }
+
+
+def _behaviour(path: Path, batch: UpdateBatch, seed: int) -> torch.Tensor:
+    """Return the log-probability of each completion token under a policy close to the model."""
+    with torch.no_grad():
+        return _logprobs(_older_policy(path, seed), batch)
+
+
+def _older_policy(path: Path, seed: int) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise * parameter.std() * DRIFT)
+    return model
+
+
+def _logprobs(model: torch.nn.Module, batch: UpdateBatch) -> torch.Tensor:
+    found = []
+    for row in batch.rows():
+        ids = torch.cat([row.prompt, row.completion]).unsqueeze(0)
+        logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(row.completion) + 1).logits[0, :-1]
+        found.append(torch.log_softmax(logits, -1).gather(1, row.completion.unsqueeze(1)).squeeze(1))
+    return torch.cat(found)
