@@ -18,7 +18,7 @@ from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.pauses import PauseHeldError, Pauses
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.weights import Weights
+from rollout_svc.weights import ReplicaWeights
 from rollout_svc.wire import loaded_adapters
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
@@ -50,7 +50,9 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         requests: The service that callers use.
     """
 
-    def __init__(self, replica: str, engine: EngineSupervisor, weights: Weights, requests: RolloutServicer) -> None:
+    def __init__(
+        self, replica: str, engine: EngineSupervisor, weights: ReplicaWeights, requests: RolloutServicer
+    ) -> None:
         self._replica, self._engine, self._weights, self._requests = replica, engine, weights, requests
         self._pauses = Pauses()
         self._started = Timestamp()
@@ -279,7 +281,9 @@ class ReplicaMetrics(Collector):
         registry: Where it is scraped.
     """
 
-    def __init__(self, engine: EngineSupervisor, weights: Weights, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(
+        self, engine: EngineSupervisor, weights: ReplicaWeights, registry: CollectorRegistry = REGISTRY
+    ) -> None:
         self._engine, self._weights, self._registry = engine, weights, registry
         registry.register(self)
 

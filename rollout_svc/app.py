@@ -14,7 +14,7 @@ from rollout_svc.engines.base import InferenceEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
-from rollout_svc.weights import Weights
+from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, Service
 from sluice.rpc import RpcServer
 from sluice.v1 import rollout_pb2_grpc
@@ -59,7 +59,7 @@ async def _serve(
     common: CommonConfig, config: RolloutConfig, server: RpcServer, engine: InferenceEngine, tokenizer: ModelTokenizer
 ) -> None:
     supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
-    weights = Weights(common, config, supervisor)
+    weights = ReplicaWeights(common, config, supervisor)
     requests = RolloutServicer(f"runs/{common.run}", supervisor, tokenizer, config.limits)
     admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)
     server.add(

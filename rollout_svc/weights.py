@@ -1,4 +1,4 @@
-"""The replica's weight versions: follows weight sync, applies what is staged, says what serves."""
+"""The weight versions of a replica: it follows weight sync, and its engine applies what is staged and says what it serves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from weightsync.receiver import (
 )
 from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
-__all__ = ["SupervisedEngine", "Weights", "WeightsStatus"]
+__all__ = ["ReplicaWeights", "SupervisedEngine", "WeightsStatus"]
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ WIRE_MODES = {mode: wire for wire, mode in MODES.items()}
 
 @dataclass(frozen=True, slots=True)
 class WeightsStatus:
-    """Where the replica stands on the weight path; pauses in seconds."""
+    """The state of a replica's weights; pauses in seconds."""
 
     staged: Version | None = None
     updates_applied: int = 0
@@ -118,8 +118,8 @@ def lora_engine(supervisor: EngineSupervisor) -> LoraEngine:
     return engine
 
 
-class Weights:
-    """Keeps the engine on the version that it should serve.
+class ReplicaWeights:
+    """Keeps the engine on the version that its policy asks for.
 
     Args:
         common: Settings of the run.
@@ -151,14 +151,14 @@ class Weights:
             )
 
     async def run_forever(self) -> None:
-        """Follow weight sync until cancelled; where there is none, only wait for that."""
+        """Follow weight sync until cancelled. A replica that does not follow only waits."""
         if self._receiver is None:
             await asyncio.Event().wait()
         else:
             await self._receiver.run_forever()
 
     async def close(self) -> None:
-        """Let go of weight sync and of what is staged."""
+        """Close the connection and remove what is staged."""
         if self._receiver is not None:
             await self._receiver.close()
         if self._channel is not None:
@@ -187,7 +187,7 @@ class Weights:
         return self._engine.current.status().version
 
     async def update_to(self, version: Version | None) -> ApplyReport:
-        """Fetch and apply a version now; None means the newest.
+        """Fetch and apply a version now; None means the newest one.
 
         Raises:
             SluiceError: as `WeightReceiver.update_to`; FAILED_PRECONDITION while another owner holds the policy.
@@ -264,11 +264,11 @@ class Weights:
             raise SluiceError.unavailable("ADAPTER_FAILED", f"{error}; its requests end with the engine") from error
 
     async def restart_engine(self, restart: Callable[[], Awaitable[Version]]) -> Version:
-        """Run a restart of the engine while no version is applied."""
+        """Restart the engine while no version is applied."""
         return await self._exclusively(restart)
 
     def status(self) -> WeightsStatus:
-        """Where the replica stands."""
+        """Return the state of the weights."""
         if self._receiver is None:
             return WeightsStatus()
         status = self._receiver.status()

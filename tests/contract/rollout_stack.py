@@ -20,7 +20,7 @@ from rollout_svc.http import create_app
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
-from rollout_svc.weights import Weights
+from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.openai.server import HttpServer
 from sluice.rpc import RpcServer, SluiceError, connect
@@ -88,7 +88,7 @@ class Replica:
         self.supervisor = EngineSupervisor(self.engine, 0, lambda _serving: None)
         tokenizer = ModelTokenizer(AutoTokenizer.from_pretrained(self.model))
         self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, tokenizer, self.limits)
-        weights = Weights(common, config, self.supervisor)
+        weights = ReplicaWeights(common, config, self.supervisor)
         self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer)
         self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN)
         self._rpc.add(

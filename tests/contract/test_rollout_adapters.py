@@ -30,7 +30,7 @@ from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
-from rollout_svc.weights import Weights
+from rollout_svc.weights import ReplicaWeights
 from sluice.client import RolloutClient
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
@@ -63,7 +63,7 @@ class Replica:
     base: Path
     adapters: list[Path]
     engine: TransformersEngine
-    weights: Weights
+    weights: ReplicaWeights
     sync: Stack
     stage: Path
     target: str
@@ -121,7 +121,7 @@ async def replica(base: Path, adapters: list[Path], tmp_path: Path) -> AsyncIter
         common = CommonConfig(run=RUN, model=str(base), peers=PeersConfig(weightsync=sync.target))
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage", lora=LoraSettings(enabled=True))
         supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
-        weights = Weights(common, config, supervisor)
+        weights = ReplicaWeights(common, config, supervisor)
         requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
         admin = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())

@@ -10,7 +10,7 @@ from rollout_svc.admin import ReplicaMetrics
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import GenerationRequest, PauseMode, Sampling
 from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.weights import Weights
+from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig
 from sluice.versions import Version
 
@@ -20,7 +20,7 @@ async def test_a_scrape_sees_load_version_and_counts(tmp_path):
     registry = CollectorRegistry()
     async with running_engine(model) as engine:
         supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
-        weights = Weights(CommonConfig(), RolloutConfig(follow_weights=False), supervisor)
+        weights = ReplicaWeights(CommonConfig(), RolloutConfig(follow_weights=False), supervisor)
         metrics = ReplicaMetrics(supervisor, weights, registry)
 
         def value(name: str) -> float | None:

@@ -19,7 +19,7 @@ from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
-from rollout_svc.weights import Weights
+from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, ConfigError, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
@@ -67,7 +67,7 @@ async def replica(models: list[Path], tmp_path: Path) -> AsyncIterator[Replica]:
         async with running_stack(tmp_path / "outputs", model=str(models[0])) as sync:
             common = CommonConfig(run=RUN, model=str(models[0]), peers=PeersConfig(weightsync=sync.target))
             supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
-            weights = Weights(common, RolloutConfig(replica="one", stage_dir=tmp_path / "stage"), supervisor)
+            weights = ReplicaWeights(common, RolloutConfig(replica="one", stage_dir=tmp_path / "stage"), supervisor)
             requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
             admin = RolloutAdminServicer("one", supervisor, weights, requests)
             server = RpcServer("rollout", ServerConfig(port=0), SecurityConfig())

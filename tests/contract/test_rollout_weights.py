@@ -24,7 +24,7 @@ from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer
-from rollout_svc.weights import Weights
+from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, connect
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
@@ -50,7 +50,7 @@ class Following:
 
     models: list[Path]
     engine: InferenceEngine
-    weights: Weights
+    weights: ReplicaWeights
     sync: Stack
     admin: rollout_pb2_grpc.RolloutAdminServiceAsyncStub
 
@@ -97,7 +97,7 @@ async def follow(
         common = CommonConfig(run=RUN, model=str(models[0]), peers=PeersConfig(weightsync=sync.target))
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage")
         supervisor = EngineSupervisor(engine, restarts, lambda _serving: None)
-        weights = Weights(common, config, supervisor)
+        weights = ReplicaWeights(common, config, supervisor)
         requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
         servicer = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())

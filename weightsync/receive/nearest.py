@@ -1,8 +1,8 @@
-"""Which source of versions an engine should take: a pure choice, without clock or I/O.
+"""Chooses the source that an engine takes versions from: the weight service (the root) or one of its relays. Pure.
 
-A source on the engine's own host comes first, then any other relay, then the root, which is there for the relays and for when
-there are none. Among equals the one with fewer watchers, then the quicker answer, then a hash that differs from engine
-to engine, so that a fleet that starts at once does not go to one relay. A choice stays until another is better by a margin.
+A source on the engine's own host comes first, then any other relay, then the root. Among equals, the one with fewer watchers is
+chosen, then the one that answers quicker, then one by a hash that differs between engines, so that a fleet that starts at once does
+not go to one relay. A choice stays until another source is better by a margin.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MOST_BEHIND = 1
 """Versions that a relay may lack: the one that it is pulling."""
 
 _NEAR_S = 0.005
-"""Answers within this time come from the same building; to tell them apart would be to listen to noise."""
+"""Answers within this time come from the same building; their differences are noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A source that answers.
+    """A source that answered.
 
     Attributes:
         address: Where it is; `ROOT` for the root.

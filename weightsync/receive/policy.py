@@ -1,4 +1,4 @@
-"""Which version a replica wants: a pure state machine of FOLLOW, HOLD and TARGET with an owner and a time to live."""
+"""The policy that decides which version a replica takes: FOLLOW, HOLD or TARGET, with an owner and a time to live. Pure."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ _FOLLOW = Policy()
 
 
 class WeightPolicy:
-    """The policy of one replica. Times are seconds that the caller reads off a monotonic clock."""
+    """The policy of one replica. Times are seconds of the caller's monotonic clock."""
 
     def __init__(self) -> None:
         self._policy = _FOLLOW
 
     def current(self, now: float) -> Policy:
-        """The policy in force."""
+        """Return the policy in force."""
         if now >= self._policy.expires:
             self._policy = _FOLLOW
         return self._policy
@@ -69,7 +69,7 @@ class WeightPolicy:
         serving: Version,
         now: float,
     ) -> Policy:
-        """Change the policy; the owner of the one in force may, anybody where FOLLOW is in force.
+        """Change the policy. Only the owner of the policy in force may; while FOLLOW is in force, anybody may.
 
         Args:
             mode: The new mode; FOLLOW ends the owner's policy.
@@ -88,18 +88,18 @@ class WeightPolicy:
             self._policy = _FOLLOW
             return self._policy
         if not owner:
-            raise PolicyError(f"{mode.name} needs an owner: say who may end it")
+            raise PolicyError(f"{mode.name} needs an owner: set the name of the caller who may end it")
         if ttl_s is None or not 0 < ttl_s < math.inf:
-            raise PolicyError(f"{mode.name} needs a time to live above 0 seconds: nothing is held for ever")
+            raise PolicyError(f"{mode.name} needs a time to live above 0 seconds: set one, no policy holds for ever")
         if mode is PolicyMode.TARGET and version is None:
-            raise PolicyError("TARGET needs a version")
+            raise PolicyError("TARGET needs a version: set the one to serve")
         if mode is PolicyMode.HOLD and version not in {None, serving}:
             raise PolicyError(f"cannot HOLD {version} while {serving} serves: use TARGET to go there")
         self._policy = Policy(mode, serving if version is None else version, owner, now + ttl_s)
         return self._policy
 
     def check_owner(self, owner: str, now: float) -> None:
-        """Whether `owner` may change what serves.
+        """Check that `owner` may change what serves.
 
         Raises:
             PolicyHeldError: if another owner's policy is in force.
@@ -112,12 +112,12 @@ class WeightPolicy:
             )
 
     def wanted(self, serving: Version, newest: Version | None, now: float) -> Version | None:
-        """The version to take now; None where the one that serves is right."""
+        """Return the version to take now; None if the one that serves is right."""
         policy = self.current(now)
         if policy.mode is PolicyMode.FOLLOW:
             return newest if newest is not None and newest > serving else None
         return policy.version if policy.version != serving else None
 
     def expires_in(self, now: float) -> float:
-        """Seconds until the policy changes by itself; infinite for FOLLOW."""
+        """Return the seconds until the policy ends by itself; infinite for FOLLOW."""
         return self.current(now).expires - now
