@@ -1,4 +1,4 @@
-"""RolloutAdminService on the wire: operating one replica."""
+"""RolloutAdminService and the metrics of one replica: weight versions, pauses, adapters, status."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ PAUSE_MODES = {
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 LOOK_S = 0.1
-"""Time between two looks for a pause that is over, in seconds."""
+"""Seconds between two checks whether a pause is over."""
 
 log = structlog.get_logger()
 
 
 class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
-    """Operates one replica.
+    """Lets an operator control one replica.
 
     Args:
-        replica: Its name.
-        engine: The engine under its supervision.
-        weights: Its weight versions.
-        requests: The service that callers use.
+        replica: The name of the replica.
+        engine: The supervised engine.
+        weights: Keeps the engine on a weight version.
+        requests: The service that samples.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         self._restarts_seen = engine.restarts
 
     async def expire_pauses_forever(self) -> None:
-        """Resume when a pause's time to live is over."""
+        """Resume whenever a pause's time to live is over."""
         while True:
             await asyncio.sleep(LOOK_S)
             owner = self._pauses.owner
@@ -72,14 +72,14 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             self._restarts_seen = self._engine.restarts
 
     async def _let_go(self) -> None:
-        """Let the engine sample, if it lives; one that is started again samples anyway."""
+        """Resume the engine if it is alive. One that was restarted samples anyway."""
         try:
             await self._engine.current.resume()
         except EngineError as error:
             log.warning("the engine could not resume", error=str(error))
 
     async def _freeze_anew(self, owner: str) -> None:
-        """A pause outlives the engine that it began on."""
+        """Pause the restarted engine: a pause lasts longer than the engine that it began on."""
         try:
             await self._engine.serving.pause(PauseMode.KEEP)
         except (EngineError, SluiceError) as error:
@@ -91,7 +91,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         request: rollout_pb2.SetWeightPolicyRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.SetWeightPolicyRequest, rollout_pb2.SetWeightPolicyResponse],
     ) -> rollout_pb2.SetWeightPolicyResponse:
-        """Say which versions the replica takes."""
+        """Set which versions the replica applies."""
         del context
         version = Version.from_proto(request.version) if request.HasField("version") else None
         ttl_s = request.ttl.ToNanoseconds() / 1e9
@@ -109,7 +109,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         return await self.update(version)
 
     async def update(self, version: Version | None) -> rollout_pb2.UpdateWeightsResponse:
-        """As the RPC; also what the HTTP port calls."""
+        """Handle the RPC; the HTTP port calls this, too."""
         report = await self._weights.update_to(version)
         return rollout_pb2.UpdateWeightsResponse(
             policy_version=report.version.to_proto(), pause=_duration(report.pause_s)
@@ -125,7 +125,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         return await self.reload()
 
     async def reload(self) -> rollout_pb2.ReloadWeightsResponse:
-        """As the RPC; also what the HTTP port calls."""
+        """Handle the RPC; the HTTP port calls this, too."""
         report = await self._weights.reload_base()
         return rollout_pb2.ReloadWeightsResponse(policy_version=report.version.to_proto())
 
@@ -161,11 +161,11 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             raise SluiceError.invalid_argument("owner" if not request.owner else "ttl", str(error)) from error
         try:
             await engine.pause(mode)
-        except BaseException as error:  # a caller that leaves must not leave the engine half way into a pause either
+        except BaseException as error:  # also when the caller disconnects: the engine must not stay half paused
             self._pauses.release()
             await asyncio.shield(asyncio.create_task(self._let_go()))
             if isinstance(error, EngineError):
-                raise SluiceError.unavailable("PAUSE_FAILED", f"{error}; sampling goes on") from error
+                raise SluiceError.unavailable("PAUSE_FAILED", f"{error}; the replica keeps sampling") from error
             raise
         frozen = self._requests.samples if mode is PauseMode.KEEP else 0
         return rollout_pb2.PauseResponse(frozen_requests=frozen)
@@ -183,7 +183,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         except PauseHeldError:
             return rollout_pb2.ResumeResponse(running=False)
         except EngineError as error:
-            raise SluiceError.unavailable("RESUME_FAILED", f"{error}; the engine is being started again") from error
+            raise SluiceError.unavailable("RESUME_FAILED", f"{error}; the engine restarts") from error
         return rollout_pb2.ResumeResponse(running=True)
 
     async def LoadAdapter(  # noqa: N802 - gRPC's name
@@ -191,7 +191,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         request: rollout_pb2.LoadAdapterRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.LoadAdapterRequest, rollout_pb2.LoadAdapterResponse],
     ) -> rollout_pb2.LoadAdapterResponse:
-        """Give an adapter version a name for requests."""
+        """Give an adapter version a name that requests can use."""
         del context
         if not ADAPTER_NAME.fullmatch(request.adapter):
             raise SluiceError.invalid_argument("adapter", f"a name of the form {ADAPTER_NAME.pattern}")
@@ -205,7 +205,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         request: rollout_pb2.UnloadAdapterRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.UnloadAdapterRequest, rollout_pb2.UnloadAdapterResponse],
     ) -> rollout_pb2.UnloadAdapterResponse:
-        """Take an adapter's name away."""
+        """Remove the name of an adapter."""
         del context
         await self._weights.unload_adapter(request.adapter)
         return rollout_pb2.UnloadAdapterResponse()
@@ -215,10 +215,10 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         request: rollout_pb2.AbortRequestsRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.AbortRequestsRequest, rollout_pb2.AbortRequestsResponse],
     ) -> rollout_pb2.AbortRequestsResponse:
-        """End requests under way."""
+        """End requests in progress."""
         del context
         engine = self._engine.serving
-        names = list(request.request_ids) or self._requests.live_requests
+        names = list(request.request_ids) or self._requests.request_ids
         try:
             aborted = [await engine.abort(name) for name in names]
         except EngineError as error:
@@ -273,12 +273,12 @@ def _duration(seconds: float) -> Duration:
 
 
 class ReplicaMetrics(Collector):
-    """Collects from the engine and the weight path.
+    """Prometheus metrics of the engine and of weight updates; a fleet is scaled by `sluice_rollout_queued`.
 
     Args:
-        engine: The engine under its supervision.
-        weights: Its weight versions.
-        registry: Where it is scraped.
+        engine: The supervised engine.
+        weights: Keeps the engine on a weight version.
+        registry: Where the metrics are registered.
     """
 
     def __init__(
@@ -288,11 +288,11 @@ class ReplicaMetrics(Collector):
         registry.register(self)
 
     def close(self) -> None:
-        """Be scraped no more."""
+        """Remove the metrics from the registry."""
         self._registry.unregister(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Read the present state (prometheus_client's interface)."""
+        """Yield the current values (prometheus_client's interface)."""
         status, weights = self._engine.current.status(), self._weights.status()
         for name, text, value in (
             ("running", "Samples being generated.", status.running),

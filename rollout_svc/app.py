@@ -1,4 +1,4 @@
-"""`sluice rollout`: builds a replica, serves until a signal, stops cleanly."""
+"""`sluice rollout`: builds a replica, serves until a signal, and stops cleanly."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["SERVICE"]
 async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """Serve one replica.
 
-    The port opens when the engine has started: on a CPU its process is forked, and would hold sockets open.
+    The port opens after the engine has started: on a CPU the engine's process is forked and would keep open sockets.
 
     Raises:
-        ConfigError: if the settings cannot work.
+        ConfigError: if the settings are invalid together.
     """
     config.check_start(common)
     server = _server(common, config)
@@ -45,7 +45,7 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
 
 
 def _server(common: CommonConfig, config: RolloutConfig) -> RpcServer:
-    """The server, not started: whether it may listen there is known before the engine takes its time."""
+    """Return the server, not started. Its address is checked before the engine takes its time to start."""
     return RpcServer(
         "rollout",
         config.server,
@@ -87,7 +87,7 @@ async def _serve(
     tasks = [asyncio.create_task(_or_fail(duty, failed)) for duty in duties]
 
     async def finish(grace_s: float) -> None:
-        """Let requests in progress end while both ports still answer, then close the HTTP port."""
+        """Wait for requests in progress while both ports still respond, then close the HTTP port."""
         begun = time.monotonic()
         await requests.finish(grace_s)
         if http is not None:
@@ -121,7 +121,7 @@ def _http_server(
 
 
 async def _or_fail(duty: Coroutine[Any, Any, None], failed: asyncio.Event) -> None:
-    """Run a duty of the replica; when it ends, the replica does."""
+    """Run a background task that must not end: when it does, the replica stops."""
     try:
         await duty
     finally:

@@ -1,4 +1,4 @@
-"""Settings of a rollout replica. Imports neither torch nor vllm, so that `--help` is quick."""
+"""Settings of a rollout replica. Imports neither torch nor vLLM, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDead
 
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-"""Arguments of vLLM whose product is the number of an engine's processes."""
+"""Arguments of vLLM whose product is the number of processes of an engine."""
 
 
 ENGINES: Mapping[str, str] = {
@@ -30,51 +30,60 @@ ENGINES: Mapping[str, str] = {
 
 
 class LimitsConfig(Section):
-    """How much a replica takes on."""
+    """How many requests and responses a replica holds."""
 
     max_running: int | None = Field(
-        None, ge=1, description="Most samples generated at a time; none leaves it to the engine (vLLM: max_num_seqs)."
+        None,
+        ge=1,
+        description="Maximum number of samples in one engine step. Unset: the engine decides (vLLM: max_num_seqs).",
     )
     max_queued: int = Field(
-        4096, ge=1, description="Most samples waiting or generated at a time; further requests get RESOURCE_EXHAUSTED."
+        4096,
+        ge=1,
+        description="Maximum number of samples that are queued or running; further requests get RESOURCE_EXHAUSTED.",
     )
     max_answers: int = Field(
-        4096, ge=1, description="Most answers kept for repeats of their request_id; the oldest go first."
+        4096,
+        ge=1,
+        description="Maximum number of responses that are kept for retries of their request_id; the oldest are removed first.",
     )
     max_answer_bytes: int = Field(
-        256 << 20, ge=1, description="Bytes of the answers kept for repeats; the oldest go first."
+        256 << 20,
+        ge=1,
+        description="Maximum bytes of the responses that are kept for retries; the oldest are removed first.",
     )
-    answer_ttl_s: float = Field(300.0, gt=0, description="Seconds that an answer is kept for a repeat.")
+    answer_ttl_s: float = Field(300.0, gt=0, description="Seconds that a response is kept for retries.")
 
 
 class RolloutDeadlines(Section):
-    """How long a replica waits before it calls something failed."""
+    """How long a replica waits before an operation counts as failed."""
 
     start_s: float = Field(600.0, gt=0, description="Seconds to load the model.")
     apply_s: float = Field(120.0, gt=0, description="Seconds for each step of a weight update.")
-    pause_s: float = Field(600.0, gt=0, description="Seconds that a pause with WAIT waits for requests to end.")
+    pause_s: float = Field(600.0, gt=0, description="Seconds that a pause in mode WAIT waits for requests to end.")
     pull_s: float = Field(600.0, gt=0, description="Seconds to fetch and stage one version.")
 
 
 class LoraConfig(Section):
-    """LoRA adapters beside the weights."""
+    """LoRA adapters."""
 
     enabled: bool = Field(
-        False, description="Serve adapters: versions that are adapters load without touching the weights."
+        False,
+        description="Serve LoRA adapters. A version that is an adapter is loaded without a change of the weights.",
     )
-    max_rank: int = Field(16, ge=1, description="Highest rank of an adapter; memory is laid out for it at the start.")
+    max_rank: int = Field(16, ge=1, description="Maximum rank of an adapter; memory is allocated for it at the start.")
     max_loras: int | None = Field(
         None,
         ge=2,
-        description="Most adapters held at a time, versions of the policy and named ones together; none takes max_staleness + 2,"
-        " the least, which leaves no place to more than max_staleness names.",
+        description="Maximum number of loaded adapters, versions of the policy and named ones together. Unset: max_staleness + 2, the minimum,"
+        " which leaves room for max_staleness names.",
     )
 
     def places(self, max_staleness: int) -> int:
-        """How many adapters the engine has to hold: tokens may be as many versions behind, and the newest is loaded before the oldest goes.
+        """Return how many adapters the engine must hold: tokens may be that many versions behind, and the newest is loaded before the oldest is unloaded.
 
         Raises:
-            ConfigError: if `max_loras` is less.
+            ConfigError: if `max_loras` is smaller.
         """
         least = max_staleness + 2
         if self.max_loras is not None and self.max_loras < least:
@@ -89,15 +98,15 @@ class RolloutConfig(Section):
     """The table `[rollout]`."""
 
     engine: Literal["vllm", "transformers"] = Field(
-        "vllm", description="What samples: vllm, or plain transformers where vLLM is not installed."
+        "vllm", description="The engine: vllm, or plain transformers without vLLM."
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Arguments of vLLM's engine as it names them, such as tensor_parallel_size or quantization.",
+        description="Arguments of vLLM's engine by their names in vLLM, such as tensor_parallel_size or quantization.",
     )
     backend: str | None = Field(
         None,
-        description="This side of `allocation_mode` alone, such as `vllm:d2t1`: engine, replicas and devices of each; none: their own settings.",
+        description="The rollout part of `allocation_mode`, such as `vllm:d2t1`: engine, number of replicas, devices of each. Unset: by the other settings.",
     )
     replica: str = Field(
         default_factory=socket.gethostname,
@@ -105,50 +114,59 @@ class RolloutConfig(Section):
         description="Name of this replica, unique within the run.",
     )
     follow_weights: bool = Field(
-        True, description="Follow the versions of weight sync; false serves the base model and needs no weight sync."
+        True,
+        description="Follow the versions of the weight service. false: serve the base model; no weight service is needed.",
     )
     use_relays: bool = Field(
         True,
-        description="Take versions from the nearest relay of `peers.weightsync`, where there are any; false: from it alone.",
+        description="Fetch versions from the nearest relay of `peers.weightsync` if there is one. false: always from that service itself.",
     )
     kv_policy: Literal["keep", "recompute"] = Field(
         "keep",
-        description="Keys and values of requests under way at an update: keep those of the old weights (cheap), or recompute.",
+        description="Keys and values of requests in progress at an update: keep those of the old weights (cheap), or recompute them.",
     )
     patch_on_device: bool = Field(
         False,
-        description="On an accelerator, bring only the values that changed into vLLM's weights. Tested on the CPU alone so far.",
+        description="On an accelerator, change only the values in vLLM's weights that differ. So far tested on a CPU only.",
     )
     stage_dir: Path = Field(
         Path("/dev/shm"),  # noqa: S108 - shared memory is where the engine's processes find a staged version
-        description="Directory in memory where versions are staged, once per host; needs room for two.",
+        description="Directory in memory for staged versions, shared by the replicas of a host; needs room for two versions.",
     )
     local_files: bool = Field(
-        True, description="Read versions from weight sync's files where this host has them; false: always by sockets."
+        True,
+        description="Read versions from the files of a weight service on the same host. false: always over the network.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where the transformers engine computes; auto takes CUDA where there is one."
+        "auto", description="Device of the transformers engine. auto: CUDA if there is a device, else the CPU."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="Precision of the weights in the engine. auto: what the trainer computes in, so that both sides use the same weights; with `follow_weights = false` the model's own.",
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Most tokens of prompt and continuation together; none takes the model's own."
+        None,
+        ge=2,
+        description="Maximum number of tokens of prompt and response together. Unset: the limit of the model.",
     )
     kv_cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="Bytes for keys and values; none leaves it to the engine (on CPU: 256 MiB vLLM, 1 GiB else).",
+        description="Bytes for keys and values. Unset: the engine decides (on a CPU: 256 MiB with vLLM, 1 GiB with transformers).",
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of the engine; none leaves it to OMP_NUM_THREADS and the engine."
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads of the engine. Unset: OMP_NUM_THREADS or the default of the engine.",
     )
-    lora: LoraConfig = Field(default_factory=LoraConfig, description="LoRA adapters beside the weights.")
-    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="How much the replica takes on.")
-    deadlines: RolloutDeadlines = Field(default_factory=RolloutDeadlines, description="How long it waits.")
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="LoRA adapters.")
+    limits: LimitsConfig = Field(
+        default_factory=LimitsConfig, description="How many requests and responses the replica holds."
+    )
+    deadlines: RolloutDeadlines = Field(default_factory=RolloutDeadlines, description="How long the replica waits.")
     engine_restarts: int = Field(
-        5, ge=0, description="Times in a row that a dead engine is started again before the replica gives up."
+        5, ge=0, description="Maximum number of restarts in a row of an engine that died; then the replica ends."
     )
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7103, http_port=7113), description="Where the replica listens."

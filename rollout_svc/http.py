@@ -1,7 +1,6 @@
-"""The OpenAI dialect of a replica, and the two calls by which seeds of older programs change its weights.
+"""The HTTP port of a replica: OpenAI's endpoints, and two calls that change the weights.
 
-It is a translation and nothing else: requests become those of the contract and pass the same checks, limits and version
-stamps as those that come by gRPC.
+Requests become those of the contract. They pass the same checks and limits as gRPC requests, and get the same versions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sluice.openai.requests import (
 )
 from sluice.openai.responses import ChatResponses, CompletionResponses, Responses, StopStringFilter, usage
 from sluice.openai.server import HEALTH_PATH, RequestGuard
-from sluice.openai.stream import Events, EventStream, Numbered, ReaderGoneError, merged, while_connected
+from sluice.openai.stream import DisconnectedError, Events, EventStream, Numbered, merged, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.tokens import TokenCheck
 from sluice.telemetry.metrics import CONTENT_TYPE, metrics_text
@@ -39,10 +38,10 @@ from sluice.versions import Version
 __all__ = ["create_app"]
 
 MAX_REQUESTS = 4096
-"""Requests in progress at once; those that sample are bounded by the replica's queue as well."""
+"""Requests in progress; the replica's queue is a further bound on those that sample."""
 
-CLIENT_GONE = 499
-"""Nobody reads this status; it is what proxies log for a client that left."""
+DISCONNECTED = 499
+"""The status that proxies log for a client that disconnected; nobody receives it."""
 
 PATHS = (
     "/v1/chat/completions",
@@ -53,8 +52,13 @@ PATHS = (
     "/update_weights",
     "/reload_weights",
 )
+"""Paths with metrics of their own."""
 
-Request_ = rollout_pb2.GenerateRequest
+
+class UpdateRequest(Body):
+    """Body of `/update_weights`. Without a version the newest is taken."""
+
+    version: str | None = None
 
 
 def create_app(
@@ -69,12 +73,12 @@ def create_app(
     """Build the app.
 
     Args:
-        servicer: What samples.
-        admin: What changes the weights.
-        model_name: The served model, a directory or hub id; requests name it so, or by its last part.
+        servicer: Samples.
+        admin: Changes the weights.
+        model_name: The served model, a directory or hub id. Requests name it so, or by its last part.
         security: Tokens of the two roles.
         host: Address that the server is bound to.
-        max_requests: Requests in progress at once.
+        max_requests: Requests in progress.
 
     Raises:
         ConfigError: if a token file cannot be used.
@@ -83,145 +87,87 @@ def create_app(
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestGuard, tokens=tokens, paths=PATHS, most=max_requests, host=host)
     answer_errors(app)
-    _add_generation(app, _Generation(servicer, model_name))
+    _add_generation(app, servicer, model_name)
     _add_description(app, servicer, model_name)
     _add_administration(app, admin, tokens)
     return app
 
 
-def _add_generation(app: FastAPI, generation: _Generation) -> None:
+def _add_generation(app: FastAPI, servicer: RolloutServicer, model_name: str) -> None:
+    token_text = servicer.tokenizer.token_text
+
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await generation.answer(request, body, [chat_request(body)], ChatResponses(body, generation.token_text))
+    async def chat(body: ChatRequest, http: Request) -> Response:
+        return await generate(http, body, [chat_request(body)], ChatResponses(body, token_text))
 
     @app.post("/v1/completions")
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        responses = CompletionResponses(body, generation.token_text)
-        return await generation.answer(request, body, completion_requests(body), responses)
+    async def complete(body: CompletionRequest, http: Request) -> Response:
+        return await generate(http, body, completion_requests(body), CompletionResponses(body, token_text))
 
-
-def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -> None:
-    created = int(time.time())
-
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [_model_card(servicer, model_name, created)]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
-        _require_model(name, model_name)
-        return JSONResponse(_model_card(servicer, model_name, created))
-
-    @app.get(HEALTH_PATH)
-    async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok", "version": str(servicer.serving_version())})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(metrics_text(), media_type=CONTENT_TYPE)
-
-
-def _add_administration(app: FastAPI, admin: RolloutAdminServicer, tokens: TokenCheck) -> None:
-    # The role is asked for at the route itself: a comparison of paths could differ from how the router matches them.
-    def admins_only(request: Request) -> None:
-        tokens.verify(request.headers.get("authorization"), "admin")
-
-    @app.post("/update_weights", dependencies=[Depends(admins_only)])
-    async def update_weights(body: UpdateRequest | None = None) -> JSONResponse:
-        version = None
-        if body is not None and body.version is not None:
-            try:
-                version = Version.parse(body.version)
-            except ValueError as error:
-                raise SluiceError.invalid_argument("version", str(error)) from error
-        done = await admin.update(version)
-        present = Version.from_proto(done.policy_version)
-        return JSONResponse({"version": str(present), "pause_s": done.pause.ToNanoseconds() / 1e9})
-
-    @app.post("/reload_weights", dependencies=[Depends(admins_only)])
-    async def reload_weights() -> JSONResponse:
-        done = await admin.reload()
-        return JSONResponse({"version": str(Version.from_proto(done.policy_version))})
-
-
-def _model_card(servicer: RolloutServicer, model_name: str, created: int) -> dict[str, Any]:
-    return {
-        "id": model_name,
-        "object": "model",
-        "created": created,
-        "owned_by": "sluice",
-        "max_model_len": servicer.model_info.max_model_len,
-    }
-
-
-def _require_model(name: str, served: str) -> None:
-    if name not in {served, PurePath(served).name}:
-        raise SluiceError.not_found("MODEL_NOT_FOUND", f"the model {name!r} is not served here; this is {served!r}")
-
-
-class UpdateRequest(Body):
-    """Body of `/update_weights`."""
-
-    version: str | None = None
-
-
-class _Generation:
-    """Answers the two endpoints that sample."""
-
-    def __init__(self, servicer: RolloutServicer, model_name: str) -> None:
-        self._servicer, self._model_name = servicer, model_name
-        self.token_text = servicer.tokenizer.token_text
-
-    async def answer(
-        self, request: Request, body: GenerationBody, asked: Sequence[Request_], responses: Responses
+    async def generate(
+        http: Request, body: GenerationBody, requests: Sequence[rollout_pb2.GenerateRequest], responses: Responses
     ) -> Response:
-        """Sample for one request; a client that leaves ends its sampling."""
+        """Sample for one HTTP request, until its client disconnects."""
         if body.model is not None:
-            _require_model(body.model, self._model_name)
-        make = self._stream if body.stream else self._whole
+            _require_model(body.model, model_name)
+        head = {"created": int(time.time()), "model": model_name}
+        respond = _stream if body.stream else _whole
         try:
-            return await while_connected(request.receive, make(body, asked, responses))
-        except ReaderGoneError:
-            return Response(status_code=CLIENT_GONE)
-
-    async def _whole(self, body: GenerationBody, asked: Sequence[Request_], responses: Responses) -> Response:
-        answers = await _all(self._servicer, asked)
-        choices: list[dict[str, Any]] = []
-        for answer in answers:
-            for sample in answer.samples:
-                text = StopStringFilter(body.stops).after(sample.text, sample.stop_string, last=True)
-                choice = responses.choice(len(choices), sample, text)
-                choices.append(choice | responses.choice_extras(answer.prompt_token_ids))
-        counted = usage(
-            sum(len(answer.prompt_token_ids) for answer in answers),
-            sum(len(sample.token_ids) for answer in answers for sample in answer.samples),
-            sum(answer.cached_prompt_tokens for answer in answers),
-        )
-        head = self._head(responses.prefix + answers[0].request_id, responses.whole)
-        extras = responses.answer_extras(answers[0].prompt_token_ids)
-        return JSONResponse({**head, "choices": choices, "usage": counted, **extras})
-
-    async def _stream(self, body: GenerationBody, asked: Sequence[Request_], responses: Responses) -> Response:
-        """Begin a stream; what is refused before the first token is still answered with its HTTP status."""
-        messages = merged([self._servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in asked])
-        first: list[Numbered] = []
-        async for message in messages:
-            first.append(message)
-            if message[1].HasField("chunk"):
-                break
-        head = self._head(responses.prefix + first[0][1].opening.request_id, responses.part)
-        events = Events(head, responses, body.n or 1, body.stops, include_usage=body.include_usage)
-        return EventStream(events.encode(_rejoined(first, messages)))
-
-    def _head(self, name: str, kind: str) -> dict[str, Any]:
-        return {"id": name, "object": kind, "created": int(time.time()), "model": self._model_name}
+            return await while_connected(http.receive, respond(servicer, body, requests, responses, head))
+        except DisconnectedError:
+            return Response(status_code=DISCONNECTED)
 
 
-async def _all(servicer: RolloutServicer, asked: Sequence[Request_]) -> list[rollout_pb2.GenerateResponse]:
-    """Answers to several requests at a time; the first failure cancels the others."""
+async def _whole(
+    servicer: RolloutServicer,
+    body: GenerationBody,
+    requests: Sequence[rollout_pb2.GenerateRequest],
+    responses: Responses,
+    head: dict[str, Any],
+) -> Response:
+    results = await _generate_all(servicer, requests)
+    choices: list[dict[str, Any]] = []
+    for result in results:
+        for sample in result.samples:
+            text = StopStringFilter(body.stops).after(sample.text, sample.stop_string, last=True)
+            choice = responses.choice(len(choices), sample, text)
+            choices.append(choice | responses.choice_fields(result.prompt_token_ids))
+    counts = usage(
+        sum(len(result.prompt_token_ids) for result in results),
+        sum(len(sample.token_ids) for result in results for sample in result.samples),
+        sum(result.cached_prompt_tokens for result in results),
+    )
+    head |= {"id": responses.prefix + results[0].request_id, "object": responses.whole}
+    fields = responses.response_fields(results[0].prompt_token_ids)
+    return JSONResponse({**head, "choices": choices, "usage": counts, **fields})
+
+
+async def _stream(
+    servicer: RolloutServicer,
+    body: GenerationBody,
+    requests: Sequence[rollout_pb2.GenerateRequest],
+    responses: Responses,
+    head: dict[str, Any],
+) -> Response:
+    """Begin a stream. An error before the first token still has its HTTP status."""
+    messages = merged([servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
+    first: list[Numbered] = []
+    async for message in messages:
+        first.append(message)
+        if message[1].HasField("chunk"):
+            break
+    head |= {"id": responses.prefix + first[0][1].opening.request_id, "object": responses.part}
+    events = Events(head, responses, body.n or 1, body.stops, include_usage=body.include_usage)
+    return EventStream(events.encode(_chained(first, messages)))
+
+
+async def _generate_all(
+    servicer: RolloutServicer, requests: Sequence[rollout_pb2.GenerateRequest]
+) -> list[rollout_pb2.GenerateResponse]:
+    """Sample for several requests at once. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(servicer.generate(each)) for each in asked]
+            tasks = [group.create_task(servicer.generate(each)) for each in requests]
     except* SluiceError as errors:
         raise _first(errors) from errors
     return [task.result() for task in tasks]
@@ -232,7 +178,7 @@ def _first(errors: BaseExceptionGroup[SluiceError]) -> SluiceError:
     return _first(found) if isinstance(found, BaseExceptionGroup) else found
 
 
-async def _rejoined(first: Sequence[Numbered], rest: AsyncGenerator[Numbered, None]) -> AsyncGenerator[Numbered, None]:
+async def _chained(first: Sequence[Numbered], rest: AsyncGenerator[Numbered, None]) -> AsyncGenerator[Numbered, None]:
     try:
         for each in first:
             yield each
@@ -240,3 +186,61 @@ async def _rejoined(first: Sequence[Numbered], rest: AsyncGenerator[Numbered, No
             yield each
     finally:
         await rest.aclose()
+
+
+def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -> None:
+    created = int(time.time())
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": model_name,
+            "object": "model",
+            "created": created,
+            "owned_by": "sluice",
+            "max_model_len": servicer.model_info.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        _require_model(name, model_name)
+        return JSONResponse(card())
+
+    @app.get(HEALTH_PATH)
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok", "version": str(servicer.serving_version())})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(metrics_text(), media_type=CONTENT_TYPE)
+
+
+def _require_model(name: str, served: str) -> None:
+    if name not in {served, PurePath(served).name}:
+        raise SluiceError.not_found("MODEL_NOT_FOUND", f"the model {name[:256]!r} is not served here; use {served!r}")
+
+
+def _add_administration(app: FastAPI, admin: RolloutAdminServicer, tokens: TokenCheck) -> None:
+    # Checked in the route: a comparison of paths elsewhere could differ from how the router matches them.
+    def admins_only(http: Request) -> None:
+        tokens.verify(http.headers.get("authorization"), "admin")
+
+    @app.post("/update_weights", dependencies=[Depends(admins_only)])
+    async def update_weights(body: UpdateRequest | None = None) -> JSONResponse:
+        version = None
+        if body is not None and body.version is not None:
+            try:
+                version = Version.parse(body.version)
+            except ValueError as error:
+                raise SluiceError.invalid_argument("version", str(error)) from error
+        updated = await admin.update(version)
+        present = Version.from_proto(updated.policy_version)
+        return JSONResponse({"version": str(present), "pause_s": updated.pause.ToNanoseconds() / 1e9})
+
+    @app.post("/reload_weights", dependencies=[Depends(admins_only)])
+    async def reload_weights() -> JSONResponse:
+        reloaded = await admin.reload()
+        return JSONResponse({"version": str(Version.from_proto(reloaded.policy_version))})

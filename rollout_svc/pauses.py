@@ -1,4 +1,4 @@
-"""Who paused the replica and until when: a pure state machine, told the time by its caller."""
+"""Who paused the replica, and until when: a pure state machine. Its caller passes the time."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 __all__ = ["PauseHeldError", "Pauses"]
 
 MAX_TTL_S = 3600.0
-"""Longest pause, in seconds: a forgotten one must not stop a run for ever."""
+"""Maximum time to live of a pause, in seconds: a forgotten one must not stop a run for ever."""
 
 
 class PauseHeldError(Exception):
-    """Another owner's pause lasts."""
+    """Another owner holds a pause."""
 
 
 @dataclass
 class Pauses:
-    """At most one pause at a time, with an owner and an end.
+    """At most one pause at a time, with an owner and a time to live.
 
     Attributes:
         owner: Who paused; empty if nobody.
@@ -27,11 +27,11 @@ class Pauses:
     ends: float = field(default=0.0, init=False)
 
     def begin(self, owner: str, ttl_s: float, now: float) -> None:
-        """Pause, or prolong one's own pause.
+        """Begin a pause, or extend that of the same owner.
 
         Raises:
-            PauseHeldError: if another owner's pause lasts.
-            ValueError: if owner or time to live cannot be.
+            PauseHeldError: if another owner holds a pause.
+            ValueError: if the owner or the time to live is invalid.
         """
         if not owner:
             raise ValueError("owner must be named")
@@ -41,20 +41,20 @@ class Pauses:
         self.owner, self.ends = owner, now + ttl_s
 
     def end(self, owner: str, now: float) -> bool:
-        """End one's own pause; True if there was one.
+        """End the pause of this owner. Return whether there was one.
 
         Raises:
-            PauseHeldError: if another owner's pause lasts.
+            PauseHeldError: if another owner holds a pause.
         """
         self._require(owner, now)
         return self._clear()
 
     def expire(self, now: float) -> bool:
-        """End a pause whose time is over; True if there was one."""
+        """End a pause whose time to live is over. Return whether there was one."""
         return bool(self.owner) and now >= self.ends and self._clear()
 
     def release(self) -> None:
-        """Forget a pause that could not be had."""
+        """Forget the pause, whoever holds it."""
         self._clear()
 
     def _require(self, owner: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Idempotent generation: a repeat of a request_id gets the answer of the first."""
+"""Idempotent generation: a retry with the same request_id gets the response of the first request."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Response = rollout_pb2.GenerateResponse
 
 
 class ResponseCache:
-    """Answers by request id, while they are made and for a time after.
+    """Responses by request id, from the start of a request until some time after its end.
 
     Args:
-        ttl_s: How long an answer is kept, in seconds.
-        most: How many are kept; the oldest go first.
-        most_bytes: Size of all that are kept; likewise.
+        ttl_s: How long a response is kept, in seconds.
+        most: Maximum number of responses; the oldest are removed first.
+        most_bytes: Maximum size of all responses; the oldest are removed first.
         clock: Monotonic seconds.
     """
 
@@ -35,14 +35,14 @@ class ResponseCache:
         self._running: dict[str, tuple[bytes, asyncio.Task[Response], int]] = {}
 
     async def once(self, request_id: str, content: bytes, make: Callable[[], Awaitable[Response]]) -> Response:
-        """Answer a request: from what is kept, with the one under way, or by making it.
+        """Return the response to a request: a kept one, that of the same request in progress, or a new one.
 
-        The making is cancelled when nobody waits for it any longer.
+        Sampling is cancelled when no caller waits for it any more.
 
         Args:
-            request_id: The caller's name of the request.
-            content: What identifies the request; a repeat must have the same.
-            make: Samples.
+            request_id: The id that the caller chose.
+            content: The serialised request; a retry must have the same.
+            make: Samples and returns the response.
 
         Raises:
             SluiceError: ALREADY_EXISTS if the id was used for another request.
@@ -99,5 +99,5 @@ async def _run(make: Callable[[], Awaitable[Response]]) -> Response:
 def _require_same(request_id: str, content: bytes, before: bytes) -> None:
     if content != before:
         raise SluiceError.already_exists(
-            "REQUEST_ID_REUSED", f"request_id {request_id!r} was used for another request: choose a new one"
+            "REQUEST_ID_REUSED", f"request_id {request_id!r} was used for a request with other fields: choose a new id"
         )

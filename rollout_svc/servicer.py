@@ -1,4 +1,4 @@
-"""RolloutService on the wire."""
+"""RolloutService: admits requests, samples with the engine, and answers repeated requests from a cache."""
 
 from __future__ import annotations
 
@@ -37,84 +37,84 @@ DEFAULT_COALESCE_S = 0.02
 MAX_COALESCE_S = 60.0
 
 RETRY_AFTER_S = 0.5
-"""When to try again where the queue is full: a few engine steps."""
+"""When to retry after a full queue: a few engine steps."""
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """Samples for callers.
+    """Samples for callers, over gRPC and for the HTTP port.
 
     Args:
         run: `runs/{run}` that this replica belongs to.
-        engine: The engine under its supervision.
+        engine: The supervised engine.
         tokenizer: Tokenizer and chat template of the model.
-        limits: How much to take on.
+        limits: How many requests and responses it holds.
     """
 
     def __init__(self, run: str, engine: EngineSupervisor, tokenizer: ModelTokenizer, limits: LimitsConfig) -> None:
         self._run, self._engine, self._tokenizer, self._limits = run, engine, tokenizer, limits
         self._responses = ResponseCache(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
-        self._live: dict[int, GenerationRequest] = {}
+        self._in_progress: dict[int, GenerationRequest] = {}
         self.samples = 0
-        """Samples that callers wait for, queued or running."""
+        """Samples that are queued or running."""
         self.draining = False
-        """Whether the replica finishes what it has and takes on nothing new."""
+        """Whether new requests are refused because the replica is shutting down."""
         self._all_ended: asyncio.Event | None = None
 
     @property
     def tokenizer(self) -> ModelTokenizer:
-        """Tokenizer and chat template of the model."""
+        """Return the tokenizer and chat template of the model."""
         return self._tokenizer
 
     @property
     def model_info(self) -> ModelInfo:
-        """What is served."""
+        """Return a description of the served model."""
         return self._engine.current.info
 
     def serving_version(self) -> Version:
         """Return the version that requests are sampled from now.
 
         Raises:
-            SluiceError: UNAVAILABLE while the engine is started again, and once the replica drains.
+            SluiceError: UNAVAILABLE while the engine restarts, and when the replica is shutting down.
         """
         self._require_open()
         return self._engine.serving.status().version
 
     @property
-    def live_requests(self) -> list[str]:
-        """Names of the requests that callers wait for."""
-        return [request.request_id for request in self._live.values()]
+    def request_ids(self) -> list[str]:
+        """Return the ids of the requests in progress."""
+        return [request.request_id for request in self._in_progress.values()]
 
     async def Generate(  # noqa: N802 - gRPC's name
         self,
         request: rollout_pb2.GenerateRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.GenerateRequest, rollout_pb2.GenerateResponse],
     ) -> rollout_pb2.GenerateResponse:
-        """Sample and answer when all samples have ended."""
+        """Sample and respond when all samples have ended."""
         del context
         return await self.generate(request)
 
     async def generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
-        """As the RPC; also what the OpenAI dialect calls."""
+        """Handle the RPC; the HTTP port calls this, too."""
         if not request.request_id:
             return await self._generate(request)
         content = request.SerializeToString(deterministic=True)
         return await self._responses.once(request.request_id, content, lambda: self._generate(request))
 
     async def _generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
-        async with self._admitted(request) as asked:
+        async with self._admitted(request) as wanted:
             try:
-                result = await _sample(self._engine.current, asked)
+                result = await _sample(self._engine.current, wanted)
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
         decode = self._tokenizer.decode if request.return_text else None
-        return generate_response(asked, result, self._tokenizer.digest, decode)
+        return generate_response(wanted, result, self._tokenizer.digest, decode)
 
     async def GenerateStream(  # noqa: N802 - gRPC's name
         self,
         request: rollout_pb2.GenerateStreamRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.GenerateStreamRequest, rollout_pb2.GenerateStreamResponse],
     ) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
-        """Sample and send tokens as they come."""
+        """Sample and send tokens as they are sampled."""
         del context
         async with contextlib.aclosing(self.stream(request)) as messages:
             async for message in messages:
@@ -123,20 +123,20 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def stream(
         self, request: rollout_pb2.GenerateStreamRequest
     ) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
-        """As the RPC; also what the OpenAI dialect calls. Closing it aborts the sampling."""
+        """Handle the RPC; the HTTP port calls this, too. Closing the iterator aborts the sampling."""
         coalesce = _coalesce_s(request)
         texts: dict[int, TextStream] = {}
-        async with self._admitted(request.request) as asked:
+        async with self._admitted(request.request) as wanted:
             yield rollout_pb2.GenerateStreamResponse(
                 opening=rollout_pb2.StreamOpening(
-                    request_id=asked.request_id,
-                    prompt_token_ids=asked.prompt_ids,
+                    request_id=wanted.request_id,
+                    prompt_token_ids=wanted.prompt_ids,
                     tokenizer_digest=self._tokenizer.digest,
                 )
             )
             try:
                 async with contextlib.aclosing(
-                    _sample_stream(self._engine.current, asked, coalesce_s=coalesce)
+                    _sample_stream(self._engine.current, wanted, coalesce_s=coalesce)
                 ) as chunks:
                     async for chunk in chunks:
                         text = ""
@@ -177,7 +177,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         request: rollout_pb2.TokenizeRequest,
         context: grpc.aio.ServicerContext[rollout_pb2.TokenizeRequest, rollout_pb2.TokenizeResponse],
     ) -> rollout_pb2.TokenizeResponse:
-        """Turn text or messages into token ids."""
+        """Return the token ids of text or messages."""
         del context
         return rollout_pb2.TokenizeResponse(
             token_ids=await self._tokenizer.tokenize(request), tokenizer_digest=self._tokenizer.digest
@@ -185,29 +185,29 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     @contextlib.asynccontextmanager
     async def _admitted(self, request: rollout_pb2.GenerateRequest) -> AsyncIterator[GenerationRequest]:
-        """Check a request, hold its place in the queue and turn it into the engine's; the place is free again afterwards."""
-        engine, n = self._engine.serving, self._take_on(request)
+        """Check a request and reserve its place in the queue for as long as the block runs. Yield the engine's request."""
+        engine, n = self._engine.serving, self._places(request)
         self.samples += n
         try:
-            asked = generation_request(request, await self._tokenizer.ids_of(request), engine.info)
+            wanted = generation_request(request, await self._tokenizer.ids_of(request), engine.info)
             if request.HasField("min_policy_version"):
-                wanted, present = Version.from_proto(request.min_policy_version), engine.status().version
-                if present < wanted:
+                least, present = Version.from_proto(request.min_policy_version), engine.status().version
+                if present < least:
                     raise SluiceError.failed_precondition(
-                        "VERSION_TOO_OLD", f"this replica serves version {present}, the request needs {wanted}"
+                        "VERSION_TOO_OLD", f"this replica serves version {present}, the request needs {least}"
                     )
-            self._live[id(asked)] = asked
+            self._in_progress[id(wanted)] = wanted
             try:
-                yield asked
+                yield wanted
             finally:
-                del self._live[id(asked)]
+                del self._in_progress[id(wanted)]
         finally:
             self.samples -= n
             if not self.samples and self._all_ended is not None:
                 self._all_ended.set()
 
     async def finish(self, grace_s: float) -> None:
-        """Refuse new requests from now on and return when those in progress have ended, or after the time."""
+        """Refuse new requests from now on. Return when those in progress have ended, or after `grace_s` seconds."""
         self.draining = True
         self._all_ended = asyncio.Event()
         if not self.samples:
@@ -220,12 +220,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if self.draining:
             raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one", RETRY_AFTER_S)
 
-    def _take_on(self, request: rollout_pb2.GenerateRequest) -> int:
-        """Return how many samples a request asks for, if this replica takes them on.
+    def _places(self, request: rollout_pb2.GenerateRequest) -> int:
+        """Return the number of places in the queue that a request needs.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION for another run, INVALID_ARGUMENT if there can never be room,
-                RESOURCE_EXHAUSTED if there is none now, UNAVAILABLE while the replica drains.
+            SluiceError: FAILED_PRECONDITION for another run, INVALID_ARGUMENT if it never fits the queue,
+                RESOURCE_EXHAUSTED if the queue is full, UNAVAILABLE when the replica is shutting down.
         """
         self._require_open()
         if request.run and request.run != self._run:
@@ -234,7 +234,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
         n, most = request.n if request.HasField("n") else 1, self._limits.max_queued
         if n > MAX_SAMPLES:
-            return 0  # `generation_request` refuses it, with whatever else is wrong
+            return 0  # `generation_request` refuses it, and names everything else that is wrong
         if n > most:
             raise SluiceError.invalid_argument("n", f"at most {most} samples are queued here, {n} never fit")
         if self.samples + n > most:
@@ -278,8 +278,8 @@ async def _sample_stream(
 ) -> AsyncGenerator[GenerationChunk, None]:
     """Like `_sample`, in chunks."""
     copies = request.n if _copies(request) else 1
-    asked = replace(request, n=1) if copies > 1 else request
-    async with contextlib.aclosing(engine.stream(asked, coalesce_s=coalesce_s)) as chunks:
+    wanted = replace(request, n=1) if copies > 1 else request
+    async with contextlib.aclosing(engine.stream(wanted, coalesce_s=coalesce_s)) as chunks:
         async for chunk in chunks:
             yield chunk
             for index in range(1, copies):

@@ -1,4 +1,4 @@
-"""Keeps an engine running: notices its death, starts it again on the version it served, and says so."""
+"""Watches the engine and restarts it on the version that it served if it dies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sluice.versions import Version
 
 __all__ = ["EngineSupervisor"]
 
-LOOK_S = 0.25
-"""Time between two looks at the engine, in seconds; reading its status is cheap."""
+CHECK_S = 0.25
+"""Seconds between two checks of the engine; reading its status is cheap."""
 
 BACKOFF_S = 1.0
 
@@ -24,59 +24,59 @@ log = structlog.get_logger()
 
 @runtime_checkable
 class Restartable(Protocol):
-    """An engine with processes of its own, which can die without us."""
+    """An engine that can be restarted after it failed."""
 
     async def restart(self) -> Version:
-        """Build the engine anew on the version last applied, or on the base."""
+        """Start the engine again on the version that was last applied, or on the base model."""
         ...
 
 
 class EngineSupervisor:
-    """One engine, watched.
+    """Restarts one engine whenever it dies.
 
     Args:
         engine: A started engine.
-        restarts: Times in a row that it is started again.
-        on_change: Called with whether the engine serves.
+        restarts: Maximum number of restarts in a row.
+        on_change: Called with True when the engine serves again, with False when it died.
     """
 
     def __init__(self, engine: InferenceEngine, restarts: int, on_change: Callable[[bool], object]) -> None:
         self.current = engine
         self.restarts = 0
-        """Times that it was started again."""
+        """Number of restarts."""
         self.failures = 0
-        """Deaths and failed starts since it was last seen alive."""
+        """Deaths and failed starts since it was last healthy."""
         self._allowed = restarts
         self._on_change = on_change
         self._recovering = False
 
     @property
     def recovering(self) -> bool:
-        """Whether the engine is dead and not back yet."""
+        """Return whether the engine died and has not been restarted yet."""
         return self._recovering
 
     @property
     def serving(self) -> InferenceEngine:
-        """The engine, if it can take requests.
+        """Return the engine if it can take requests.
 
         Raises:
-            SluiceError: UNAVAILABLE while it is started again.
+            SluiceError: UNAVAILABLE while it restarts.
         """
         if self._recovering or not self.current.status().healthy:
-            raise SluiceError.unavailable("ENGINE_RECOVERING", "the engine is being started again; retry", BACKOFF_S)
+            raise SluiceError.unavailable("ENGINE_RECOVERING", "the engine restarts; retry", BACKOFF_S)
         return self.current
 
     async def watch_forever(self, restart: Callable[[Callable[[], Awaitable[Version]]], Awaitable[Version]]) -> None:
-        """Look at the engine and start it again when it died.
+        """Check the engine regularly and restart it when it died.
 
         Args:
-            restart: Runs the restart that it is given while no version is applied.
+            restart: Runs the given restart while no version is being applied.
 
         Raises:
-            EngineError: if it died more often in a row than allowed.
+            EngineError: if it died more often in a row than it may be restarted.
         """
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             if self.current.status().healthy:
                 self.failures = 0
                 continue
@@ -87,13 +87,13 @@ class EngineSupervisor:
                 )
             self._recovering = True
             self._on_change(False)
-            log.error("engine died, starting it again", attempt=self.failures)
+            log.error("engine died; restarting it", attempt=self.failures)
             try:
                 version = await restart(self.current.restart)
             except EngineError as error:
-                log.error("engine did not start", error=str(error))  # noqa: TRY400 - the message says it all
+                log.error("engine did not restart", error=str(error))  # noqa: TRY400 - the message says it all
                 version = self.current.status().version
-                if not self.current.status().healthy:  # it may serve the base where it could not load what it served
+                if not self.current.status().healthy:  # it may serve the base model if it could not load the version
                     await asyncio.sleep(BACKOFF_S * self.failures)
                     continue
             self.restarts += 1

@@ -1,4 +1,4 @@
-"""Text and messages to token ids and back, with the model's own tokenizer and template."""
+"""Turns text and messages into token ids and back, with the model's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 __all__ = ["ModelTokenizer", "TextStream", "load_tokenizer"]
 
 TOKEN_TEXTS = 1 << 16
-"""Most texts of single tokens that are kept."""
+"""Maximum number of cached texts of single tokens."""
 
 RENDER_THREADS = 4
-"""Threads that render and tokenize, so that a long prompt does not stop the event loop."""
+"""Threads that render and tokenize, so that a long prompt does not block the event loop."""
 
 RENDER_DEADLINE_S = 30.0
-"""Time to turn one prompt into token ids, waiting for a thread included; 4 MiB of text take about 2 s."""
+"""Seconds to render and tokenize one prompt, with the wait for a thread. 4 MiB of text take about 2 s."""
 
 MAX_PARTS = 16_384
-"""Messages, parts, tool calls and tools of one conversation together; each costs far more memory than bytes on the wire."""
+"""Maximum number of messages, parts, tool calls and tools of one conversation; each takes much more memory than bytes on the wire."""
 
 MAX_ARGUMENT_BYTES = 64 << 10
-"""Size of the template arguments of one conversation."""
+"""Maximum size of the template arguments of one conversation."""
 
 MAX_TOOLS_BYTES = 1 << 20
-"""Size of the tools of one conversation."""
+"""Maximum size of the tools of one conversation."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes bytes to that are not a whole character."""
+"""What a tokenizer decodes bytes to that are not a complete character."""
 
 CONTEXT_TOKENS = 8
-"""Tokens before the new ones that are decoded again: more than a character of UTF-8 has bytes."""
+"""Number of earlier tokens that are decoded with new ones. A UTF-8 character has at most 4 bytes, so that 8 tokens are enough."""
 
 Result = TypeVar("Result")
 
 
 async def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, or None if it has none: then only token ids are served."""
+    """Load the model's tokenizer. Return None if it has none: then prompts must be token ids."""
 
     def load() -> PreTrainedTokenizerBase | None:
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds; only where a model is served
@@ -62,16 +62,16 @@ async def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
 
 
 class ModelTokenizer:
-    """Renders prompts and decodes answers.
+    """Renders prompts and decodes what was sampled.
 
     Args:
-        tokenizer: The model's tokenizer; None serves token ids alone.
+        tokenizer: The model's tokenizer. None: prompts must be token ids.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self.digest = tokenizer_digest(tokenizer) if tokenizer is not None else ""
-        # One renderer per set of template arguments: each probes the template once.
+        # One renderer per set of template arguments, since each renderer examines the template once.
         self._renderer = functools.lru_cache(maxsize=32)(self._build_renderer)
         self._token_text = functools.lru_cache(maxsize=TOKEN_TEXTS)(self._decode_token)
         self._special_ids, self._byte_ids = _special_ids(tokenizer), _byte_ids(tokenizer)
@@ -123,7 +123,7 @@ class ModelTokenizer:
         """Return the token ids of a conversation, appended to those that it continues.
 
         Raises:
-            SluiceError: INVALID_ARGUMENT if it is too large, sets a variable that is not the caller's, or the template
+            SluiceError: INVALID_ARGUMENT if it is too large, sets a template variable that it may not set, or the template
                 refuses it.
         """
         self._require_tokenizer()
@@ -147,13 +147,13 @@ class ModelTokenizer:
         return TextStream(self.decode, self._special_ids, self._byte_ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens; empty without a tokenizer."""
+        """Return the text of token ids without special tokens, or an empty one without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones included; empty without a tokenizer."""
+        """Return the text of one token, also of a special one; an empty one without a tokenizer."""
         return self._token_text(token_id)
 
     def check_digest(self, expected: str) -> None:
@@ -166,7 +166,7 @@ class ModelTokenizer:
             )
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run work of unknown length outside of the event loop.
+        """Run work of unknown duration outside the event loop.
 
         Raises:
             SluiceError: UNAVAILABLE if it takes too long.
@@ -203,16 +203,16 @@ class ModelTokenizer:
 
 
 class TextStream:
-    """Text of one sample whose tokens come in parts; joined, it is the text of all tokens decoded at once.
+    """Decodes one sample whose tokens come in parts. The parts of the text joined are the text of all tokens.
 
-    Only the new tokens and a few before them are decoded. Those before settle what the first new token looks like in
-    context, such as whether it begins with a space. A character that is not complete is held back.
+    Only the new tokens and a few before them are decoded. The earlier ones are needed because the text of a token depends on
+    its position, such as whether it begins with a space. An incomplete character is held back.
 
     Args:
-        decode: Gives the text of token ids without special tokens.
+        decode: Returns the text of token ids without special tokens.
         special_ids: Tokens that have no text.
-        byte_ids: Tokens that each stand for one byte. A tokenizer decodes a run of them as one, and to nothing but
-            replacement characters if any of its bytes is wrong; so the text of a run is known at its end.
+        byte_ids: Tokens that each stand for one byte. A tokenizer decodes a run of them together. If a byte is wrong, the
+            whole run becomes replacement characters; so the text of a run is only known at its end.
     """
 
     def __init__(
@@ -221,10 +221,10 @@ class TextStream:
         self._decode, self._special_ids, self._byte_ids = decode, special_ids, byte_ids
         self._ids: list[int] = []
         self._given = 0
-        """Characters of the text of `_ids` that were given out."""
+        """Number of characters of the text of `_ids` that were returned."""
 
     def after(self, new_ids: Sequence[int], *, last: bool) -> str:
-        """Return the text that new tokens complete; all that is left if they are the last."""
+        """Return the text that new tokens complete. If they are the last, return all the remaining text."""
         self._ids += [each for each in new_ids if each not in self._special_ids]
         if not self._ids or (self._ids[-1] in self._byte_ids and not last):
             return ""
@@ -236,7 +236,7 @@ class TextStream:
         return new
 
     def _shorten(self) -> None:
-        """Forget tokens that no longer change how the next ones are decoded."""
+        """Forget tokens that do not change how later ones are decoded."""
         if len(self._ids) < 2 * CONTEXT_TOKENS:
             return
         start = len(self._ids) - CONTEXT_TOKENS
@@ -250,7 +250,7 @@ class TextStream:
 
 
 def _settled(text: str) -> int:
-    """Return how many characters cannot change any more: all but the beginning of one that is not complete."""
+    """Return how many characters are final: all except an incomplete one at the end."""
     return len(text) - text.endswith(REPLACEMENT)
 
 
@@ -260,14 +260,14 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
 
 
 def _byte_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
-    """Return the tokens `<0x00>` to `<0xFF>` of a vocabulary that spells unknown characters by their bytes."""
+    """Return the tokens `<0x00>` to `<0xFF>`, which some vocabularies use for the bytes of unknown characters."""
     names = {f"<0x{byte:02X}>" for byte in range(256)}
     vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
     return frozenset(vocabulary[name] for name in names & vocabulary.keys())
 
 
 def check_size(conversation: tokens_pb2.Conversation) -> None:
-    """Refuse a conversation that would take much more memory or time than its bytes on the wire suggest.
+    """Refuse a conversation that would take far more memory or time than its size on the wire suggests.
 
     Raises:
         SluiceError: INVALID_ARGUMENT.
@@ -276,24 +276,24 @@ def check_size(conversation: tokens_pb2.Conversation) -> None:
     parts += sum(len(message.parts) + len(message.tool_calls) for message in conversation.messages)
     if parts > MAX_PARTS:
         raise SluiceError.invalid_argument(
-            "conversation", f"has {parts} messages, parts, tool calls and tools; at most {MAX_PARTS} are taken"
+            "conversation", f"has {parts} messages, parts, tool calls and tools; the limit is {MAX_PARTS}"
         )
     for field, size, most in (
         ("template_arguments", conversation.template_arguments.ByteSize(), MAX_ARGUMENT_BYTES),
         ("tools", sum(tool.ByteSize() for tool in conversation.tools), MAX_TOOLS_BYTES),
     ):
         if size > most:
-            raise SluiceError.invalid_argument(f"conversation.{field}", f"take {size} bytes; at most {most} are taken")
+            raise SluiceError.invalid_argument(f"conversation.{field}", f"take {size} bytes; the limit is {most}")
 
 
 def message_dict(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
-    """A message as chat templates know it.
+    """Return a message in the form that chat templates read.
 
     Raises:
-        SluiceError: INVALID_ARGUMENT for content that this server cannot take.
+        SluiceError: INVALID_ARGUMENT for content that this server does not support.
     """
     if any(part.WhichOneof("part") == "image" for part in message.parts):
-        raise SluiceError.invalid_argument("conversation.messages.parts", "this server takes no images yet")
+        raise SluiceError.invalid_argument("conversation.messages.parts", "this server does not support images")
     fields: dict[str, Any] = {
         "role": message.role,
         "content": "".join(part.text for part in message.parts) if message.parts else message.content,
@@ -308,7 +308,7 @@ def message_dict(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
 
 
 def tool_dict(tool: tokens_pb2.Tool) -> dict[str, Any]:
-    """A tool as chat templates know it."""
+    """Return a tool in the form that chat templates read."""
     return {
         "type": "function",
         "function": {

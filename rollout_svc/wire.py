@@ -1,4 +1,4 @@
-"""Between the contract and the engine: a request is checked field by field on its way in; results become packed fields."""
+"""Translates between the contract and the engine. Checks each field of a request; packs the fields of a result."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 MAX_NAME = 128
-"""Characters of a name: of a request, run or adapter."""
+"""Maximum length of a request id, run or adapter name."""
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 
 MAX_STOP_LENGTH = 1024
-"""Characters of a stop string: so much text is searched after every token."""
+"""Maximum length of a stop string: so much text is searched after every token."""
 
 MAX_STOP_IDS = 1024
 MAX_BIASES = 4096
 MAX_BIAS = 1000.0
-"""Greatest bias of a token, in logits; engines may allow less."""
+"""Maximum bias of a token, in logits. An engine may allow less."""
 
 
 FINISH_REASONS = {
@@ -60,11 +60,11 @@ Decode = Callable[[Sequence[int]], str]
 def generation_request(
     request: rollout_pb2.GenerateRequest, prompt_ids: list[int], info: ModelInfo
 ) -> GenerationRequest:
-    """Build the engine's request.
+    """Return the engine's request.
 
     Args:
         request: The call.
-        prompt_ids: Its prompt as token ids.
+        prompt_ids: Token ids of its prompt.
         info: What the engine serves.
 
     Raises:
@@ -90,7 +90,7 @@ def generation_request(
 
 
 def sampling_of(wire: tokens_pb2.SamplingParams) -> Sampling:
-    """Sampling parameters, with the contract's defaults for what is unset."""
+    """Return sampling parameters, with the defaults of the contract for unset fields."""
     return Sampling(
         max_tokens=wire.max_tokens if wire.HasField("max_tokens") else None,
         temperature=wire.temperature if wire.HasField("temperature") else 1.0,
@@ -113,7 +113,7 @@ def sampling_of(wire: tokens_pb2.SamplingParams) -> Sampling:
 def violations_of(
     request: rollout_pb2.GenerateRequest, prompt_ids: list[int], info: ModelInfo
 ) -> Iterator[tuple[str, str]]:
-    """Field and fault of everything that is wrong with a request."""
+    """Yield each invalid field of a request, and what is wrong with it."""
     for field in ("request_id", "run", "adapter"):
         if len(getattr(request, field)) > MAX_NAME:
             yield field, f"at most {MAX_NAME} characters"
@@ -176,13 +176,13 @@ def _token_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> Itera
 def generate_response(
     request: GenerationRequest, result: GenerationResult, digest: str, decode: Decode | None
 ) -> rollout_pb2.GenerateResponse:
-    """The answer to Generate.
+    """Return the response to Generate.
 
     Args:
-        request: What was asked.
-        result: What the engine gave.
+        request: The request.
+        result: The engine's result.
         digest: Digest of tokenizer and template.
-        decode: Turns token ids into text; None leaves the text out.
+        decode: Returns the text of token ids; None leaves the text out.
     """
     return rollout_pb2.GenerateResponse(
         request_id=request.request_id,
@@ -195,7 +195,7 @@ def generate_response(
 
 
 def sample_message(sample: Sample, decode: Decode | None) -> rollout_pb2.GeneratedSample:
-    """One whole sample."""
+    """Return the message for one whole sample."""
     return rollout_pb2.GeneratedSample(
         index=sample.index,
         token_ids=sample.token_ids,
@@ -209,7 +209,7 @@ def sample_message(sample: Sample, decode: Decode | None) -> rollout_pb2.Generat
 
 
 def chunk_message(chunk: GenerationChunk, text: str) -> rollout_pb2.GenerateStreamResponse:
-    """Some tokens of one sample, with the text that they complete."""
+    """Return the message for some tokens of one sample, with the text that they complete."""
     delta = rollout_pb2.GeneratedSample(
         index=chunk.index,
         token_ids=chunk.token_ids,
@@ -226,7 +226,7 @@ def chunk_message(chunk: GenerationChunk, text: str) -> rollout_pb2.GenerateStre
 
 
 def loaded_adapters(engine: InferenceEngine) -> list[rollout_pb2.LoadedAdapter]:
-    """The adapters that an engine holds."""
+    """Return the adapters that an engine holds."""
     if not isinstance(engine, LoraEngine):
         return []
     return [
@@ -242,7 +242,7 @@ def loaded_adapters(engine: InferenceEngine) -> list[rollout_pb2.LoadedAdapter]:
 
 
 def top_message(positions: Sequence[Sequence[tuple[int, float]]]) -> list[tokens_pb2.TopLogprobs]:
-    """Alternatives per position."""
+    """Return the messages for the alternatives at each position."""
     return [
         tokens_pb2.TopLogprobs(ids=[token for token, _ in each], logprobs=[logprob for _, logprob in each])
         for each in positions

@@ -1,4 +1,4 @@
-"""Which LoRA adapters an engine holds and which has to go: a pure state machine, without clock or I/O."""
+"""Which LoRA adapters an engine holds, and which one to unload next: a pure state machine, without clock or I/O."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.staged import StagedAdapter
 __all__ = ["Adapter", "AdapterSlots", "AdaptersFullError", "UnknownAdapterError"]
 
 SPARE = 2
-"""Places that names may not take: the policy's version, and the next one, which is loaded before that goes."""
+"""Places that are kept for the policy: its version, and the next one, which is loaded before the first is unloaded."""
 
 
 class UnknownAdapterError(ValueError):
@@ -19,17 +19,17 @@ class UnknownAdapterError(ValueError):
 
 
 class AdaptersFullError(Exception):
-    """Names hold as many adapters as they may."""
+    """No more adapters can have names."""
 
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """One adapter in the engine.
+    """One loaded adapter.
 
     Attributes:
-        number: What the engine knows it by; never given twice, so that nothing cached for another is taken for its own.
-        staged: Where it lies.
-        requests: Requests under way on it.
+        number: Its id in the engine. Ids are never reused, so that no cache entry of another adapter is read for it.
+        staged: Its files.
+        requests: Number of requests in progress that use it.
     """
 
     number: int
@@ -38,12 +38,12 @@ class Adapter:
 
     @property
     def version(self) -> Version:
-        """Its policy version, which its tokens carry."""
+        """Return its policy version, which its tokens carry."""
         return self.staged.version
 
     @property
     def label(self) -> str:
-        """Name for the engine, as unique as the number."""
+        """Return its name in the engine, as unique as its number."""
         return f"v{self.version}-{self.number}"
 
 
@@ -52,10 +52,10 @@ class AdapterSlots:
     """The adapters of one engine: the policy's newest version, older ones that still have requests, and named ones.
 
     Attributes:
-        capacity: Most adapters at a time, at least two.
-        current: What requests without a name run on; None for the weights alone.
-        named: What requests by a name run on.
-        loaded: All of them, in the order in which they came.
+        capacity: Maximum number of adapters, at least two.
+        current: The adapter of requests that name none; None for the weights alone.
+        named: The adapter for each name.
+        loaded: All adapters, in the order in which they were loaded.
     """
 
     capacity: int
@@ -65,10 +65,10 @@ class AdapterSlots:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def choose(self, name: str) -> Adapter | None:
-        """What a new request runs on; None for the weights alone.
+        """Return the adapter for a new request; None for the weights alone.
 
         Raises:
-            UnknownAdapterError: if nothing has that name.
+            UnknownAdapterError: if no adapter has that name.
         """
         if not name:
             return self.current
@@ -78,17 +78,17 @@ class AdapterSlots:
         return self.named[name]
 
     def find(self, staged: StagedAdapter) -> Adapter | None:
-        """The same content, if it is loaded already."""
+        """Return the adapter with the same content if it is loaded."""
         same = (staged.version, staged.base, staged.digest)
         return next(
             (each for each in self.loaded if (each.version, each.staged.base, each.staged.digest) == same), None
         )
 
     def check_name(self, name: str) -> None:
-        """Whether one more name may hold an adapter.
+        """Check that one more adapter can have a name.
 
         Raises:
-            AdaptersFullError: if not.
+            AdaptersFullError: if it cannot.
         """
         if name not in self.named and len(self.named) >= self.capacity - SPARE:
             raise AdaptersFullError(
@@ -97,7 +97,7 @@ class AdapterSlots:
             )
 
     def leaving(self) -> list[Adapter]:
-        """What has to go before one more is loaded: what nobody needs, and if there is no place yet, the oldest in use."""
+        """Return the adapters to unload before one more is loaded: unused ones, and if there is still no room, the oldest in use."""
         unwanted = [each for each in self.loaded if not self._wanted(each)]
         gone = [each for each in unwanted if not each.requests]
         in_use = [each for each in unwanted if each.requests]
@@ -105,17 +105,17 @@ class AdapterSlots:
         return gone + in_use[: max(0, too_many)]
 
     def of_other_bases(self, base: Version) -> list[Adapter]:
-        """What does not fit other weights."""
+        """Return the adapters that do not fit the weights of a version."""
         return [each for each in self.loaded if each.staged.base != base]
 
     def add(self, staged: StagedAdapter) -> Adapter:
-        """Note one more."""
+        """Add an adapter."""
         adapter = Adapter(next(self._numbers), staged)
         self.loaded.append(adapter)
         return adapter
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget one, and the names that it had."""
+        """Remove an adapter and its names."""
         self.loaded.remove(adapter)
         self.named = {name: each for name, each in self.named.items() if each is not adapter}
         if self.current is adapter:

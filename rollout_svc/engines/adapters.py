@@ -1,7 +1,7 @@
-"""The adapters of one engine: loading, choosing, taking away; the same rules for every engine.
+"""Loads, selects and unloads the adapters of one engine, by the same rules for every engine.
 
-Each load has a name and a number of its own, for caches are keyed by them: an adapter that was replaced in place would go on
-serving what the one before had written.
+Each loaded adapter has its own name and number, since the engine's caches are keyed by them. If an adapter were replaced under
+the same name, requests could read cache entries of the one before.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ log = structlog.get_logger()
 
 
 class RequestInProgress(Protocol):
-    """A request under way, as far as adapters matter."""
+    """What adapters need to know of a request in progress."""
 
     adapter: Adapter | None
     adapter_name: str
 
 
 class AdapterHost(Protocol):
-    """What an engine does for its adapters."""
+    """What an engine must be able to do with adapters."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The base model's tensors."""
+        """Return the shapes of the base model's tensors."""
         ...
 
     @property
     def version(self) -> Version:
-        """The version of its weights."""
+        """Return the version of the weights."""
         ...
 
     async def add(self, adapter: Adapter) -> None:
-        """Bring an adapter in. Raises EngineError; then it is not there."""
+        """Load an adapter. If it raises EngineError, the adapter is not loaded."""
         ...
 
     async def remove(self, adapter: Adapter) -> None:
-        """Let go of an adapter that no request runs on."""
+        """Unload an adapter that no request uses."""
         ...
 
     async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
-        """End some requests with `FinishReason.VERSION_RETIRED`."""
+        """End the matching requests with `FinishReason.VERSION_RETIRED`."""
         ...
 
 
 class Adapters:
-    """The adapters of one engine. Changes come one at a time: the engine's command lock is held around them.
+    """The adapters of one engine. Callers hold the engine's command lock around each change.
 
     Args:
         host: The engine.
-        limits: What it holds; None for none.
-        deadline_s: How long requests may take to enter the engine.
+        limits: How many adapters it holds, and of which rank; None for none.
+        deadline_s: Seconds that requests may take to enter the engine.
 
     Attributes:
-        ready: Set unless the policy is on its way to another version; requests that come meanwhile wait for that one, so
-            that what continues a retired request does not begin on the version that goes next.
+        ready: Set unless the policy is about to change its version. New requests wait for that version, so that the
+            continuation of a retired request does not begin on the version that is retired next.
     """
 
     def __init__(self, host: AdapterHost, limits: LoraLimits | None, deadline_s: float) -> None:
@@ -88,15 +88,15 @@ class Adapters:
     # --- life -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin with an engine that holds none; `load_anew` brings back what the one before had."""
+        """Begin with a new engine, which holds no adapters; `reload` loads those of the engine before."""
         self._slots, self._before = self._fresh(), self._slots
         self._entering.clear()
 
-    async def load_anew(self) -> None:
-        """Bring back what is still wanted of what the engine that died had held, as far as it fits the weights.
+    async def reload(self) -> None:
+        """Load the adapters again that the engine that died held, if they are still used and fit the weights.
 
         Raises:
-            EngineError: if one cannot be loaded.
+            EngineError: if loading fails.
         """
         before, self._before = self._before, self._fresh()
         for each in before.loaded:
@@ -104,7 +104,7 @@ class Adapters:
             if not names and each is not before.current:
                 continue
             if each.staged.base != self._host.version or not each.staged.path.is_dir():
-                log.warning("an adapter was lost with the engine", version=str(each.version))
+                log.warning("an adapter was lost when the engine died", version=str(each.version))
                 continue
             adapter = await self._load(each.staged)
             self._slots.named |= dict.fromkeys(names, adapter)
@@ -115,15 +115,17 @@ class Adapters:
 
     @property
     def version(self) -> Version | None:
-        """The version that serves the policy; None for the weights alone."""
+        """Return the adapter version that serves the policy; None if the weights serve it."""
         return None if self._slots.current is None else self._slots.current.version
 
     @contextmanager
     def entering(self, name: str) -> Iterator[Adapter | None]:
-        """Choose what a request runs on, and hold it while the ``with`` block hands the request over; then `left` counts it out.
+        """Select the adapter of a new request, and keep it loaded while the block passes the request to the engine.
+
+        Call `left` when the request has ended.
 
         Raises:
-            UnknownAdapterError: if nothing has that name.
+            UnknownAdapterError: if no adapter has that name.
         """
         adapter = self._slots.choose(name)
         if adapter is None:
@@ -141,14 +143,14 @@ class Adapters:
             self._entered.set()
 
     def left(self, adapter: Adapter | None) -> None:
-        """Count a request that ended."""
+        """Note that a request has ended."""
         if adapter is not None:
             adapter.requests -= 1
 
     # --- changes --------------------------------------------------------------------------------------------------
 
     async def serve(self, staged: StagedAdapter) -> None:
-        """Let new requests without a name run on an adapter.
+        """Use an adapter for new requests that name none.
 
         Raises:
             EngineError: if it does not fit or cannot be loaded.
@@ -160,14 +162,14 @@ class Adapters:
             self.ready.set()
 
     def serve_weights(self) -> None:
-        """Let new requests without a name run on the weights alone."""
+        """Use the weights alone for new requests that name no adapter."""
         self._slots.current = None
 
     async def name(self, name: str, staged: StagedAdapter) -> None:
-        """Give an adapter a name; requests under way by that name finish where they are.
+        """Give an adapter a name. Requests in progress under that name stay on their adapter.
 
         Raises:
-            AdaptersFullError: if names hold as many as they may.
+            AdaptersFullError: if no more adapters can have names.
             EngineError: if it does not fit or cannot be loaded.
         """
         if self.limits is not None:
@@ -175,21 +177,21 @@ class Adapters:
         self._slots.named[name] = await self._load(staged)
 
     async def unname(self, name: str) -> bool:
-        """Take a name away and end the requests that came by it. False if there was no such name."""
+        """Remove a name and end its requests. Return False if there was no such name."""
         adapter = self._slots.named.pop(name, None)
         if adapter is None:
             return False
         await self._wait_entered(adapter)
-        await self._host.end_requests(lambda asked: asked.adapter is adapter and asked.adapter_name == name)
+        await self._host.end_requests(lambda request: request.adapter is adapter and request.adapter_name == name)
         return True
 
     async def retire_others(self, base: Version) -> None:
-        """Take away what does not belong to these weights, which are about to come."""
+        """Unload the adapters that do not fit the weights that are about to be applied."""
         for adapter in self._slots.of_other_bases(base):
             await self._retire(adapter)
 
     async def _load(self, staged: StagedAdapter) -> Adapter:
-        """Bring an adapter in, unless it is there; the oldest that nobody needs makes room."""
+        """Load an adapter unless it is loaded. The oldest unused one is unloaded if there is no room."""
         check_adapter(staged, self._host.shapes, self.limits)
         if staged.base != self._host.version:
             raise EngineError(
@@ -204,22 +206,22 @@ class Adapters:
         adapter = self._slots.add(staged)
         try:
             await self._host.add(adapter)
-        except BaseException:  # a caller who left, too: whether the engine holds it is not known then
+        except BaseException:  # also when the caller was cancelled: it is unknown then whether the engine holds it
             self._slots.remove(adapter)
             raise
         return adapter
 
     async def _retire(self, adapter: Adapter) -> None:
-        """Take an adapter away; its requests end with the tokens so far."""
-        self._slots.remove(adapter)  # nothing new enters
+        """Unload an adapter. Its requests end with their tokens so far."""
+        self._slots.remove(adapter)  # no new request can select it
         await self._wait_entered(adapter)
         if adapter.requests:
             log.info("an adapter is retired", version=str(adapter.version), requests=adapter.requests)
-        await self._host.end_requests(lambda asked: asked.adapter is adapter)
+        await self._host.end_requests(lambda request: request.adapter is adapter)
         await self._host.remove(adapter)
 
     async def _wait_entered(self, adapter: Adapter) -> None:
-        """Until no request is on its way in: an engine would look for the adapter's files when they may be gone."""
+        """Wait until no request is about to enter: the engine reads the adapter's files then, and they may be deleted after."""
         try:
             async with asyncio.timeout(self._deadline_s):
                 while self._entering.get(adapter, 0):
@@ -230,7 +232,7 @@ class Adapters:
         self._entering.pop(adapter, None)
 
     def describe(self) -> Sequence[AdapterInfo]:
-        """What is loaded."""
+        """Return the loaded adapters."""
         slots = self._slots
         return [
             AdapterInfo(
@@ -245,24 +247,24 @@ class Adapters:
 
 
 class AdapterCommands(ABC):
-    """The adapter half of an `InferenceEngine`."""
+    """The methods of an engine that concern adapters."""
 
     _adapters: Adapters
 
     @abstractmethod
     def _changing(self) -> AbstractAsyncContextManager[object]:
-        """Entered while something of the engine changes: one change at a time."""
+        """Return the lock that is held while the engine changes."""
 
     @property
     def lora_limits(self) -> LoraLimits | None:
-        """How many adapters it holds and of which rank; None where it serves none."""
+        """Return how many adapters the engine holds, and of which rank; None if it serves none."""
         return self._adapters.limits
 
     async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        """Let new requests run on an adapter; nothing is paused and the weights are not touched.
+        """Use an adapter for new requests. Sampling is not paused, and the weights do not change.
 
         Raises:
-            EngineError: if it does not fit; what served before serves on.
+            EngineError: if it does not fit; the version before keeps serving.
         """
         return await run_to_end(asyncio.ensure_future(self._apply_adapter(staged)))
 
@@ -273,20 +275,20 @@ class AdapterCommands(ABC):
         return ApplyReport(staged.version, 0.0, time.perf_counter() - begun)
 
     async def load_named(self, name: str, staged: StagedAdapter) -> None:
-        """Give an adapter a name for requests.
+        """Give an adapter a name that requests can use.
 
         Raises:
-            AdaptersFullError: if names hold as many as they may.
+            AdaptersFullError: if no more adapters can have names.
             EngineError: if it does not fit.
         """
         async with self._changing():
             await self._adapters.name(name, staged)
 
     async def unload_named(self, name: str) -> bool:
-        """Take a name away and end its requests. False if there was no such name."""
+        """Remove a name and end its requests. Return False if there was no such name."""
         async with self._changing():
             return await self._adapters.unname(name)
 
     def adapters(self) -> Sequence[AdapterInfo]:
-        """What it holds."""
+        """Return the loaded adapters."""
         return self._adapters.describe()

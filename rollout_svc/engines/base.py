@@ -1,6 +1,6 @@
-"""The protocol that every inference engine implements, and the plain data that crosses it.
+"""The protocol that every inference engine implements, and the data that it takes and returns.
 
-Nothing here knows gRPC: an engine can be used in process as a library.
+Nothing here depends on gRPC: an engine can be used in process as a library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class FinishReason(Enum):
-    """Why a sample ended; the names are those of the contract."""
+    """Why a sample ended, with the names of the contract."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,7 +40,7 @@ class FinishReason(Enum):
 
 
 class PauseMode(Enum):
-    """What happens to requests under way while an engine is paused."""
+    """What happens to requests in progress when an engine is paused."""
 
     ABORT = "abort"
     WAIT = "wait"
@@ -48,18 +48,18 @@ class PauseMode(Enum):
 
 
 class EngineError(Exception):
-    """The engine failed; requests under way are lost, the service restarts it."""
+    """The engine failed. Requests in progress are lost, and the service restarts the engine."""
 
 
 class EngineBusyError(Exception):
-    """The engine's queue is full; nothing was taken on, try again later."""
+    """The engine's queue is full, and the request was not queued. Retry later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample; ``None`` and the defaults mean off.
+    """Sampling parameters. ``None`` and the defaults mean off.
 
-    ``seed`` is that of sample 0; sample i uses ``seed + i``. ``max_tokens=None`` means up to the context length.
+    Sample i of a request uses ``seed + i``. ``max_tokens=None`` means up to the context length.
     """
 
     max_tokens: int | None = None
@@ -81,10 +81,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how many samples of it are wanted.
+    """One prompt, and how many samples of it to generate.
 
-    ``adapter`` names one of `LoraEngine.load_named`; empty means the policy: the weights, with their newest adapter version if
-    they have one.
+    ``adapter`` is a name given by `LoraEngine.load_named`. If it is empty, the policy samples: the weights, with their newest
+    adapter version if there is one.
     """
 
     request_id: str
@@ -98,7 +98,7 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class GenerationChunk:
-    """Tokens of one sample that follow those already given.
+    """The next tokens of one sample.
 
     ``spans`` cover exactly the tokens of this chunk, with starts counted from the sample's first token;
     ``finish_reason`` is set on the last chunk of the sample, which may be empty of tokens.
@@ -129,7 +129,7 @@ class Sample:
 
 @dataclass(slots=True)
 class GenerationResult:
-    """All samples of a request, by index."""
+    """All samples of a request, in the order of their index."""
 
     request_id: str
     samples: list[Sample]
@@ -139,7 +139,7 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the engine serves."""
+    """A description of the served model."""
 
     model: str
     architecture: str
@@ -152,10 +152,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What an engine serves, and its load.
+    """Versions and load of an engine.
 
-    ``version`` is what requests without an adapter's name are sampled from, ``weights`` the version of the weights, which is
-    another one where an adapter serves. Counters run since the start; ``kv_cache_usage`` is a share from 0 to 1.
+    ``version`` samples the requests that name no adapter. ``weights`` is the version of the weights, which differs from it if an
+    adapter serves the policy. Counters count from the start; ``kv_cache_usage`` is a fraction from 0 to 1.
     """
 
     version: Version
@@ -171,16 +171,16 @@ class EngineStatus:
 
 
 class InferenceEngine(Protocol):
-    """Samples tokens and swaps its weights while it does.
+    """Samples tokens, and changes its weights between steps.
 
-    Log-probabilities are those of the sampled tokens after temperature. Token ids of prompts are valid when they
-    arrive here: the service checks them.
+    Log-probabilities are those of the sampled tokens after temperature. The service checks the token ids of prompts before it
+    passes them on.
     """
 
     info: ModelInfo
 
     async def start(self) -> None:
-        """Load the model. Raises EngineError with the remedy if it cannot."""
+        """Load the model. Raise EngineError with the remedy if that fails."""
         ...
 
     async def stop(self) -> None:
@@ -188,29 +188,29 @@ class InferenceEngine(Protocol):
         ...
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample and answer when all samples have ended. Cancelling aborts them."""
+        """Sample, and return when all samples have ended. Cancelling aborts them."""
         ...
 
     def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample and give chunks as they come; chunks of different samples interleave. Closing the iterator aborts."""
+        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts."""
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ABORT and its tokens so far. False if it is not under way."""
+        """End a request with finish reason ABORT and its tokens so far. Return False if it is not in progress."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; new requests queue."""
+        """Stop sampling. New requests are queued."""
         ...
 
     async def resume(self) -> None:
-        """Sample again. Idempotent."""
+        """Resume sampling. Idempotent."""
         ...
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
-        """Switch to a staged version: pause, copy, resume; requests under way continue.
+        """Switch to a staged version: pause, copy, resume. Requests in progress continue.
 
-        Raises EngineError if the version could not be applied; nothing is sampled from half a version.
+        Raise EngineError if the version could not be applied. Nothing is sampled from a part of a version.
         """
         ...
 
@@ -219,12 +219,12 @@ class InferenceEngine(Protocol):
         ...
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
-        """Compare the live weights with a version (None: the base), or a share of its tensors, between steps.
+        """Compare the live weights with a version (None: the base model), or a fraction of its tensors, between steps.
 
-        Returns the tensors that differ; `apply` of that version then loads it anew. Raises EngineError if it could not.
+        Return the tensors that differ; the next `apply` of that version loads it again. Raise EngineError if that fails.
         """
         ...
 
     def status(self) -> EngineStatus:
-        """Report load and version; cheap."""
+        """Return version and load. This is cheap."""
         ...

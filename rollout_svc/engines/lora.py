@@ -1,4 +1,4 @@
-"""What an engine that serves LoRA adapters adds to `InferenceEngine`, and what an adapter must satisfy to be served exactly."""
+"""The methods that an engine with LoRA adapters adds to `InferenceEngine`, and the check whether an adapter can be served exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightsync.staged import ApplyReport, StagedAdapter
 __all__ = ["AdapterInfo", "LoraEngine", "LoraLimits", "check_adapter", "lora_limits"]
 
 PREFIX, A_END, B_END = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-"""How PEFT names the two factors of a module's adapter in its files."""
+"""Names that PEFT gives the two factors of an adapter in its files."""
 
 PLAIN = {
     "use_dora": False,
@@ -32,22 +32,22 @@ PLAIN = {
     "trainable_token_indices": None,
     "use_bdlora": None,
 }
-"""Features of PEFT that would compute something else than ``x W + scale x A B``, with the value that switches them off."""
+"""Features of PEFT that compute something other than ``x W + scale x A B``, with the value that switches each off."""
 
 PLAIN_INITS = ("gaussian", "orthogonal", "eva")
-"""Ways to begin that leave the base weights alone; with others (PiSSA, OLoRA, ...) the adapter belongs to changed ones."""
+"""Initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA, ...) change them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """How many adapters an engine holds at a time, and the highest rank of one."""
+    """How many adapters an engine holds at a time, and their maximum rank."""
 
     max_loras: int
     max_rank: int
 
 
 def lora_limits(config: LoraConfig, max_staleness: int) -> LoraLimits | None:
-    """Return what an engine has to hold by the settings; None where adapters are off.
+    """Return the limits by the settings; None if adapters are off.
 
     Raises:
         ConfigError: if `max_loras` is too small for the run's bound on staleness.
@@ -57,14 +57,14 @@ def lora_limits(config: LoraConfig, max_staleness: int) -> LoraLimits | None:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """An adapter that the engine holds.
+    """Description of a loaded adapter.
 
     Attributes:
-        version: Which policy it makes of its base.
+        version: The policy version that it is.
         base: Version of the weights that it belongs to.
-        names: What requests may call it; a version that serves the policy needs none.
-        serves_policy: Whether requests without a name run on it.
-        requests: Requests under way on it.
+        names: Its names for requests. A version that serves the policy needs none.
+        serves_policy: Whether requests that name no adapter use it.
+        requests: Number of requests in progress that use it.
     """
 
     version: Version
@@ -78,51 +78,51 @@ class AdapterInfo:
 class LoraEngine(Protocol):
     """An engine that serves LoRA adapters beside its weights, several at a time.
 
-    The weights are not touched. A request stays on the adapter that it began on, and its tokens carry that one's version;
-    when the adapter is taken away, it ends with `FinishReason.VERSION_RETIRED` and the tokens so far.
+    The weights do not change. A request stays on the adapter that it began on, and its tokens carry the version of that adapter.
+    When the adapter is unloaded, the request ends with `FinishReason.VERSION_RETIRED` and its tokens so far.
     """
 
     @property
     def lora_limits(self) -> LoraLimits | None:
-        """What it holds; None where it was started without adapters."""
+        """Return the limits; None if the engine was started without adapters."""
         ...
 
     async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        """Let new requests run on an adapter; older versions stay as long as they have requests and there is room.
+        """Use an adapter for new requests. Older versions stay loaded while they have requests and there is room.
 
         Raises:
-            EngineError: if it does not fit the engine or its weights; what served before serves on.
+            EngineError: if it does not fit the engine or its weights; the version before keeps serving.
         """
         ...
 
     async def load_named(self, name: str, staged: StagedAdapter) -> None:
-        """Give an adapter a name for `GenerationRequest.adapter`. Idempotent; a name may move to another version.
+        """Give an adapter a name for `GenerationRequest.adapter`. A name may move to another version. Idempotent.
 
         Raises:
-            AdaptersFullError: if names hold as many as they may.
+            AdaptersFullError: if no more adapters can have names.
             EngineError: if it does not fit the engine or its weights.
         """
         ...
 
     async def unload_named(self, name: str) -> bool:
-        """Take a name away and end its requests. False if there was no such name."""
+        """Remove a name and end its requests. Return False if there was no such name."""
         ...
 
     def adapters(self) -> Sequence[AdapterInfo]:
-        """What it holds."""
+        """Return the loaded adapters."""
         ...
 
 
 def check_adapter(staged: StagedAdapter, shapes: Mapping[str, tuple[int, ...]], limits: LoraLimits | None) -> None:
-    """Whether an adapter can be served, and means the same in every engine.
+    """Check that an adapter can be served, with the same result in every engine.
 
     Args:
         staged: The adapter.
         shapes: The base model's tensors by Hugging Face name.
-        limits: What the engine was started with.
+        limits: The limits of the engine.
 
     Raises:
-        EngineError: if not, with what to change.
+        EngineError: if it cannot, with what to change.
     """
     if limits is None:
         raise EngineError(

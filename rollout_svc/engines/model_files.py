@@ -1,4 +1,4 @@
-"""The base model's own files: which tensors a whole version of it must have, and where they lie."""
+"""The files of the base model: where they are, and which tensors a complete version of the model has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIED_HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """What lies on disk.
+    """The tensors of the base model on disk.
 
     Attributes:
         paths: Its safetensors files, one or several shards.
@@ -30,7 +30,7 @@ class BaseModel:
     shapes: Mapping[str, tuple[int, ...]]
 
     def check(self, staged: StagedVersion) -> None:
-        """Compare a staged version with what the model needs; a tied output layer may be there or not.
+        """Compare a staged version with the model. A tied output layer may be present or not.
 
         Raises:
             EngineError: if tensors are missing, unknown or of another shape.
@@ -77,7 +77,7 @@ def read_base_model(directory: Path) -> BaseModel:
 
 
 def model_directory(model: str, revision: str | None = None) -> Path:
-    """Where a model's files lie; those of a hub id are fetched unless they are in the cache."""
+    """Return the directory of a model. The files of a hub id are downloaded unless they are in the cache."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub ids
@@ -90,17 +90,17 @@ def model_directory(model: str, revision: str | None = None) -> Path:
 
 
 def is_tied(directory: Path) -> bool:
-    """Whether the output layer is the embedding, as the configuration says."""
+    """Return whether the output layer shares the weights of the embedding, by the configuration."""
     config = json.loads((directory / "config.json").read_text())
     text = config.get("text_config") or config
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
 def check_length(model: str, asked: int, longest: int) -> None:
-    """Refuse sequences that are longer than the model was made for.
+    """Refuse a context that is longer than the model supports.
 
     Raises:
-        ValueError: with the longest.
+        ValueError: with the maximum.
     """
     if asked > longest:
         raise ValueError(f"max_model_len is {asked}, but {model} was made for {longest} positions: lower it")

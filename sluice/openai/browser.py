@@ -14,16 +14,16 @@ from sluice.rpc.binding import is_local
 __all__ = ["BrowserCheck", "require_json"]
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that change nothing here and cost no computation."""
+"""Methods that neither change anything nor start a computation."""
 
 JSON = "application/json"
 
 
 def require_json(method: str, headers: Mapping[str, str]) -> None:
-    """Refuse a request that could change something and does not say that it is JSON.
+    """Refuse a request that could change something and whose content type is not JSON.
 
-    A page can let a browser send a form or plain text to any server. JSON needs the consent of the server, by CORS, which
-    ours never gives.
+    A page can make a browser send a form or plain text to any server. To send JSON, the browser first asks the server by CORS,
+    and ours never agrees.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with the reason `JSON_REQUIRED`.
@@ -38,10 +38,10 @@ def require_json(method: str, headers: Mapping[str, str]) -> None:
 
 
 class BrowserCheck:
-    """Checks whom a request is addressed to and which page it comes from, where no token protects the server.
+    """Checks the headers `Host` and `Origin` of a request to a server without tokens.
 
-    A name of the attacker that resolves to this machine (DNS rebinding) shows in `Host`, the page that sends a request
-    shows in `Origin`.
+    An attacker may let a name of theirs resolve to this machine (DNS rebinding): then `Host` has that name. `Origin` names the
+    page that made the browser send the request.
 
     Args:
         host: Address that the server is bound to.
@@ -58,7 +58,7 @@ class BrowserCheck:
             SluiceError: PERMISSION_DENIED with the reason `HOST_NOT_ALLOWED` or `ORIGIN_NOT_ALLOWED`.
         """
         host = headers.get("host", "")
-        # Bound to the network on purpose, the server may have names that it does not know; then the origin alone decides.
+        # A server that is bound to the network may have names that it does not know; then only the origin is checked.
         if self._loopback and not self._allowed(f"//{host}"):
             raise _denied(
                 "HOST_NOT_ALLOWED",

@@ -1,4 +1,4 @@
-"""Failures in OpenAI's shape, with the HTTP status that its clients act upon."""
+"""Errors as OpenAI's clients expect them: the JSON object, the HTTP status and when to retry."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STATUSES: Mapping[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.UNAVAILABLE: (503, "service_unavailable_error"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-"""Status and error type for each code of the contracts; anything else is 500."""
+"""HTTP status and error type for each gRPC code of the contracts; any other code is 500."""
 
 PARAMETERS = {
     "conversation": "messages",
@@ -40,17 +40,17 @@ PARAMETERS = {
     "token_ids": "prompt",
     "sampling": "",
 }
-"""Fields of the contract that this dialect calls otherwise."""
+"""Names in this dialect of fields that the contract names differently."""
 
 
 def error_body(error: SluiceError) -> dict[str, Any]:
-    """The JSON object of a failure."""
+    """Return the JSON object for an error."""
     _, kind = STATUSES.get(error.code, (500, "server_error"))
     return _body(error.message, kind, _parameter(error), error.reason)
 
 
 def error_response(error: SluiceError) -> JSONResponse:
-    """The HTTP response of a failure; `retry-after` counts whole seconds, `retry-after-ms` is what OpenAI's client prefers."""
+    """Return the HTTP response for an error. OpenAI's client prefers `retry-after-ms` to `retry-after`, which has whole seconds."""
     status, _ = STATUSES.get(error.code, (500, "server_error"))
     status = 415 if error.reason == "JSON_REQUIRED" else status
     headers = {}
@@ -65,12 +65,12 @@ def error_response(error: SluiceError) -> JSONResponse:
 
 
 def too_large(most: int) -> HTTPException:
-    """The failure of a body of more than `most` bytes."""
+    """Return the error for a body of more than `most` bytes."""
     return HTTPException(413, f"the body is larger than {most} bytes: send fewer prompts at a time")
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Have an app answer every failure in OpenAI's shape."""
+    """Make an app return every error in OpenAI's form."""
 
     @app.exception_handler(SluiceError)
     async def ours(_request: Request, error: SluiceError) -> JSONResponse:
@@ -89,7 +89,7 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(UnicodeEncodeError)
     async def not_text(_request: Request, error: UnicodeEncodeError) -> JSONResponse:
         lone = error.object[error.start : error.end]
-        message = f"{lone!a} is half of a character, which JSON can escape and UTF-8 cannot hold: send whole characters"
+        message = f"{lone!a} is half of a surrogate pair, which UTF-8 cannot encode: send whole characters"
         return JSONResponse(_body(message, BAD_REQUEST, None, "INVALID_REQUEST"), 400)
 
     @app.exception_handler(HTTPException)
@@ -104,7 +104,7 @@ def _body(message: str, kind: str, parameter: str | None, code: str) -> dict[str
 
 
 def _parameter(error: SluiceError) -> str | None:
-    """The first field at fault, as this dialect calls it."""
+    """Return the first field at fault, by its name in this dialect."""
     for field in error.violations:
         name = field.removeprefix("sampling.")
         if field.startswith("conversation") and field not in PARAMETERS:
@@ -114,7 +114,7 @@ def _parameter(error: SluiceError) -> str | None:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """Where a fault is, without pydantic's names of union members."""
+    """Return the path of a field, without pydantic's names of union members."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):

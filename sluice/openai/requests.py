@@ -2,9 +2,9 @@
 
 A field that is not named here is refused, so that none is ignored silently. `user`, `metadata`, `store`,
 `safety_identifier` and `prompt_cache_key` describe the caller and change no answer: they are taken and ignored. Fields for
-which only one value is supported (`echo`, `service_tier`, ...) may be sent with that value.
+which only one value is supported (such as `echo` or `service_tier`) may be sent with that value.
 
-Values are checked against the model where those of gRPC are; here only their form is.
+Only the form of the values is checked here. Whether they fit the model is checked where gRPC requests are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default of max_tokens for `/v1/completions`; `/v1/chat/completions` goes on to the end of the context."""
+"""OpenAI's default of max_tokens for `/v1/completions`. `/v1/chat/completions` has none: the context is the limit."""
 
 SAME_NAMES = (
     "max_tokens",
@@ -42,13 +42,13 @@ SAME_NAMES = (
     "repetition_penalty",
     "ignore_eos",
 )
-"""Parameters that the contract calls as this dialect does."""
+"""Parameters with the same name in the contract."""
 
 MAX_PROMPTS = 256
-"""Most prompts of one request."""
+"""Maximum number of prompts in one request."""
 
 MAX_ALTERNATIVES = 20
-"""Most alternatives per position."""
+"""Maximum number of alternatives per token."""
 
 Unsigned = Annotated[int, Field(ge=0, lt=2**32)]
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
@@ -56,25 +56,25 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _fault(parameter: str, text: str) -> PydanticCustomError:
-    """What is wrong with one parameter in the light of another; the answer names the parameter."""
+    """Return the error for a parameter that does not fit another one. The response names the parameter."""
     return PydanticCustomError("inconsistent", "{text}", {"parameter": parameter, "text": text})
 
 
 MAX_DEPTH = 16
-"""Levels of objects and lists within each other in a JSON object of the client's own."""
+"""Maximum nesting of objects and lists in a JSON object of free form; protobuf has a limit of its own near this."""
 
 MAX_VALUES = 65_536
-"""Values in such an object."""
+"""Maximum number of values in a JSON object of free form."""
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 
 MAX_COMPLETIONS = 1024
-"""Most samples of one request, over all of its prompts."""
+"""Maximum number of samples of one request, over all of its prompts."""
 
 
 def _bounded(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse an object that is too deep for protobuf, too large, or holds what JSON does not have."""
+    """Refuse an object that is nested too deeply, too large, or holds a number that JSON does not have."""
     level: list[Any] = [given]
     count = 0
     for _ in range(MAX_DEPTH):
@@ -100,20 +100,20 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class Body(BaseModel):
-    """A JSON object whose unknown keys are errors."""
+    """A JSON object in which an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class StreamOptions(Body):
-    """How to stream."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class GenerationBody(Body):
-    """What both endpoints take; a parameter that is null or left out has the contract's default."""
+    """Parameters of both endpoints. One that is null or left out has the default of the contract."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=MAX_SAMPLES)
@@ -128,7 +128,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: dict[Unsigned, Bias] | None = None
 
-    # As vLLM's server names what OpenAI's does not have.
+    # OpenAI does not have these; the names are those of vLLM's server.
     top_k: int | None = Field(None, ge=-1, lt=2**32)
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -152,31 +152,31 @@ class GenerationBody(Body):
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Return whether a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class TextPart(Body):
-    """A part of a message; only text is taken."""
+    """A part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Body):
-    """The function that the assistant called."""
+    """The function in a tool call."""
 
     name: str
     arguments: str = ""
 
 
 class ToolCall(Body):
-    """A call that the assistant made."""
+    """A tool call of the assistant."""
 
     id: str
     type: Literal["function"] = "function"
@@ -184,7 +184,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """One message; which roles there are the template decides."""
+    """One message. The chat template decides which roles exist."""
 
     role: str
     content: str | list[TextPart] | None = None
@@ -220,7 +220,7 @@ class TextFormat(Body):
 class ChatRequest(GenerationBody):
     """Body of `/v1/chat/completions`.
 
-    Tools are given to the template; calls in the answer are not parsed, they stay in its content.
+    Tools are passed to the chat template. Tool calls in the response are not parsed: they stay in its content.
     """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -267,7 +267,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one, each as text or as token ids."""
+        """Return the prompts, each as text or as token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         ids = [each for each in self.prompt if isinstance(each, int)]
@@ -275,7 +275,7 @@ class CompletionRequest(GenerationBody):
 
 
 def chat_request(body: ChatRequest) -> rollout_pb2.GenerateRequest:
-    """The request for a conversation."""
+    """Return the request of the contract for a conversation."""
     request = _request(body, body.top_logprobs or 0)
     if body.max_completion_tokens is not None:
         request.sampling.max_tokens = body.max_completion_tokens
@@ -288,7 +288,7 @@ def chat_request(body: ChatRequest) -> rollout_pb2.GenerateRequest:
 
 
 def completion_requests(body: CompletionRequest) -> list[rollout_pb2.GenerateRequest]:
-    """One request per prompt."""
+    """Return one request of the contract per prompt."""
     requests = []
     for prompt in body.prompts:
         request = _request(body, body.logprobs or 0)

@@ -1,8 +1,8 @@
-"""Answers in the shapes of OpenAI's two endpoints, whole and as parts of a stream.
+"""Responses of OpenAI's two endpoints, whole and as chunks of a stream.
 
-Beyond OpenAI's own: `stop_reason` (the stop string that ended a choice), and with `return_token_ids` each choice's `token_ids` and
-`version_spans` (the policy versions of its tokens, from the token `start` on) and the `prompt_token_ids` (of the whole
-answer in a chat, of each choice in a completion, which may have several prompts).
+These fields are not OpenAI's: `stop_reason` is the stop string that ended a choice. With `return_token_ids`, each choice has
+`token_ids` and `version_spans` (which policy version sampled the tokens from index `start` on). `prompt_token_ids` is a field
+of the response in a chat, and of each choice in a completion, which may have several prompts.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ FINISH_REASONS = {
     tokens_pb2.FINISH_REASON_ERROR: "error",
     tokens_pb2.FINISH_REASON_VERSION_RETIRED: "version_retired",
 }
-"""The last three are not OpenAI's: an operator ended the request, the model produced NaN, or its adapter was taken away. The
-tokens so far are whole."""
+"""The last three are not OpenAI's: an operator ended the request, the model's output was NaN, or its adapter was unloaded. The
+tokens up to then are valid."""
 
 
 LEAST = -9999.0
-"""Stands for the logarithm of zero, which JSON cannot say; OpenAI's own value."""
+"""OpenAI's value for the logarithm of zero, which JSON does not have."""
 
 NO_ALTERNATIVES = tokens_pb2.TopLogprobs()
 
 TokenText = Callable[[int], str]
-"""Text of one token, special ones included."""
+"""Returns the text of one token. Special tokens have theirs too."""
 
 
 class StopStringFilter:
-    """Text up to a stop string, which the answer leaves out; what may be its beginning is held back.
+    """Removes the stop string from the end of a text that comes in parts. What may be its beginning is held back.
 
     Args:
         stops: The stop strings.
@@ -56,7 +56,7 @@ class StopStringFilter:
         self._held = ""
 
     def after(self, new: str, stop_string: str, *, last: bool) -> str:
-        """What becomes visible with more text; `stop_string` is what ended it, if anything did."""
+        """Return what can be shown after more text. `stop_string` is the one that ended the text, if any did."""
         text = self._held + new
         if stop_string:
             return text.partition(stop_string)[0]
@@ -66,35 +66,35 @@ class StopStringFilter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text that begins a stop string."""
+    """Return the length of the longest suffix of a text that is a prefix of the stop string."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 class Responses(Protocol):
-    """How one endpoint writes its answers; keeps what it has to know of a stream's earlier parts."""
+    """Writes the responses of one endpoint. One object serves one request, since a stream has state."""
 
     prefix: str
     whole: str
     part: str
 
     def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """A whole choice."""
+        """Return a whole choice."""
         ...
 
-    def delta(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """A part of a choice."""
+    def chunk(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
+        """Return the choice of one chunk."""
         ...
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The part before a choice's first token, if the endpoint has one."""
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """Return the choice of the chunk before the first token, if the endpoint has such a chunk."""
         ...
 
-    def answer_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """What is said of the prompt beside the choices."""
+    def response_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Return what the response says about the prompt."""
         ...
 
-    def choice_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """What is said of the prompt in each choice, once."""
+    def choice_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Return what each choice says about its prompt."""
         ...
 
 
@@ -109,15 +109,15 @@ class ChatResponses:
         self._body, self._token_text = body, token_text
 
     def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """A whole choice."""
+        """Return a whole choice."""
         return {"index": index, "message": {"role": "assistant", "content": text}} | self._rest(sample)
 
-    def delta(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """A part of a choice."""
+    def chunk(self, index: int, new: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
+        """Return the choice of one chunk."""
         return {"index": index, "delta": {"content": text} if text else {}} | self._rest(new)
 
-    def opening(self, index: int) -> dict[str, Any]:
-        """Says who speaks."""
+    def first_chunk(self, index: int) -> dict[str, Any]:
+        """Return the chunk with the role."""
         return {
             "index": index,
             "delta": {"role": "assistant", "content": ""},
@@ -125,12 +125,12 @@ class ChatResponses:
             "finish_reason": None,
         }
 
-    def answer_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """The prompt's ids, where they are wanted."""
+    def response_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the ids of the prompt if they were asked for."""
         return {"prompt_token_ids": list(prompt_ids)} if self._body.return_token_ids else {}
 
-    def choice_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Nothing: all choices have one prompt."""
+    def choice_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Return nothing: all choices have the same prompt."""
         del prompt_ids
         return {}
 
@@ -151,31 +151,31 @@ class CompletionResponses:
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, sample: rollout_pb2.GeneratedSample, text: str) -> dict[str, Any]:
-        """A whole choice, or a part of one: this endpoint knows no difference."""
+        """Return a whole choice or that of one chunk: they have the same form at this endpoint."""
         logprobs = None
         if self._body.logprobs is not None:
             offset = self._offsets.get(index, 0)
             logprobs, self._offsets[index] = completion_logprobs(sample, self._token_text, offset)
         return {"index": index, "text": text, "logprobs": logprobs} | _ending(sample) | _tokens(self._body, sample)
 
-    delta = choice
+    chunk = choice
 
-    def opening(self, index: int) -> None:
-        """Nothing is said before the first token."""
+    def first_chunk(self, index: int) -> None:
+        """Return nothing: the first chunk has tokens."""
         del index
 
-    def answer_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Nothing: choices differ in their prompts."""
+    def response_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Return nothing: choices may have different prompts."""
         del prompt_ids
         return {}
 
-    def choice_extras(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """The prompt's ids, where they are wanted."""
+    def choice_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the ids of the prompt if they were asked for."""
         return {"prompt_token_ids": list(prompt_ids)} if self._body.return_token_ids else {}
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
-    """How many tokens went in and came out; `cached_tokens` of the prompt were in the prefix cache."""
+    """Return the token counts. `cached_tokens` of the prompt were in the prefix cache."""
     counted: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -198,7 +198,7 @@ def _tokens(body: GenerationBody, sample: rollout_pb2.GeneratedSample) -> dict[s
 
 
 def chat_logprobs(sample: rollout_pb2.GeneratedSample, token_text: TokenText) -> dict[str, Any]:
-    """`logprobs` of a chat choice; a token that is part of a character has no bytes of its own."""
+    """Return the `logprobs` of a chat choice. A token that is part of a character has no `bytes`."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = token_text(token)
@@ -216,12 +216,12 @@ def chat_logprobs(sample: rollout_pb2.GeneratedSample, token_text: TokenText) ->
 def completion_logprobs(
     sample: rollout_pb2.GeneratedSample, token_text: TokenText, offset: int
 ) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a completion choice, and where its text ends.
+    """Return the `logprobs` of a completion choice, and the offset of the end of its text.
 
     Args:
-        sample: A sample or a part of one.
-        token_text: Text of a token.
-        offset: Characters of the choice's text before this part.
+        sample: A sample, or its tokens in one chunk.
+        token_text: Returns the text of a token.
+        offset: Characters of the choice's text before these tokens.
     """
     texts = [token_text(token) for token in sample.token_ids]
     offsets = []

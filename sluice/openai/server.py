@@ -1,4 +1,4 @@
-"""Serves an ASGI app in the event loop that serves gRPC, with the same TLS and the same care about where it listens."""
+"""An HTTP server in the event loop that serves gRPC, with the same TLS and rules for addresses, and the checks around each request."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = ["HEALTH_PATH", "HttpServer", "RequestGuard"]
 LOOPBACK = "127.0.0.1"
 
 STEP_S = 0.05
-"""How often a start is looked at; uvicorn has no event for it."""
+"""Seconds between two checks whether uvicorn has started; it has no event for that."""
 
 START_DEADLINE_S = 10.0
 
 MARGIN_S = 2.0
-"""What uvicorn may take beyond the drain to close its connections."""
+"""Seconds that uvicorn may take after the drain to close its connections."""
 
 REQUEST_ID = "x-request-id"
 HEALTH_PATH = "/health"
-"""Open to everyone, as gRPC's health service is."""
+"""Needs no token, like gRPC's health service."""
 
 SERVICE = "openai"
-"""The service's name in the metrics, where the method is the path and the code the HTTP status."""
+"""Name of the service in the metrics. Their method is the path, their code the HTTP status."""
 
 MAX_REQUEST_ID = 128
 RETRY_AFTER_S = 1.0
@@ -57,16 +57,16 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """An HTTP server with a beginning and an end.
+    """Serves one ASGI app.
 
     Args:
         app: What to serve.
-        host: Address to bind; where gRPC listens on a unix socket, HTTP listens on loopback.
+        host: Address to bind. If it is a unix socket of gRPC, HTTP listens on loopback.
         port: TCP port; 0 picks a free one.
         security: TLS, and whether an unprotected address is allowed.
 
     Raises:
-        ConfigError: if the address would show an unprotected server to the network.
+        ConfigError: if the address is reachable from the network and nothing protects it.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, security: SecurityConfig) -> None:
@@ -116,7 +116,7 @@ class HttpServer:
         return port
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Take no new connections, give requests in progress `grace` seconds, then cancel them. Idempotent."""
+        """Refuse new connections, give requests in progress `grace` seconds, then cancel them. Idempotent."""
         serving, self._serving = self._serving, None
         if serving is None:
             return
@@ -149,13 +149,13 @@ class HttpServer:
 
 
 class RequestGuard:
-    """ASGI middleware around the whole app.
+    """ASGI middleware: request id, limits, who may call, metrics, the log, and the response to an unexpected error.
 
     Args:
-        app: What it guards.
-        tokens: Who may call; every path but health asks for the agent's role.
-        paths: Paths that the metrics name; all others are counted together.
-        most: Requests in progress at once.
+        app: The app.
+        tokens: Checks the tokens. Every path but health needs the role agent.
+        paths: Paths with metrics of their own; all others are counted together.
+        most: Maximum number of requests in progress.
         host: Address that the server is bound to.
     """
 
@@ -189,7 +189,7 @@ class RequestGuard:
             call.account(path)
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Decide by the head of a request alone, before its body is read."""
+        """Accept or refuse a request by its head, before its body is read."""
         if scope["path"] == HEALTH_PATH:
             return
         if self._tokens.open:
@@ -203,7 +203,7 @@ class RequestGuard:
 
 
 class _Call:
-    """One request and what became of it."""
+    """One request and its outcome."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.headers = Headers(scope=scope)
@@ -214,7 +214,7 @@ class _Call:
         self._bytes = 0
 
     async def receive(self) -> Message:
-        """Take a part of the body, if it is not too large."""
+        """Receive a part of the body. Raise if the body is too large."""
         if int(self._declared_length()) > MAX_MESSAGE_BYTES:
             raise too_large(MAX_MESSAGE_BYTES)
         message = await self._receive()
@@ -224,14 +224,14 @@ class _Call:
         return message
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response; its head names the request."""
+        """Send a part of the response, with the request id in its head."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             MutableHeaders(scope=message)[REQUEST_ID] = self.request_id
         await self._send(message)
 
     def account(self, path: str) -> None:
-        """Count and log the request; status 0 means that the client left before an answer."""
+        """Count and log the request. Status 0 means that the client disconnected before the response."""
         seconds = time.perf_counter() - self._begun
         RPC_TOTAL.labels(SERVICE, path, str(self.status)).inc()
         RPC_SECONDS.labels(SERVICE, path).observe(seconds)
@@ -252,5 +252,5 @@ def _unexpected(error: Exception, request_id: str) -> SluiceError:
     return SluiceError(
         grpc.StatusCode.INTERNAL,
         "UNEXPECTED",
-        f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback under request id {request_id}",
+        f"the server failed with an unexpected {type(error).__name__}; look for request id {request_id} in its log",
     )

@@ -1,4 +1,4 @@
-"""Server-sent events: tokens of one or several prompts as they come, and what happens when the reader leaves."""
+"""Server-sent events: chunks of one or several prompts as they are sampled, and what happens when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sluice.openai.responses import Responses, StopStringFilter, usage
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
 
-__all__ = ["EventStream", "Events", "ReaderGoneError", "merged", "while_connected"]
+__all__ = ["DisconnectedError", "EventStream", "Events", "merged", "while_connected"]
 
 BACKLOG = 64
-"""Most messages that wait for a slow reader; beyond it sampled tokens wait in the engine, which max_tokens bounds."""
+"""Maximum number of messages that wait for a slow client. Then tokens wait in the engine, where max_tokens is the bound."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -28,28 +28,28 @@ Numbered = tuple[int, Message]
 Result = TypeVar("Result")
 
 
-class ReaderGoneError(Exception):
+class DisconnectedError(Exception):
     """The client closed its connection."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do the work of a request whose body was read; when its client leaves, cancel the work and wait until it has ended.
+    """Do the work of a request whose body was read. If the client disconnects, cancel the work and wait until it has ended.
 
     Raises:
-        ReaderGoneError: if the client left.
+        DisconnectedError: if the client disconnected.
     """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ReaderGoneError
+        raise DisconnectedError
     finally:
         working.cancel()
         leaving.cancel()
         await asyncio.wait({working, leaving})
         if not working.cancelled():
-            working.exception()  # what failed while it was given up is nobody's concern any more
+            working.exception()  # nobody reads an error that the work raised while it was cancelled
 
 
 async def _left(receive: Receive) -> None:
@@ -58,7 +58,7 @@ async def _left(receive: Receive) -> None:
 
 
 async def merged(sources: Sequence[AsyncGenerator[Message, None]]) -> AsyncGenerator[Numbered, None]:
-    """Messages of several streams as they come, each with the number of its stream; closing it closes them all."""
+    """Yield the messages of several streams as they come, each with the number of its stream. Closing it closes all streams."""
     queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(BACKLOG)
 
     async def pump(number: int, source: AsyncGenerator[Message, None]) -> None:
@@ -89,14 +89,14 @@ async def merged(sources: Sequence[AsyncGenerator[Message, None]]) -> AsyncGener
 
 
 class Events:
-    """Turns the messages of a request's streams into the chunks of one endpoint.
+    """Writes the messages of a request's streams as the chunks of one endpoint.
 
     Args:
-        head: What every chunk begins with: id, object, created, model.
-        responses: How the endpoint writes choices.
+        head: Fields of every chunk: id, object, created, model.
+        responses: Writes the choices of the endpoint.
         samples: Samples per prompt.
-        stops: Stop strings, which the text leaves out.
-        include_usage: Whether a last chunk tells the usage.
+        stops: Stop strings, which are removed from the text.
+        include_usage: Whether a last chunk has the usage.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Events:
         self._completion_tokens = 0
 
     async def encode(self, messages: AsyncGenerator[Numbered, None]) -> AsyncGenerator[bytes, None]:
-        """The events of a response; a failure after the first one can only be told in an event of its own."""
+        """Yield the encoded events of a response. After the first one the HTTP status is sent, so that an error is an event, too."""
         async with contextlib.aclosing(messages):
             try:
                 async for number, message in messages:
@@ -126,9 +126,9 @@ class Events:
     def _chunks(self, number: int, message: Message) -> list[dict[str, Any]]:
         if message.HasField("opening"):
             self._prompts[number] = list(message.opening.prompt_token_ids)
-            extras = self._responses.answer_extras(self._prompts[number])
+            extras = self._responses.response_fields(self._prompts[number])
             first = range(number * self._samples, (number + 1) * self._samples)
-            openings = [opening for opening in map(self._responses.opening, first) if opening is not None]
+            openings = [each for each in map(self._responses.first_chunk, first) if each is not None]
             return [self._chunk(each, extras if not place else {}) for place, each in enumerate(openings)]
         new = message.chunk.delta
         index = number * self._samples + new.index
@@ -136,9 +136,9 @@ class Events:
         extras = {}
         if index not in self._texts:
             self._texts[index] = StopStringFilter(self._stops)
-            extras = self._responses.choice_extras(self._prompts[number])
+            extras = self._responses.choice_fields(self._prompts[number])
         visible = self._texts[index].after(new.text, new.stop_string, last=bool(new.finish_reason))
-        return [self._chunk(self._responses.delta(index, new, visible) | extras, {})]
+        return [self._chunk(self._responses.chunk(index, new, visible) | extras, {})]
 
     def _chunk(self, choice: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
         told = {"usage": None} if self._include_usage else {}
@@ -150,9 +150,9 @@ def _event(content: Mapping[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends events until they end or the reader leaves, which closes their source.
+    """Sends events until they end or the client disconnects, then closes their source.
 
-    Starlette's own StreamingResponse leaves a source that is not at work at that moment to the garbage collector.
+    Starlette's own StreamingResponse leaves a source that is waiting at that moment to the garbage collector.
 
     Args:
         events: Encoded events.
@@ -168,7 +168,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the response."""
         del scope
-        with contextlib.suppress(ReaderGoneError):
+        with contextlib.suppress(DisconnectedError):
             await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:

@@ -323,7 +323,7 @@ class GenerateStreamRequest(_message.Message):
 
     @_builtins.property
     def coalesce(self) -> _duration_pb2.Duration:
-        """Tokens of one sample that arrive within this time travel in one message. Unset: 20 ms."""
+        """Tokens of one sample that are sampled within this time are sent in one message. Unset: 20 ms; at most 60 s."""
 
     def __init__(
         self,

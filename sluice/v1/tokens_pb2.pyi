@@ -165,7 +165,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Least probability relative to the most likely token, in [0, 1]. Unset: 0 (off)."""
     ignore_eos: _builtins.bool
-    """Goes on past the model's end tokens until max_tokens."""
+    """Continue past the model's end tokens until max_tokens."""
     seed: _builtins.int
     """Seed of this request's random numbers. The samples of one request use seed, seed + 1, ..."""
     top_logprobs: _builtins.int
@@ -180,15 +180,15 @@ class SamplingParams(_message.Message):
     """Least tokens before an end token may be sampled."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that end the generation. The tokens that complete one stay in the result."""
+        """Strings that end the generation, at most 64 of up to 1024 characters. The tokens that complete one stay in the result."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the generation, beside the model's own end tokens. They stay in the result."""
+        """Token ids that end the generation, beside the model's own end tokens; at most 1024. They stay in the result."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Additive bias per token id, in logits."""
+        """Additive bias per token id, in logits, between -1000 and 1000; at most 4096 tokens."""
 
     def __init__(
         self,
@@ -394,7 +394,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Conversation(_message.Message):
-    """A list of messages, with the tools that they may use."""
+    """A list of messages, with the tools that they may use. At most 16384 messages, parts, tool calls and tools together."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -407,11 +407,13 @@ class Conversation(_message.Message):
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Tools offered to the model."""
+        """Tools offered to the model; at most 1 MiB."""
 
     @_builtins.property
     def template_arguments(self) -> _struct_pb2.Struct:
-        """Further variables of the chat template, such as enable_thinking."""
+        """Further variables of the chat template, such as enable_thinking. Only those that the model's own template reads
+        are taken; others are INVALID_ARGUMENT with the list of these. At most 64 KiB.
+        """
 
     def __init__(
         self,

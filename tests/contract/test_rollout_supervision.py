@@ -96,7 +96,7 @@ async def test_it_serves_the_same_version_again(watched, second):
 
 async def test_who_asks_meanwhile_is_told_when_to_retry(watched):
     await die(watched.engine)
-    with pytest.raises(SluiceError, match="started again") as refusal:
+    with pytest.raises(SluiceError, match="restarts") as refusal:
         _ = watched.supervisor.serving
     assert refusal.value.retry_after_s
     await watched.until_restarted()

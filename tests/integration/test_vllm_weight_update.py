@@ -134,7 +134,7 @@ async def test_a_failure_half_way_brings_the_old_version_back(models, tmp_path, 
     async with started(models[0], double_buffer=double_buffer) as engine:
         task = asyncio.create_task(one(engine, LONG))
         await until_tokens(engine, 5)
-        with pytest.raises(EngineError, match=r"version 0\.0 serves on"):
+        with pytest.raises(EngineError, match=r"version 0\.0 keeps serving"):
             await engine.apply(replace(whole, path=tmp_path / "wrong.safetensors"))
         sample = await task
         assert [span.version for span in sample.spans] == [BASE]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout_svc.engines.base import GenerationRequest, ModelInfo, Sampling
 from rollout_svc.engines.slots.batch import completed_stop
 from rollout_svc.engines.slots.model import DecodeView, KvShape, PrefillView, SlotCache
-from rollout_svc.engines.slots.requests import LiveRequest, LiveSample, WaitingLine
+from rollout_svc.engines.slots.requests import ActiveRequest, ActiveSample, WaitingQueue
 from sluice.versions import BASE, Version
 
 SHAPE = KvShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -85,9 +85,9 @@ class TestSlotCache:
 
 
 async def test_who_waits_goes_by_priority_and_then_by_age() -> None:
-    line = WaitingLine()
+    line = WaitingQueue()
     for name, priority in (("old", 0), ("late", 1), ("urgent", -1), ("young", 0)):
-        line.add(LiveRequest(GenerationRequest(name, [5], Sampling(), n=2, priority=priority), INFO))
+        line.add(ActiveRequest(GenerationRequest(name, [5], Sampling(), n=2, priority=priority), INFO))
     order = [line.pop() for _ in range(len(line))]
     assert [live.request.request_id for live, _ in order] == [
         *("urgent", "urgent"),
@@ -99,8 +99,8 @@ async def test_who_waits_goes_by_priority_and_then_by_age() -> None:
 
 
 async def test_one_request_leaves_the_line_and_the_others_keep_their_order() -> None:
-    line = WaitingLine()
-    requests = [LiveRequest(GenerationRequest(str(i), [5], Sampling(), n=2), INFO) for i in range(3)]
+    line = WaitingQueue()
+    requests = [ActiveRequest(GenerationRequest(str(i), [5], Sampling(), n=2), INFO) for i in range(3)]
     for request in requests:
         line.add(request)
     assert [live for live, _ in line.remove(requests[1])] == [requests[1]] * 2
@@ -108,9 +108,9 @@ async def test_one_request_leaves_the_line_and_the_others_keep_their_order() -> 
 
 
 def test_chunks_carry_the_spans_that_they_cut() -> None:
-    sample = LiveSample(GenerationRequest("r", [5, 6], Sampling()), 0, INFO)
+    sample = ActiveSample(GenerationRequest("r", [5, 6], Sampling()), 0, INFO)
     for token, version in enumerate([BASE, BASE, Version(1, 1), Version(1, 1), Version(1, 2)]):
-        sample.take(token, -1.0, [], version)
+        sample.append(token, -1.0, [], version)
     assert [(span.start, span.version) for span in sample.chunk(0).spans] == [
         (0, BASE),
         (2, Version(1, 1)),
@@ -121,7 +121,7 @@ def test_chunks_carry_the_spans_that_they_cut() -> None:
 
 
 async def test_waiting_ends_when_the_request_does_or_after_the_time() -> None:
-    live = LiveRequest(GenerationRequest("r", [5], Sampling(), n=2), INFO)
+    live = ActiveRequest(GenerationRequest("r", [5], Sampling(), n=2), INFO)
     await live.wait(0.001)
     assert not live.ended
     live.sample_ended()

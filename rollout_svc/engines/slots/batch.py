@@ -1,4 +1,4 @@
-"""The samples that are generated together: admission, prompts, steps, and what happens to rows that end."""
+"""The batch of samples that are generated together: admission, prompts, steps, and the removal of ended samples."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from torch import Tensor
 
 from rollout_svc.engines.base import FinishReason
 from rollout_svc.engines.slots.model import SlotAdapters, SlotCache, SlotModel
-from rollout_svc.engines.slots.requests import LiveRequest, LiveSample, WaitingLine
+from rollout_svc.engines.slots.requests import ActiveRequest, ActiveSample, WaitingQueue
 from rollout_svc.engines.slots.sampling import Logits, draw
 from sluice.versions import Version
 
-__all__ = ["BatchLimits", "Decoder", "Owned", "SlotBatch", "completed_stop"]
+__all__ = ["BatchLimits", "Decoder", "Row", "SlotBatch", "completed_stop"]
 
-Owned = tuple[LiveRequest, LiveSample]
-"""A sample with the request that it belongs to."""
+Row = tuple[ActiveRequest, ActiveSample]
+"""A sample and its request. Its index in the batch is its row of the KV cache."""
 
 CHARACTERS_PER_TOKEN = 4
-"""A character takes up to four tokens in byte-level vocabularies."""
+"""A character has up to four tokens in byte-level vocabularies."""
 
 SLACK_TOKENS = 16
-"""Further tokens to look back, for special ones that decode to nothing."""
+"""Further tokens to decode, since special ones have no text."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """How much is computed at a time.
+    """How much is computed at once.
 
     Attributes:
-        running: Most samples in a step.
-        prefill_tokens: Most prompt tokens, padding included, between two steps; a longer prompt goes alone.
+        running: Maximum number of samples in a step.
+        prefill_tokens: Maximum number of prompt tokens, padding included, between two steps; a longer prompt is computed alone.
     """
 
     running: int
@@ -48,38 +48,39 @@ class BatchLimits:
 class SlotBatch:
     """Rows of the KV cache and the samples that they belong to. Used by one thread.
 
-    A sample is admitted when its longest possible sequence fits beside those that run, so that none has to be put out again.
+    A sample is admitted when its longest possible sequence fits the cache beside those of the running samples, so that none has
+    to be preempted.
 
     Args:
         model: The model.
         cache: Keys and values of the rows.
-        limits: How much to compute at a time.
+        limits: How much to compute at once.
         decoder: Decodes for stop strings; None where the model has no tokenizer.
     """
 
     def __init__(self, model: SlotModel, cache: SlotCache, limits: BatchLimits, decoder: Decoder | None) -> None:
         self._model, self._cache, self._limits, self._decoder = model, cache, limits, decoder
         self._random = np.random.default_rng()
-        self.rows: list[Owned] = []
+        self.rows: list[Row] = []
         self.generated_tokens = 0
         self.prompt_tokens = 0
 
     @property
     def adapters(self) -> SlotAdapters:
-        """What rows may run on beside the weights."""
+        """Return the adapters of the model."""
         return self._model.adapters
 
     @property
     def kv_usage(self) -> float:
-        """Share of the cache's positions that are in use."""
+        """Return the fraction of the cache in use."""
         return self._cache.usage(sum(sample.last_position for _, sample in self.rows))
 
-    def step(self, waiting: WaitingLine, version: Version) -> list[Owned]:
-        """Take in waiting samples for which there is room and sample a token of each row.
+    def step(self, waiting: WaitingQueue, version: Version) -> list[Row]:
+        """Admit waiting samples for which there is room, and sample one token for each row.
 
         Args:
-            waiting: Where samples come from.
-            version: The weights.
+            waiting: The queue.
+            version: The version of the weights.
 
         Returns:
             Samples that ended.
@@ -90,12 +91,12 @@ class SlotBatch:
             samples = [sample for _, sample in self.rows]
             tokens = [sample.token_ids[-1] for sample in samples]
             positions = [sample.last_position for sample in samples]
-            logits = self._model.decode(self._cache, tokens, positions, [live.adapter for live, _ in self.rows])
+            logits = self._model.decode(self._cache, tokens, positions, [active.adapter for active, _ in self.rows])
             ended += self._deliver(logits, 0, version)
         return ended
 
-    def free(self, rows: Sequence[int]) -> list[Owned]:
-        """Give up rows, in ascending order, and move the last ones into the holes.
+    def free(self, rows: Sequence[int]) -> list[Row]:
+        """Remove rows, given in ascending order, and move the last rows to their places.
 
         Returns:
             Their samples.
@@ -109,79 +110,79 @@ class SlotBatch:
             self.rows.pop()
         return gone
 
-    def fill_anew(self) -> None:
-        """Compute keys and values of all rows under the present weights."""
+    def recompute_kv(self) -> None:
+        """Compute the keys and values of all rows again, with the present weights."""
         sequences = [[*sample.request.prompt_ids, *sample.token_ids[:-1]] for _, sample in self.rows]
         first = 0
         while first < len(sequences):
             count = _within_budget(sequences[first:], self._limits.prefill_tokens)
             batch = sequences[first : first + count]
-            adapters = [live.adapter for live, _ in self.rows[first : first + count]]
+            adapters = [active.adapter for active, _ in self.rows[first : first + count]]
             self._model.prefill(self._cache, first, batch, range(count), [(0, 0)], adapters=adapters)
             first += count
 
-    def _admit(self, waiting: WaitingLine) -> list[Owned]:
-        admitted: list[Owned] = []
+    def _admit(self, waiting: WaitingQueue) -> list[Row]:
+        admitted: list[Row] = []
         longest = max((sample.most_positions for _, sample in self.rows), default=0)
         prompts, width = 0, 0
         while waiting and len(self.rows) + len(admitted) < self._limits.running:
-            live, sample = waiting.first()
+            active, sample = waiting.first()
             longest = max(longest, sample.most_positions)
             if not self._cache.fits(len(self.rows) + len(admitted) + 1, longest):
                 break
-            if not admitted or admitted[-1][0] is not live:
-                prompts, width = prompts + 1, max(width, len(live.request.prompt_ids))
+            if not admitted or admitted[-1][0] is not active:
+                prompts, width = prompts + 1, max(width, len(active.request.prompt_ids))
                 if admitted and prompts * width > self._limits.prefill_tokens:
                     break
             admitted.append(waiting.pop())
         return admitted
 
-    def _prefill(self, admitted: list[Owned], version: Version) -> list[Owned]:
-        """Forward each new prompt once, give it to all of its samples and draw their first tokens."""
+    def _prefill(self, admitted: list[Row], version: Version) -> list[Row]:
+        """Forward each new prompt once, copy it to the rows of all of its samples, and sample their first tokens."""
         first = len(self.rows)
-        owners = list({id(live): live for live, _ in admitted}.values())
-        number = {id(live): position for position, live in enumerate(owners)}
-        sources = [number[id(live)] for live, _ in admitted]
+        owners = list({id(active): active for active, _ in admitted}.values())
+        number = {id(active): position for position, active in enumerate(owners)}
+        sources = [number[id(active)] for active, _ in admitted]
         longest = max(sample.most_positions for _, sample in (*self.rows, *admitted))
         self._cache.reserve(first + len(admitted), longest, used=first)
-        wanted = [_wanted_positions(live) for live in owners]
+        wanted = [_wanted_positions(active) for active in owners]
         logits = self._model.prefill(
             self._cache,
             first,
-            [live.request.prompt_ids for live in owners],
+            [active.request.prompt_ids for active in owners],
             sources,
             [(prompt, position) for prompt, each in enumerate(wanted) for position in each],
-            adapters=[live.adapter for live in owners],
+            adapters=[active.adapter for active in owners],
         )
         ends = np.cumsum([len(each) for each in wanted])
-        for live, each, end in zip(owners, wanted, ends, strict=True):
+        for active, each, end in zip(owners, wanted, ends, strict=True):
             if len(each) > 1:
-                live.prompt_logprobs = _prompt_logprobs(logits[end - len(each) : end - 1], live.request.prompt_ids)
+                active.prompt_logprobs = _prompt_logprobs(logits[end - len(each) : end - 1], active.request.prompt_ids)
         self.rows += admitted
-        self.prompt_tokens += sum(len(live.request.prompt_ids) for live, sample in admitted if sample.index == 0)
+        self.prompt_tokens += sum(len(active.request.prompt_ids) for active, sample in admitted if sample.index == 0)
         return self._deliver(logits[torch.from_numpy(ends[sources] - 1).to(logits.device)], first, version)
 
-    def _deliver(self, logits: Logits, first: int, version: Version) -> list[Owned]:
-        """Draw a token for each row from `first` on, hand it over, and free the rows that ended."""
+    def _deliver(self, logits: Logits, first: int, version: Version) -> list[Row]:
+        """Sample a token for each row from `first` on, append it, and remove the rows that ended."""
         rows = self.rows[first:]
         drawn = draw(logits, [sample.row for _, sample in rows], self._random)
         ended: list[int] = []
-        for number, (live, sample) in enumerate(rows):
+        for number, (active, sample) in enumerate(rows):
             logprob = drawn.logprobs[number]
             if math.isnan(logprob):
                 log.error("the model's output is not finite", request=sample.request.request_id, version=str(version))
                 self._cache.clean(first + number)
                 sample.finish_reason = FinishReason.ERROR
             else:
-                sampled_by = version if live.adapter is None else live.adapter.version
-                sample.take(drawn.token_ids[number], logprob, drawn.top[number], sampled_by)
+                sampled_by = version if active.adapter is None else active.adapter.version
+                sample.append(drawn.token_ids[number], logprob, drawn.top[number], sampled_by)
                 sample.finish_reason = self._reason_to_end(sample)
                 self.generated_tokens += 1
             if sample.finish_reason is not None:
                 ended.append(first + number)
         return self.free(ended)
 
-    def _reason_to_end(self, sample: LiveSample) -> FinishReason | None:
+    def _reason_to_end(self, sample: ActiveSample) -> FinishReason | None:
         count, sampling = len(sample.token_ids), sample.request.sampling
         if sample.token_ids[-1] in sample.row.end_ids:
             return FinishReason.STOP
@@ -192,10 +193,10 @@ class SlotBatch:
         return FinishReason.LENGTH if count >= sample.most_tokens else None
 
 
-def _wanted_positions(live: LiveRequest) -> range:
-    """Positions of the prompt whose logits are needed: the last one, or all if the caller wants them."""
-    length = len(live.request.prompt_ids)
-    return range(0 if live.request.prompt_logprobs and not live.prompt_logprobs else length - 1, length)
+def _wanted_positions(active: ActiveRequest) -> range:
+    """Return the positions of the prompt whose logits are needed: the last one, or all for prompt log-probabilities."""
+    length = len(active.request.prompt_ids)
+    return range(0 if active.request.prompt_logprobs and not active.prompt_logprobs else length - 1, length)
 
 
 def _prompt_logprobs(logits: Tensor, prompt_ids: Sequence[int]) -> list[float]:
@@ -205,7 +206,7 @@ def _prompt_logprobs(logits: Tensor, prompt_ids: Sequence[int]) -> list[float]:
 
 
 def _within_budget(sequences: Sequence[Sequence[int]], tokens: int) -> int:
-    """How many of the first sequences, padded to the longest, stay within so many tokens; at least one."""
+    """Return how many of the first sequences, padded to the longest, have at most so many tokens; at least one."""
     width = 0
     for count, sequence in enumerate(sequences):
         width = max(width, len(sequence))
@@ -215,16 +216,16 @@ def _within_budget(sequences: Sequence[Sequence[int]], tokens: int) -> int:
 
 
 class Decoder(Protocol):
-    """A tokenizer, as far as it is needed here."""
+    """The one method of a tokenizer that is used here."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
 
 
 def completed_stop(decoder: Decoder, token_ids: Sequence[int], stops: Sequence[str]) -> str:
-    """The stop string that the last token completed, the one that begins first if there are several; empty if none.
+    """Return the stop string that the last token completed, or an empty one. Of several, return the one that begins first.
 
-    Only as much of the end is decoded as the longest stop string can reach back.
+    Only as many of the last tokens are decoded as the longest stop string can have.
     """
     reach = CHARACTERS_PER_TOKEN * max(map(len, stops)) + SLACK_TOKENS
     text = decoder.decode(list(token_ids[-reach:]), skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""The engine that samples with plain transformers: the same contract without vLLM, on CPU or one GPU."""
+"""The engine that samples with plain transformers, on a CPU or one GPU. It needs no vLLM."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from rollout_svc.engines.model_files import BaseModel, read_base_model
 from rollout_svc.engines.slots.batch import BatchLimits, Decoder, SlotBatch
 from rollout_svc.engines.slots.loop import InPlaceWeights, SlotLoop
 from rollout_svc.engines.slots.model import SlotCache, SlotModel
-from rollout_svc.engines.slots.requests import LiveRequest
+from rollout_svc.engines.slots.requests import ActiveRequest
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
 __all__ = ["SlotOptions", "TransformersEngine"]
 
 LEAST_COALESCE_S = 0.001
-"""A stream wakes no more often than this; an engine step takes longer."""
+"""Minimum seconds between two chunks of a stream; an engine step takes longer."""
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 MOST_LOGITS_BYTES = 2 << 30
-"""Log-probabilities of a whole prompt take vocabulary x length x 4 bytes at once; more than this is refused."""
+"""Maximum memory for the log-probabilities of a prompt: vocabulary x length x 4 bytes."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """How the engine computes, and how much at a time.
+    """How the engine computes, and how much at once.
 
     Attributes:
         device: "auto" takes CUDA where there is one.
         dtype: "auto" takes the model's own.
-        max_model_len: Most tokens of prompt and continuation; None takes the model's own limit.
-        max_running: Most samples in a step.
-        max_queued: Most samples that wait; more raise EngineBusyError.
-        kv_cache_bytes: Most memory of keys and values; None takes 1 GiB, or more if one sample needs it.
+        max_model_len: Maximum number of tokens of prompt and continuation; None takes the model's own limit.
+        max_running: Maximum number of samples in a step.
+        max_queued: Maximum number of waiting samples; more raise EngineBusyError.
+        kv_cache_bytes: Memory for keys and values; None takes 1 GiB, or more if one sample needs it.
         kv_policy: What happens to keys and values of running samples at an update: "keep" or "recompute".
-        prefill_tokens: Most prompt tokens, padding included, between two steps; a longer prompt goes alone.
+        prefill_tokens: Maximum number of prompt tokens, padding included, between two steps; a longer prompt is computed alone.
         threads: CPU threads of a step; None leaves PyTorch's choice.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
     """
@@ -75,11 +75,11 @@ class SlotOptions:
 
 
 class TransformersEngine(AdapterCommands):
-    """Batched sampling with a static KV cache, in process as a library or behind the service.
+    """Samples in batches with a static KV cache, in process as a library or behind the service.
 
     Args:
         model: Directory or hub id of the base model.
-        options: How to compute and how much at a time.
+        options: How to compute, and how much at once.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
     """
 
@@ -92,7 +92,7 @@ class TransformersEngine(AdapterCommands):
         self._base: BaseModel | None = None
         self._decoder: Decoder | None = None
         self._resume_from: StagedVersion | None = None
-        self._live: dict[str, set[LiveRequest]] = {}
+        self._active: dict[str, set[ActiveRequest]] = {}
         self._adapters = Adapters(
             SlotAdapterHost(lambda: self._loop, self._base_shapes, self._requests), lora, self._options.drain_deadline_s
         )
@@ -103,16 +103,16 @@ class TransformersEngine(AdapterCommands):
         """Load the model.
 
         Raises:
-            EngineError: with the remedy, if it cannot.
+            EngineError: if that fails, with the remedy.
         """
         async with self._commands:
             await self._start()
 
     async def restart(self) -> Version:
-        """Load the model anew after a failure, on the version last applied if its staged file is still there.
+        """Load the model again after a failure, on the version last applied if its staged file still exists.
 
         Returns:
-            The version that serves now; the base, (0, 0), if the staged file is gone.
+            The version that serves now: the base, (0, 0), if the staged file was deleted.
 
         Raises:
             EngineError: if it cannot start.
@@ -127,9 +127,9 @@ class TransformersEngine(AdapterCommands):
                 try:
                     await asyncio.wrap_future(loop.call(lambda: loop.swap(staged)))
                 except EngineError:
-                    await self._stop()  # not healthy until another attempt serves the base
+                    await self._stop()  # not healthy until the next attempt, which serves the base
                     raise
-            await self._adapters.load_anew()
+            await self._adapters.reload()
             return self._adapters.version or loop.version
 
     async def stop(self) -> None:
@@ -169,10 +169,10 @@ class TransformersEngine(AdapterCommands):
 
     @property
     def _loop(self) -> SlotLoop:
-        """The loop, if it samples.
+        """Return the loop.
 
         Raises:
-            EngineError: if there is none.
+            EngineError: if the engine does not run or is broken.
         """
         if self._running is None:
             raise EngineError("the engine is not running; call start()")
@@ -189,46 +189,46 @@ class TransformersEngine(AdapterCommands):
     def _base_shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._base_model.shapes
 
-    def _requests(self) -> list[LiveRequest]:
-        return [live for of_name in self._live.values() for live in of_name]
+    def _requests(self) -> list[ActiveRequest]:
+        return [active for of_name in self._active.values() for active in of_name]
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample and answer when all samples have ended. Cancelling aborts them.
+        """Sample, and return when all samples have ended. Cancelling aborts them.
 
         Raises:
-            ValueError: if this engine cannot sample so.
+            ValueError: if this engine does not support the parameters.
             EngineBusyError: if too many samples wait.
             EngineError: if the engine failed.
         """
         await self._adapters.ready.wait()
-        live = self._submit(request)
+        active = self._submit(request)
         try:
-            await live.wait()
+            await active.wait()
         finally:
-            self._release(live)
-        return live.result()
+            self._release(active)
+        return active.result()
 
     async def stream(
         self, request: GenerationRequest, *, coalesce_s: float = 0.02
     ) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample and give chunks as they come; chunks of different samples interleave. Closing the iterator aborts.
+        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
 
         Raises:
-            ValueError: if this engine cannot sample so.
+            ValueError: if this engine does not support the parameters.
             EngineBusyError: if too many samples wait.
             EngineError: if the engine failed.
         """
         await self._adapters.ready.wait()
-        live = self._submit(request)
+        active = self._submit(request)
         given = [0] * request.n
         unfinished = set(range(request.n))
         try:
             while unfinished:
-                await live.wait(max(coalesce_s, LEAST_COALESCE_S))
+                await active.wait(max(coalesce_s, LEAST_COALESCE_S))
                 for index in sorted(unfinished):
-                    chunk = live.samples[index].chunk(given[index])
+                    chunk = active.samples[index].chunk(given[index])
                     if chunk is None:
                         continue
                     given[index] += len(chunk.token_ids)
@@ -236,18 +236,18 @@ class TransformersEngine(AdapterCommands):
                         unfinished.discard(index)
                     yield chunk
         finally:
-            self._release(live)
+            self._release(active)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ABORT and its tokens so far. False if it is not under way."""
+        """End a request with finish reason ABORT and its tokens so far. Return False if it is not in progress."""
         loop = self._loop
         ended = [
-            await asyncio.wrap_future(loop.call(lambda live=live: loop.abort(live)))  # type: ignore[misc]
-            for live in list(self._live.get(request_id, ()))
+            await asyncio.wrap_future(loop.call(lambda active=active: loop.abort(active)))  # type: ignore[misc]
+            for active in list(self._active.get(request_id, ()))
         ]
         return any(ended)
 
-    def _submit(self, request: GenerationRequest) -> LiveRequest:
+    def _submit(self, request: GenerationRequest) -> ActiveRequest:
         loop = self._loop
         _check(request, self.info, has_tokenizer=self._decoder is not None)
         if loop.queued + request.n > self._options.max_queued:
@@ -255,29 +255,29 @@ class TransformersEngine(AdapterCommands):
                 f"{loop.queued} samples wait already, at most {self._options.max_queued} may; retry later"
             )
         with self._adapters.entering(request.adapter) as adapter:
-            live = LiveRequest(request, self.info, adapter)
-            self._live.setdefault(request.request_id, set()).add(live)
-            loop.post(lambda: loop.add(live))
-        return live
+            active = ActiveRequest(request, self.info, adapter)
+            self._active.setdefault(request.request_id, set()).add(active)
+            loop.post(lambda: loop.add(active))
+        return active
 
-    def _release(self, live: LiveRequest) -> None:
-        """Forget a request; abort it if its caller gave it up before its end."""
-        self._adapters.left(live.adapter)
-        of_same_name = self._live[live.request.request_id]
-        of_same_name.discard(live)
+    def _release(self, active: ActiveRequest) -> None:
+        """Forget a request. Abort it if it has not ended."""
+        self._adapters.left(active.adapter)
+        of_same_name = self._active[active.request.request_id]
+        of_same_name.discard(active)
         if not of_same_name:
-            del self._live[live.request.request_id]
+            del self._active[active.request.request_id]
         loop = self._running
-        if loop is not None and not live.ended:
-            loop.post(lambda: loop.abort(live))
+        if loop is not None and not active.ended:
+            loop.post(lambda: loop.abort(active))
 
     # --- pausing --------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; new requests queue.
+        """Stop sampling. New requests are queued.
 
         Raises:
-            EngineError: if requests under way did not end in time (mode WAIT); sampling goes on.
+            EngineError: if requests in progress did not end in time (mode WAIT); sampling continues.
         """
         async with self._commands:
             loop = self._loop
@@ -294,7 +294,7 @@ class TransformersEngine(AdapterCommands):
                 ) from error
 
     async def resume(self) -> None:
-        """Sample again. Idempotent."""
+        """Resume sampling. Idempotent."""
         async with self._commands:
             loop = self._loop
             await asyncio.wrap_future(loop.call(loop.resume))
@@ -302,16 +302,16 @@ class TransformersEngine(AdapterCommands):
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
-        """Switch to a staged version between two steps; requests under way continue.
+        """Switch to a staged version between two steps; requests in progress continue.
 
         Raises:
-            EngineError: if the version could not be applied. The old version serves on, unless `status` says that the
-                engine is not healthy: then it needs `restart`.
+            EngineError: if the version could not be applied. The old version keeps serving, unless `status` says that
+                the engine is not healthy: then call `restart`.
         """
         async with self._commands:
             loop = self._loop
             if loop.staged == staged and not loop.suspect:
-                self._adapters.serve_weights()  # back from an adapter to its base, which never changed
+                self._adapters.serve_weights()  # from an adapter back to its base, which has not changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             self._base_model.check(staged)
             return await self._swap(loop, staged)
@@ -337,10 +337,10 @@ class TransformersEngine(AdapterCommands):
 
         Args:
             staged: The version.
-            share: Part of the tensors to look at, above 0; 1 for all. Which ones depends on the version.
+            share: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
 
         Returns:
-            Tensors that differ; the next `apply` of the version then loads it anew.
+            The tensors that differ; the next `apply` of the version loads it again.
 
         Raises:
             EngineError: if the file cannot be read.
@@ -360,7 +360,7 @@ class TransformersEngine(AdapterCommands):
     # --- status ---------------------------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        """Report load and version; cheap."""
+        """Return version and load. This is cheap."""
         loop = self._running
         if loop is None:
             return EngineStatus(BASE, BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)
@@ -379,7 +379,7 @@ class TransformersEngine(AdapterCommands):
 
 
 def chosen(names: Sequence[str], share: float, version: Version) -> list[str]:
-    """A share of the names, at least one; another one for each version."""
+    """Return a fraction of the names, at least one; different ones for each version."""
     if share >= 1.0:
         return list(names)
     count = max(1, round(share * len(names)))
@@ -397,10 +397,10 @@ def _tokenizer(directory: str) -> Decoder | None:
 
 
 def _check(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) -> None:
-    """Refuse what cannot be sampled.
+    """Refuse a request that this engine cannot sample.
 
     Raises:
-        ValueError: naming it.
+        ValueError: with the reason.
     """
     ids, room = request.prompt_ids, info.max_model_len
     if not 0 < len(ids) < room:
@@ -418,34 +418,34 @@ def _check(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) 
 
 
 class SlotAdapterHost:
-    """An `AdapterHost`: what the transformers engine does for its adapters, between two steps of its loop.
+    """An `AdapterHost`: loads and unloads adapters between two steps of the loop.
 
     Args:
-        loop: Gives the loop, or raises EngineError.
-        shapes: Gives the base model's tensors.
-        live: Gives the requests under way.
+        loop: Returns the loop, or raises EngineError.
+        shapes: Returns the shapes of the base model's tensors.
+        active: Gives the requests in progress.
     """
 
     def __init__(
         self,
         loop: Callable[[], SlotLoop],
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-        live: Callable[[], Iterable[LiveRequest]],
+        active: Callable[[], Iterable[ActiveRequest]],
     ) -> None:
-        self._loop, self._shapes, self._live = loop, shapes, live
+        self._loop, self._shapes, self._active = loop, shapes, active
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The base model's tensors."""
+        """Return the shapes of the base model's tensors."""
         return self._shapes()
 
     @property
     def version(self) -> Version:
-        """The version of its weights."""
+        """Return the version of the weights."""
         return self._loop().version
 
     async def add(self, adapter: Adapter) -> None:
-        """Load an adapter beside the weights.
+        """Load an adapter.
 
         Raises:
             EngineError: if it cannot be loaded.
@@ -454,17 +454,17 @@ class SlotAdapterHost:
         await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.add(adapter)))
 
     async def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter that no request runs on."""
+        """Unload an adapter that no request uses."""
         loop = self._loop()
         await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.remove(adapter)))
 
     async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
-        """End some requests."""
+        """End the matching requests."""
         loop = self._loop()
-        ending = [live for live in self._live() if which(live)]
+        ending = [active for active in self._active() if which(active)]
 
         def end() -> None:
-            for live in ending:
-                loop.abort(live, FinishReason.VERSION_RETIRED)
+            for active in ending:
+                loop.abort(active, FinishReason.VERSION_RETIRED)
 
         await asyncio.wrap_future(loop.call(end))

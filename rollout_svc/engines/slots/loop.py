@@ -1,4 +1,4 @@
-"""The thread that samples, and what may happen between two of its steps: pauses, aborts, other weights."""
+"""The thread that samples, and what happens between two of its steps: pauses, aborts, changes of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from rollout_svc.engines.base import EngineError, FinishReason, PauseMode
 from rollout_svc.engines.model_files import TIED_HEAD, BaseModel
 from rollout_svc.engines.slots.batch import SlotBatch
-from rollout_svc.engines.slots.requests import LiveRequest, WaitingLine
+from rollout_svc.engines.slots.requests import ActiveRequest, WaitingQueue
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion
 
@@ -30,13 +30,13 @@ log = structlog.get_logger()
 
 
 class SlotLoop:
-    """Samples for all live requests in a thread of its own.
+    """Samples for all active requests in its own thread.
 
     Args:
         batch: What is sampled.
         weights: The model's tensors.
         threads: CPU threads of a step; None leaves PyTorch's choice.
-        recompute: Whether other weights compute the keys and values of running samples anew.
+        recompute: Whether the keys and values of running samples are computed again after a change of the weights.
     """
 
     def __init__(self, batch: SlotBatch, weights: InPlaceWeights, *, threads: int | None, recompute: bool) -> None:
@@ -44,9 +44,9 @@ class SlotLoop:
         self.paused: PauseMode | None = None
         self.broken = ""
         self.staged: StagedVersion | None = None
-        """Where the weights came from; None for the base."""
+        """The version of the weights; None for the base model."""
         self.suspect = False
-        """The live weights were found to differ from those; a swap ends that."""
+        """Whether the live weights were found to differ from that version, until the next swap."""
         self._weights, self._threads, self._recompute = weights, threads, recompute
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake = threading.Event()
@@ -54,24 +54,24 @@ class SlotLoop:
         self._over = False
         self._last_command = threading.Lock()
         self._draining: list[Future[None]] = []
-        self._waiting = WaitingLine()
-        self._held: list[LiveRequest] = []
+        self._waiting = WaitingQueue()
+        self._held: list[ActiveRequest] = []
         self._thread = threading.Thread(target=self._run, name="slot-loop", daemon=True)
 
     # --- from other threads ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to sample."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End every request and the thread; blocks for the rest of a step."""
+        """End every request and the thread. Blocks for the rest of a step."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
 
     def call(self, action: Callable[[], Result]) -> Future[Result]:
-        """Run something in the thread, between two steps."""
+        """Run an action in the thread, between two steps."""
         future: Future[Result] = Future()
 
         def run() -> None:
@@ -86,43 +86,43 @@ class SlotLoop:
         return future
 
     def post(self, action: Callable[[], object]) -> None:
-        """As `call`, where nobody waits for the outcome."""
+        """Like `call`, without a result."""
         with self._last_command:
             if not self._over:
                 self._commands.put(action)
                 self._wake.set()
                 return
-        action()  # the thread is gone: only refusals are left to give
+        action()  # the thread has ended: the action only refuses
 
     @property
     def version(self) -> Version:
-        """The weights that tokens are sampled from."""
+        """Return the version of the weights."""
         return BASE if self.staged is None else self.staged.version
 
     @property
     def queued(self) -> int:
-        """Samples that wait for a row."""
-        return len(self._waiting) + sum(len(live.samples) for live in self._held)
+        """Return the number of samples that wait for a row."""
+        return len(self._waiting) + sum(len(active.samples) for active in self._held)
 
     # --- in the thread: requests ----------------------------------------------------------------------------------
 
-    def add(self, live: LiveRequest) -> None:
-        """Queue a request. In the thread."""
+    def add(self, active: ActiveRequest) -> None:
+        """Queue a request. Call this in the thread."""
         if self.broken or self._stopping:
-            live.fail(EngineError(self.broken or "the engine was stopped"))
+            active.fail(EngineError(self.broken or "the engine was stopped"))
         elif self._draining or self.paused is PauseMode.WAIT:
-            self._held.append(live)
+            self._held.append(active)
         else:
-            self._waiting.add(live)
+            self._waiting.add(active)
 
-    def abort(self, live: LiveRequest | None, reason: FinishReason = FinishReason.ABORT) -> bool:
-        """End a request with what it has, or all of them; False if there was nothing left to end. In the thread."""
-        for held in [each for each in self._held if live is None or each is live]:
+    def abort(self, active: ActiveRequest | None, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request, or all of them, with the tokens so far. Return False if none was active. Call this in the thread."""
+        for held in [each for each in self._held if active is None or each is active]:
             self._held.remove(held)
             self._waiting.add(held)
-        gone = self._waiting.remove(live)
+        gone = self._waiting.remove(active)
         gone += self.batch.free(
-            [row for row, (owner, _) in enumerate(self.batch.rows) if live is None or owner is live]
+            [row for row, (owner, _) in enumerate(self.batch.rows) if active is None or owner is active]
         )
         for owner, sample in gone:
             sample.finish_reason = reason
@@ -130,11 +130,11 @@ class SlotLoop:
         return bool(gone)
 
     def pause(self, mode: PauseMode) -> Future[None]:
-        """Stop sampling; done when that is so. In the thread."""
+        """Stop sampling. The future is done when sampling has stopped. Call this in the thread."""
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # from here on the waiting side cannot cancel it
+        done.set_running_or_notify_cancel()  # from here on the caller cannot cancel it
         if mode is PauseMode.WAIT:
-            self.paused = None  # what an earlier pause froze has to end as well
+            self.paused = None  # requests that an earlier pause froze have to end, too
             self._draining.append(done)
             self._look_if_drained()
             return done
@@ -145,11 +145,11 @@ class SlotLoop:
         return done
 
     def resume(self) -> None:
-        """Sample again; a pause that still waits is given up. In the thread."""
+        """Resume sampling. A pause that still waits is abandoned. Call this in the thread."""
         self.paused = None
         self._draining.clear()
-        for live in self._held:
-            self._waiting.add(live)
+        for active in self._held:
+            self._waiting.add(active)
         self._held.clear()
 
     def _look_if_drained(self) -> None:
@@ -162,13 +162,13 @@ class SlotLoop:
     # --- in the thread: weights -----------------------------------------------------------------------------------
 
     def swap(self, staged: StagedVersion | None) -> tuple[float, float]:
-        """Copy a version into the model, or the base where it is None. In the thread.
+        """Copy a version into the model, or the base model for None. Call this in the thread.
 
         Returns:
             Seconds without sampling, and seconds of the copy alone.
 
         Raises:
-            EngineError: if it could not be applied. The version before serves on, unless `broken` says otherwise.
+            EngineError: if it could not be applied. The version before keeps serving, unless `broken` is set.
         """
         begun = time.perf_counter()
         paths = self._files(staged)
@@ -182,15 +182,15 @@ class SlotLoop:
         copied = time.perf_counter()
         self.staged, self.suspect = staged, False
         if self._recompute:
-            self.batch.fill_anew()
+            self.batch.recompute_kv()
         return time.perf_counter() - begun, copied - copying
 
     def tensors(self) -> list[str]:
-        """Names of the live weights, sorted."""
+        """Return the names of the live tensors, sorted."""
         return self._weights.names()
 
     def differs(self, name: str, staged: StagedVersion | None) -> bool:
-        """Whether a live tensor differs from a version, or from the base where it is None. In the thread.
+        """Return whether a live tensor differs from a version, or from the base model for None. Call this in the thread.
 
         Raises:
             EngineError: if the version's file cannot be read.
@@ -237,8 +237,8 @@ class SlotLoop:
             self._commands.get()()
 
     def _step(self) -> None:
-        for live, _ in self.batch.step(self._waiting, self.version):
-            live.sample_ended()
+        for active, _ in self.batch.step(self._waiting, self.version):
+            active.sample_ended()
         self._look_if_drained()
 
     def _break(self, why: str) -> None:
@@ -246,19 +246,19 @@ class SlotLoop:
         self._fail_all(EngineError(why))
 
     def _fail_all(self, error: EngineError) -> None:
-        gone = {id(live): live for live, _ in [*self.batch.rows, *self._waiting.remove(None)]}
-        gone |= {id(live): live for live in self._held}
+        gone = {id(active): active for active, _ in [*self.batch.rows, *self._waiting.remove(None)]}
+        gone |= {id(active): active for active in self._held}
         self.batch.rows.clear()
         self._held.clear()
-        for live in gone.values():
-            live.fail(error)
+        for active in gone.values():
+            active.fail(error)
         for done in self._draining:
             done.set_exception(error)
         self._draining.clear()
 
 
 class InPlaceWeights:
-    """The live tensors of a model under the names that its files use.
+    """The live tensors of a model, by the names in its files; copies files into them in place.
 
     Args:
         module: The model.
@@ -282,11 +282,11 @@ class InPlaceWeights:
 
     @property
     def base_paths(self) -> Sequence[Path]:
-        """The model's own files."""
+        """Return the files of the base model."""
         return self._base.paths
 
     def check(self, paths: Sequence[Path]) -> None:
-        """Compare the files' headers with the model, before anything is touched.
+        """Compare the headers of the files with the model, before anything changes.
 
         Raises:
             EngineError: if they are not whole safetensors files with exactly the model's tensors.
@@ -322,12 +322,12 @@ class InPlaceWeights:
             torch.cuda.synchronize(self._device)
 
     def names(self) -> list[str]:
-        """Every tensor, sorted."""
+        """Return the names of all tensors, sorted."""
         return sorted(self._live)
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def differs(self, name: str, paths: Sequence[Path]) -> bool:
-        """Whether a live tensor differs from the files in any bit, after the rounding that a copy does.
+        """Return whether a live tensor differs from the files in any bit, after the rounding of a copy.
 
         Raises:
             EngineError: if no file has it.
@@ -346,7 +346,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(paths: Sequence[Path], stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Every tensor's name with its open file.
+    """Yield the name of every tensor and its open file.
 
     Raises:
         EngineError: if a file is not a whole safetensors file.

@@ -31,7 +31,7 @@ Queries: TypeAlias = Float[Tensor, "rows heads queries dim"]
 Keys: TypeAlias = Float[Tensor, "rows kv_heads keys dim"]
 
 LENGTH_STEP = 128
-"""Capacity for positions grows in these steps, so that a growing batch is seldom copied."""
+"""The cache grows by this many positions, so that it is seldom copied."""
 
 FIRST_ROWS = 8
 
@@ -42,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class SlotModel:
-    """The model on its device, with the two kinds of forward pass.
+    """The model on its device, with a forward pass for prompts and one for single tokens.
 
     Args:
         model: Directory or hub id.
@@ -58,7 +58,7 @@ class SlotModel:
         from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415 - takes seconds
         from transformers.utils.logging import disable_progress_bar  # noqa: PLC0415
 
-        disable_progress_bar()  # a log is no terminal
+        disable_progress_bar()  # it would fill the log
         AttentionInterface.register(ATTENTION, slot_attention)
         self.device = torch.device(_device(device))
         try:
@@ -79,17 +79,17 @@ class SlotModel:
 
     @property
     def kv_shape(self) -> KvShape:
-        """What one position of one sample takes."""
+        """The size of one position of one sample."""
         text = self.module.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return KvShape(text.num_hidden_layers, heads, head_dim, self.module.dtype, self.device)
 
     def check(self) -> None:
-        """Run a prompt and a step, so that an architecture that we do not serve is found at the start.
+        """Run a prompt and a step, to find an unsupported architecture at the start.
 
         Raises:
-            EngineError: naming what it needs.
+            EngineError: if the architecture is not supported, with the reason.
         """
         shape = self.kv_shape
         cache = SlotCache(shape, 2 * LENGTH_CHECKED * shape.position_bytes)
@@ -119,18 +119,18 @@ class SlotModel:
         """Fill rows with prompts.
 
         Args:
-            cache: Where keys and values go.
+            cache: The cache to write to.
             first: First row to fill.
             prompts: Token ids, each forwarded once.
             sources: For each row, which prompt it takes.
             picked: Prompt and position of each of the wanted logits.
-            adapters: What each prompt runs on beside the weights.
+            adapters: The adapter of each prompt, or None.
 
         Returns:
             Logits at the picked positions.
         """
         length = max(map(len, prompts))
-        # Padding stands on the right, where causal attention keeps it out of sight of the tokens.
+        # Padding is on the right, where causal attention hides it from the tokens.
         ids = torch.tensor([[*prompt, *[0] * (length - len(prompt))] for prompt in prompts], device=self.device)
         view = PrefillView(cache, first, torch.tensor(sources, device=self.device))
         positions = torch.arange(length, device=self.device).expand(len(prompts), -1)
@@ -156,7 +156,7 @@ class SlotModel:
             cache: Their keys and values.
             tokens: The last token of each, not forwarded yet.
             positions: Its position.
-            adapters: What each row runs on beside the weights.
+            adapters: The adapter of each row, or None.
 
         Returns:
             Logits of the next token.
@@ -177,7 +177,7 @@ class SlotModel:
 
     @contextmanager
     def _picking(self, picked: Sequence[tuple[int, int]]) -> Iterator[None]:
-        """Within this, the output layer computes logits of these positions alone."""
+        """Make the output layer compute the logits of these positions only."""
         prompts, positions = torch.tensor(picked, device=self.device).unbind(1)
         self._picked = (prompts, positions)
         try:
@@ -186,7 +186,7 @@ class SlotModel:
             self._picked = None
 
     def _pick(self, _head: object, inputs: tuple[Tensor, ...]) -> Tensor | None:
-        """Select from hidden states ``[prompts, positions, hidden]`` before the output layer sees them."""
+        """Select from the hidden states ``[prompts, positions, hidden]`` before the output layer."""
         return None if self._picked is None else inputs[0][self._picked][None]
 
 
@@ -259,7 +259,7 @@ def _info(model: str, module: Any, max_model_len: int | None) -> ModelInfo:  # n
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one position of one sample takes."""
+    """The size of one position of one sample."""
 
     layers: int
     heads: int
@@ -269,7 +269,7 @@ class KvShape:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of the keys and values of one position in all layers."""
+        """Return the bytes of the keys and values of one position in all layers."""
         return 2 * self.layers * self.heads * self.head_dim * int(self.dtype.itemsize)
 
 
@@ -294,11 +294,11 @@ class SlotCache:
         return torch.zeros(size, dtype=shape.dtype, device=shape.device)
 
     def fits(self, rows: int, length: int) -> bool:
-        """Whether so many rows of so many positions stay within the budget."""
+        """Return whether so many rows of so many positions fit the budget."""
         return rows * length <= self._positions
 
     def usage(self, lengths: int) -> float:
-        """Share of the budget that the given number of positions takes."""
+        """Return the fraction of the budget that so many positions take."""
         return lengths / self._positions
 
     def reserve(self, rows: int, length: int, used: int) -> None:
@@ -326,7 +326,7 @@ class SlotCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def clean(self, row: int) -> None:
-        """Zero a row that a NaN came into: it would live on in positions that are masked."""
+        """Zero a row that a NaN came into: it would active on in positions that are masked."""
         self.keys[:, row] = 0
         self.values[:, row] = 0
 
@@ -336,10 +336,10 @@ def _round_up(length: int) -> int:
 
 
 class PrefillView:
-    """Takes whole prompts; they attend to themselves alone.
+    """Stores whole prompts, which attend only to themselves.
 
     Args:
-        cache: Where they go.
+        cache: The cache to write to.
         first: Row of the first.
         sources: For each row from `first` on, which prompt of the batch it takes.
     """
@@ -350,7 +350,7 @@ class PrefillView:
         self.layers_seen: set[int] = set()
 
     def update(self, keys: Keys, values: Keys, layer: int, *_args: object, **_kwargs: object) -> tuple[Keys, Keys]:
-        """Keep keys and values ``[prompts, heads, positions, head_dim]`` of a layer (transformers' signature)."""
+        """Store keys and values ``[prompts, heads, positions, head_dim]`` of a layer (transformers' signature)."""
         length = keys.shape[2]
         self.layers_seen.add(layer)
         self._cache.keys[layer, self._rows, :, :length] = keys[self._sources]
@@ -359,10 +359,10 @@ class PrefillView:
 
 
 class DecodeView:
-    """Takes the next position of each of the first rows.
+    """Stores the next position of each of the first rows.
 
     Args:
-        cache: Where they go.
+        cache: The cache to write to.
         positions: The position per row.
         width: Positions that are looked at; above the greatest of `positions`.
     """
@@ -372,7 +372,7 @@ class DecodeView:
         self._rows = torch.arange(len(positions), device=positions.device)
 
     def update(self, keys: Keys, values: Keys, layer: int, *_args: object, **_kwargs: object) -> tuple[Keys, Keys]:
-        """Keep keys and values ``[rows, heads, 1, head_dim]`` of a layer and give all so far (transformers' signature)."""
+        """Store keys and values ``[rows, heads, 1, head_dim]`` of a layer. Return all of the rows so far (transformers' signature)."""
         rows, width = len(self._rows), self._width
         all_keys, all_values = self._cache.keys[layer], self._cache.values[layer]
         all_keys[self._rows, :, self._positions] = keys[:, :, 0]
@@ -383,8 +383,8 @@ class DecodeView:
 class SlotAdapters:
     """The adapters of one model. Used by the thread that samples.
 
-    PEFT wraps the linear layers of the model when the first adapter comes; the weights themselves stay where they are, so that
-    they can still be swapped in place.
+    PEFT wraps the linear layers of the model when the first adapter is loaded. The weights stay where they are, so that they
+    can still be changed in place.
 
     Args:
         module: The model.
@@ -398,7 +398,7 @@ class SlotAdapters:
         """Load an adapter.
 
         Raises:
-            EngineError: if PEFT cannot.
+            EngineError: if PEFT fails.
         """
         from peft import PeftConfig, PeftModel  # noqa: PLC0415 - only where adapters are served
 
@@ -420,15 +420,15 @@ class SlotAdapters:
             )
 
     def remove(self, adapter: Adapter) -> None:
-        """Forget an adapter that no row runs on. Idempotent."""
+        """Unload an adapter that no row uses. Idempotent."""
         if self._wrapped is None or _label(adapter) not in self._wrapped.peft_config:
             return
-        if len(self._wrapped.peft_config) == 1:  # PEFT cannot be without any
+        if len(self._wrapped.peft_config) == 1:  # PEFT needs at least one
             self._wrapped.unload()
             self._wrapped = None
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that none is active then is what we want: rows name theirs
+            warnings.simplefilter("ignore")  # it warns that no adapter is active; rows name theirs
             self._wrapped.delete_adapter(_label(adapter))
 
     def forward(self, inputs: Mapping[str, object], adapters: Sequence[Adapter | None]) -> Any:  # noqa: ANN401 - untyped
@@ -439,5 +439,5 @@ class SlotAdapters:
 
 
 def _label(adapter: Adapter) -> str:
-    """PEFT's names are those of PyTorch modules: without dots."""
+    """Return the name of an adapter in PEFT: a name of a PyTorch module, which has no dots."""
     return adapter.label.replace(".", "_")

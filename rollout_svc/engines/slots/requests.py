@@ -1,7 +1,7 @@
-"""Requests of the slot engine, on both sides of its thread: the engine's loop writes, callers read.
+"""Active requests of the engine. Its thread writes them, and callers read them in the event loop.
 
-A sample's lists only grow, and its token ids grow last: a reader on another thread that takes as many log-probabilities as
-there are tokens sees whole steps, without a lock.
+The lists of a sample only grow, and its token ids grow last. So a reader in another thread that reads as many log-probabilities
+as there are tokens sees whole steps, without a lock.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rollout_svc.engines.base import (
 from rollout_svc.engines.slots.sampling import RowSampling
 from sluice.versions import Version, VersionSpan, spans_between
 
-__all__ = ["LiveRequest", "LiveSample", "WaitingLine"]
+__all__ = ["ActiveRequest", "ActiveSample", "WaitingQueue"]
 
 
-class LiveSample:
-    """One sample under way.
+class ActiveSample:
+    """One active sample.
 
     Args:
-        request: What it belongs to.
-        index: Its number in the request.
-        info: What the engine serves.
+        request: Its request.
+        index: Its index in the request.
+        info: The served model.
     """
 
     def __init__(self, request: GenerationRequest, index: int, info: ModelInfo) -> None:
@@ -56,15 +56,15 @@ class LiveSample:
 
     @property
     def most_positions(self) -> int:
-        """Positions of the KV cache that it may come to need."""
+        """Return the number of positions of the KV cache that it needs at most."""
         return len(self.request.prompt_ids) + self.most_tokens
 
     @property
     def last_position(self) -> int:
-        """Position of its last token, whose keys and values are not computed yet."""
+        """Return the position of its last token, whose keys and values are not computed yet."""
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
-    def take(self, token: int, logprob: float, top: list[tuple[int, float]], version: Version) -> None:
+    def append(self, token: int, logprob: float, top: list[tuple[int, float]], version: Version) -> None:
         """Append a token."""
         if not self.spans or self.spans[-1].version != version:
             self.spans.append(VersionSpan(len(self.token_ids), version))
@@ -74,8 +74,8 @@ class LiveSample:
         self.token_ids.append(token)
 
     def chunk(self, start: int) -> GenerationChunk | None:
-        """What is new from token `start` on; None if that is nothing."""
-        reason = self.finish_reason  # before the tokens: no token follows once it is set
+        """Return the tokens from `start` on; None if there are none."""
+        reason = self.finish_reason  # read before the tokens: no token follows once it is set
         end = len(self.token_ids)
         if start == end and reason is None:
             return None
@@ -91,7 +91,7 @@ class LiveSample:
         )
 
     def result(self) -> Sample:
-        """The whole sample, once it ended."""
+        """Return the whole sample after its end."""
         return Sample(
             index=self.index,
             token_ids=self.token_ids,
@@ -103,18 +103,18 @@ class LiveSample:
         )
 
 
-class LiveRequest:
-    """One request under way.
+class ActiveRequest:
+    """One active request.
 
     Args:
         request: What was asked.
-        info: What the engine serves.
-        adapter: What it runs on beside the weights.
+        info: The served model.
+        adapter: Its adapter, if it has one.
     """
 
     def __init__(self, request: GenerationRequest, info: ModelInfo, adapter: Adapter | None = None) -> None:
         self.request, self.adapter, self.adapter_name = request, adapter, request.adapter
-        self.samples = [LiveSample(request, index, info) for index in range(request.n)]
+        self.samples = [ActiveSample(request, index, info) for index in range(request.n)]
         self.prompt_logprobs: list[float] = []
         self.error: EngineError | None = None
         self.ended = False
@@ -123,18 +123,18 @@ class LiveRequest:
         self._left = request.n
 
     def sample_ended(self) -> None:
-        """Count an ended sample; the last one wakes the caller."""
+        """Note that a sample has ended. The last one wakes the caller."""
         self._left -= 1
         if self._left == 0:
             self._tell()
 
     def fail(self, error: EngineError) -> None:
-        """Let the caller know that nothing more will come."""
+        """End the request with an error."""
         self.error = error
         self._tell()
 
     def _tell(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's event loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop of the caller is closed
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
@@ -142,10 +142,10 @@ class LiveRequest:
         self._wake.set()
 
     async def wait(self, seconds: float | None = None) -> None:
-        """Return when all samples have ended, or after the time. On the caller's side.
+        """Wait until all samples have ended, or for some seconds. Call this in the event loop.
 
         Raises:
-            EngineError: what the engine failed with.
+            EngineError: the error that ended the request.
         """
         timer = None if seconds is None else self._loop.call_later(seconds, self._wake.set)
         try:
@@ -156,41 +156,41 @@ class LiveRequest:
         if not self.ended:
             self._wake.clear()
         elif self.error is not None:
-            raise EngineError(*self.error.args)  # each caller its own: they carry tracebacks
+            raise EngineError(*self.error.args)  # a new one for each caller, since errors keep tracebacks
 
     def result(self) -> GenerationResult:
-        """All samples, once they ended."""
+        """Return all samples after their end."""
         return GenerationResult(
             self.request.request_id, [sample.result() for sample in self.samples], self.prompt_logprobs
         )
 
 
-class WaitingLine:
-    """Samples that wait for a row, by priority and then by age."""
+class WaitingQueue:
+    """Samples that wait for a row, in the order of priority and age."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, LiveRequest, LiveSample]] = []
+        self._heap: list[tuple[int, int, ActiveRequest, ActiveSample]] = []
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, live: LiveRequest) -> None:
+    def add(self, active: ActiveRequest) -> None:
         """Queue all samples of a request."""
-        for sample in live.samples:
-            heapq.heappush(self._heap, (live.request.priority, next(self._numbers), live, sample))
+        for sample in active.samples:
+            heapq.heappush(self._heap, (active.request.priority, next(self._numbers), active, sample))
 
-    def first(self) -> tuple[LiveRequest, LiveSample]:
-        """Whose turn it is."""
+    def first(self) -> tuple[ActiveRequest, ActiveSample]:
+        """Return the next sample."""
         return self._heap[0][2:]
 
-    def pop(self) -> tuple[LiveRequest, LiveSample]:
-        """Take whose turn it is."""
+    def pop(self) -> tuple[ActiveRequest, ActiveSample]:
+        """Remove and return the next sample."""
         return heapq.heappop(self._heap)[2:]
 
-    def remove(self, live: LiveRequest | None) -> list[tuple[LiveRequest, LiveSample]]:
-        """Take out a request's samples; None takes everything."""
-        gone = [entry[2:] for entry in self._heap if live is None or entry[2] is live]
-        self._heap = [entry for entry in self._heap if live is not None and entry[2] is not live]
+    def remove(self, active: ActiveRequest | None) -> list[tuple[ActiveRequest, ActiveSample]]:
+        """Remove and return the samples of a request, or all for None."""
+        gone = [entry[2:] for entry in self._heap if active is None or entry[2] is active]
+        self._heap = [entry for entry in self._heap if active is not None and entry[2] is not active]
         heapq.heapify(self._heap)
         return gone

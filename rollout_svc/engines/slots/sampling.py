@@ -1,6 +1,6 @@
-"""From logits to tokens: temperature, truncation, penalties and the draw, for a batch of rows that differ in all of them.
+"""Samples tokens from logits, for a batch whose rows have different parameters.
 
-The order is vLLM's: bias and penalties on logits, temperature, then min-p, top-k and top-p on what is left.
+The order is vLLM's: bias and penalties on the logits, temperature, then min-p, top-k and top-p.
 """
 # mypy: disable-error-code="name-defined"
 # ruff: noqa: F722  (jaxtyping's axis names are strings, not forward references)
@@ -35,9 +35,9 @@ class RowSampling:
     Attributes:
         sampling: The request's parameters.
         prompt_ids: Its prompt.
-        token_ids: What was sampled so far.
+        token_ids: Its tokens so far.
         end_ids: Tokens that end it.
-        generator: Its own random numbers; None for the engine's.
+        generator: Its random numbers; None for those of the engine.
     """
 
     sampling: Sampling
@@ -48,7 +48,7 @@ class RowSampling:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits change before temperature."""
+        """Return whether the logits change before temperature."""
         sampling = self.sampling
         return bool(
             sampling.logit_bias
@@ -77,8 +77,8 @@ class Drawn:
 def draw(logits: Logits, rows: Sequence[RowSampling], shared: np.random.Generator) -> Drawn:
     """Draw the next token of each row.
 
-    One uniform number per row decides by the inverse of the distribution function, so that a seeded row does not depend on
-    its neighbours.
+    Each row uses one uniform number and the inverse of its cumulative distribution, so that a seeded row does not depend on
+    the others.
 
     Args:
         logits: The model's output; changed in place where it is float32.
@@ -101,7 +101,7 @@ def draw(logits: Logits, rows: Sequence[RowSampling], shared: np.random.Generato
 
 
 def logprobs_of(logits: Logits, rows: Sequence[RowSampling]) -> Logits:
-    """Log-probabilities that the rows are sampled with; those of greedy rows at temperature 1."""
+    """Return the log-probabilities that rows are sampled with; those of greedy rows are at temperature 1."""
     logits = logits.float()
     for position, row in enumerate(rows):
         if row.edits_logits:
@@ -117,7 +117,7 @@ def logprobs_of(logits: Logits, rows: Sequence[RowSampling]) -> Logits:
 
 
 def _invert(logprobs: Logits, uniform: Uniform) -> PerRow:
-    """The token at which the distribution function passes the uniform number."""
+    """Return the token at which the cumulative distribution passes the uniform number."""
     # In float64: over a large vocabulary the sum of float32 would drift by more than a rare token's probability.
     cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
     targets = uniform.clamp(max=1 - 1e-12)[:, None] * cumulated[:, -1:]
@@ -125,7 +125,7 @@ def _invert(logprobs: Logits, uniform: Uniform) -> PerRow:
 
 
 def _edit(logits: LogitsOfRow, row: RowSampling) -> None:
-    """Bias, end tokens that may not come yet, and penalties, in place."""
+    """Apply bias, min_tokens and penalties in place."""
     sampling = row.sampling
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=logits.device)
@@ -143,7 +143,7 @@ def _edit(logits: LogitsOfRow, row: RowSampling) -> None:
 
 
 def _truncated(logits: LogitsOfRow, sampling: Sampling) -> LogitsOfRow:
-    """Logits with all but the most likely tokens ruled out; the most likely one always stays."""
+    """Return the logits with all but the most likely tokens excluded. The most likely one is always kept."""
     if sampling.min_p:
         logits = logits.masked_fill(logits < logits.max() + float(np.log(sampling.min_p)), NEVER)
     if not sampling.top_k and sampling.top_p >= 1:

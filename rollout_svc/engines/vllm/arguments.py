@@ -1,4 +1,4 @@
-"""The arguments and environment that vLLM is started with: the user's, and ours where the user gives none."""
+"""The arguments and environment variables of vLLM: the user's, and our defaults for the others."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = [
 ]
 
 TESTED_VERSIONS = ("0.32.0",)
-"""vLLM releases whose internals (see `vllm_spans`) and weight-transfer interface were tested."""
+"""vLLM releases whose internals (see `requests`) and weight-transfer interface were tested."""
 
 CPU_KV_CACHE_BYTES = 256 << 20
-"""KV cache on CPU unless given: 65,000 tokens of a 2.4 M model; vLLM's own default is a share of all memory."""
+"""Default size of the KV cache on a CPU: 65,000 tokens of a 2.4 M model. vLLM's own default is a fraction of all memory."""
 
 CPU_MAX_NUM_SEQS = 256
-"""Sequences in one step on CPU unless given; 64 parallel ones already reach 72-96% of the throughput of 256."""
+"""Default number of sequences in one step on a CPU. 64 already reach 72-96% of the throughput of 256."""
 
 OURS = ("logprobs_mode", "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "model")
-"""Arguments that the engine sets itself, since its contract rests on them."""
+"""Arguments that the engine sets itself, since it would not work with other values."""
 
 LORA = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank")
 """Arguments that the table `[rollout.lora]` sets."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Highest ranks that vLLM lays its buffers out for."""
+"""Ranks that vLLM can allocate buffers for."""
 
 
 def prepare_environment(environment: MutableMapping[str, str], *, workers: int) -> None:
-    """Set what vLLM reads from the environment; must come before its import. The user's own values win.
+    """Set the environment variables that vLLM reads. Call this before its import. Values of the user are kept.
 
     Args:
         environment: Normally ``os.environ``.
@@ -69,15 +69,15 @@ def prepare_environment(environment: MutableMapping[str, str], *, workers: int) 
 
 
 def has_accelerator() -> bool:
-    """Whether a CUDA or ROCm device is visible, without starting a CUDA context (forked children could not use it)."""
+    """Return whether a CUDA or ROCm device is visible, without a CUDA context, which forked children could not use."""
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
 def require_tested_version(version: str) -> None:
-    """Refuse a vLLM whose internals were not tested.
+    """Refuse a version of vLLM that was not tested.
 
     Raises:
-        EngineError: with the versions that were.
+        EngineError: with the tested versions.
     """
     if version.split("+", maxsplit=1)[0] not in TESTED_VERSIONS:
         raise EngineError(
@@ -87,10 +87,10 @@ def require_tested_version(version: str) -> None:
 
 
 def check_names(given: Mapping[str, Any], known: set[str]) -> None:
-    """Refuse argument names that vLLM does not know, and those that are ours to set.
+    """Refuse unknown argument names, and those that the engine sets itself.
 
     Raises:
-        EngineError: with the nearest known name.
+        EngineError: with the most similar known name.
     """
     for name in given:
         if name in OURS:
@@ -106,22 +106,22 @@ def check_names(given: Mapping[str, Any], known: set[str]) -> None:
 def engine_arguments(
     model: str, given: Mapping[str, Any], *, on_cpu: bool, arguments_class: type, lora: LoraLimits | None = None
 ) -> dict[str, Any]:
-    """Complete the user's engine arguments.
+    """Return the engine arguments of the user with our defaults.
 
     Args:
         model: Directory or hub id.
         given: Fields of vLLM's ``AsyncEngineArgs``.
         on_cpu: Whether vLLM runs without an accelerator.
         arguments_class: ``AsyncEngineArgs``.
-        lora: Adapters that the engine has to hold; None for none.
+        lora: Adapters that the engine must be able to hold; None for none.
 
     Raises:
-        EngineError: on a name that vLLM does not know, or a rank that it has no buffers for.
+        EngineError: for an unknown name, or a rank that vLLM has no buffers for.
     """
     check_names(given, {field.name for field in fields(arguments_class)})
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": not has_tokenizer(str(given.get("tokenizer") or model)),
-        "generation_config": "vllm",  # sampling defaults come from the request alone
+        "generation_config": "vllm",  # only the request sets sampling parameters
         "max_logprobs": 20,
         "use_tqdm_on_load": False,
     }
@@ -135,12 +135,12 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs",  # after temperature, as the trainer computes them
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": BACKEND},
-        "disable_log_stats": True,  # its default loggers; ours is given apart
+        "disable_log_stats": True,  # switches its default loggers off; ours is passed separately
     }
 
 
 def lora_arguments(lora: LoraLimits, *, on_cpu: bool) -> dict[str, Any]:
-    """Arguments for an engine that serves adapters.
+    """Return the arguments for an engine with adapters.
 
     Raises:
         EngineError: if vLLM has no buffers for such a rank.
@@ -148,26 +148,26 @@ def lora_arguments(lora: LoraLimits, *, on_cpu: bool) -> dict[str, Any]:
     rank = next((rank for rank in LORA_RANKS if rank >= lora.max_rank), None)
     if rank is None:
         raise EngineError(f"rollout.lora.max_rank is {lora.max_rank}; vLLM goes up to {LORA_RANKS[-1]}")
-    # On CPU, vLLM's kernels give sequences without an adapter the last place's: one that stays empty keeps them exact.
+    # On a CPU, vLLM's kernels give sequences without an adapter that of the last place. One more place, always empty, prevents it.
     places = lora.max_loras + 1 if on_cpu else lora.max_loras
     return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}
 
 
 def cpu_defaults(model: str) -> dict[str, Any]:
-    """Arguments for a machine without an accelerator."""
+    """Return the default arguments for a machine without an accelerator."""
     return {
         "dtype": model_dtype(model),
         "enforce_eager": True,
         "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES,
         "gpu_memory_utilization": 0.1,
         "max_num_seqs": CPU_MAX_NUM_SEQS,
-        # A seeded request whose prompt is cut into chunks kills the CPU engine ("Generator does not use offset").
+        # A seeded request whose prompt is split into chunks kills the CPU engine ("Generator does not use offset").
         "enable_chunked_prefill": False,
     }
 
 
 def model_dtype(model: str) -> str:
-    """Type that the model was saved in: vLLM's "auto" would turn float32 into bfloat16. "auto" for a hub id."""
+    """Return the dtype of the saved model, or "auto" for a hub id. vLLM's "auto" would turn float32 into bfloat16."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return "auto"
@@ -176,7 +176,7 @@ def model_dtype(model: str) -> str:
 
 
 def has_tokenizer(model: str) -> bool:
-    """Whether vLLM can load a tokenizer; assumed of a hub id."""
+    """Return whether the model has a tokenizer; True for a hub id."""
     directory = Path(model)
     if not directory.is_dir():
         return True
@@ -184,5 +184,5 @@ def has_tokenizer(model: str) -> bool:
 
 
 def workers_of(given: Mapping[str, Any]) -> int:
-    """Number of worker processes per engine that the arguments ask for."""
+    """Return the number of worker processes per engine."""
     return int(given.get("tensor_parallel_size") or 1) * int(given.get("pipeline_parallel_size") or 1)

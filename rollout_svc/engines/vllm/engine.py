@@ -1,6 +1,6 @@
 """The engine that samples with vLLM's ``AsyncLLM``.
 
-vLLM is imported by `VllmEngine.start` and not before: the import takes seconds and reads the environment.
+vLLM is imported by `VllmEngine.start`: its import takes seconds and reads environment variables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rollout_svc.engines.vllm import requests as results
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
 from rollout_svc.engines.vllm.requests import TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm.types import Llm
-from rollout_svc.engines.vllm.weights import HalfLoadedError, Weights, step, verify
+from rollout_svc.engines.vllm.weights import HalfLoadedError, VllmWeights, step, verify
 from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
@@ -39,10 +39,10 @@ from weightsync.staged import ApplyReport, StagedVersion
 __all__ = ["VllmEngine", "VllmOptions"]
 
 VERIFY_PHASES = 10
-"""A comparison of all weights may take so many times as long as a step of an update."""
+"""A comparison of all weights may take this many times as long as one step of an update."""
 
 LEAST_COALESCE_S = 0.001
-"""A stream wakes no more often than this; an engine step takes longer."""
+"""Minimum seconds between two chunks of a stream; an engine step takes longer."""
 
 log = structlog.get_logger()
 
@@ -77,7 +77,7 @@ class VllmOptions:
 
 
 class VllmEngine(AdapterCommands):
-    """Inference with vLLM, in process as a library or behind the service.
+    """Samples with vLLM, in process as a library or behind the service.
 
     Args:
         model: Directory or hub id of the base model.
@@ -90,7 +90,7 @@ class VllmEngine(AdapterCommands):
     def __init__(self, model: str, options: VllmOptions | None = None, lora: LoraLimits | None = None) -> None:
         self._model, self._options, self._lora = model, options or VllmOptions(), lora
         self._processes: VllmProcesses | None = None
-        self._weights = Weights(
+        self._weights = VllmWeights(
             clear_cache=self._options.kv_policy == "recompute",
             double_buffer=self._options.double_buffer,
             patch=self._options.patch,
@@ -101,7 +101,7 @@ class VllmEngine(AdapterCommands):
         self._paused: PauseMode | None = None
         self._broken = ""
         self._numbers = itertools.count()
-        self._live: dict[str, set[TrackedRequest]] = {}
+        self._active: dict[str, set[TrackedRequest]] = {}
         self._generated = 0
         self._prompted = 0
         host = VllmAdapterHost(lambda: self._llm, self._weights, self._tracked, self._options.phase_deadline_s)
@@ -113,16 +113,16 @@ class VllmEngine(AdapterCommands):
         """Load the model. Start before serving sockets: the engine's process is forked on CPU.
 
         Raises:
-            EngineError: with the remedy, if it cannot.
+            EngineError: if that fails, with the remedy.
         """
         async with self._commands:
             await self._start(fork=self._options.start_method != "spawn")
 
     async def restart(self) -> Version:
-        """Build the engine anew after it died, on the version last applied if its staged file is still there.
+        """Start the engine again after it died, on the version last applied if its staged file still exists.
 
         Returns:
-            The version that serves now; the base, (0, 0), if the staged file is gone.
+            The version that serves now: the base, (0, 0), if the staged file was deleted.
 
         Raises:
             EngineError: if it cannot start.
@@ -133,7 +133,7 @@ class VllmEngine(AdapterCommands):
             staged, self._weights.staged = self._weights.staged, None
             if staged is not None and staged.path.is_file():
                 await self._switch(staged)
-            await self._adapters.load_anew()
+            await self._adapters.reload()
             return self._version
 
     async def stop(self) -> None:
@@ -171,20 +171,20 @@ class VllmEngine(AdapterCommands):
         await processes.shut_down()
 
     def _fail_requests(self, processes: VllmProcesses, why: str) -> None:
-        """Let every waiting caller know at once."""
+        """End all requests with an error."""
         processes.llm.output_processor.propagate_error(EngineError(why))
 
     @property
     def _version(self) -> Version:
-        """What requests without an adapter's name are sampled from."""
+        """Return the version of requests that name no adapter."""
         return self._adapters.version or self._weights.version
 
     @property
     def _llm(self) -> Llm:
-        """The running ``AsyncLLM``.
+        """Return the running ``AsyncLLM``.
 
         Raises:
-            EngineError: if there is none that can sample.
+            EngineError: if the engine does not run or is broken.
         """
         if self._processes is None:
             raise EngineError("the engine is not running; call start()")
@@ -197,10 +197,10 @@ class VllmEngine(AdapterCommands):
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample and answer when all samples have ended. Cancelling aborts them.
+        """Sample, and return when all samples have ended. Cancelling aborts them.
 
         Raises:
-            ValueError: if this engine cannot sample so.
+            ValueError: if this engine does not support the parameters.
             EngineError: if the engine died.
         """
         tracked = await self._submit(request)
@@ -225,10 +225,10 @@ class VllmEngine(AdapterCommands):
     async def stream(
         self, request: GenerationRequest, *, coalesce_s: float = 0.02
     ) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample and give chunks as they come; chunks of different samples interleave. Closing the iterator aborts.
+        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
 
         Raises:
-            ValueError: if this engine cannot sample so.
+            ValueError: if this engine does not support the parameters.
             EngineError: if the engine died.
         """
         tracked = await self._submit(request)
@@ -251,20 +251,20 @@ class VllmEngine(AdapterCommands):
             await self._release(request, tracked)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ABORT and its tokens so far. False if it is not under way."""
-        tracked = list(self._live.get(request_id, ()))
+        """End a request with finish reason ABORT and its tokens so far. Return False if it is not in progress."""
+        tracked = list(self._active.get(request_id, ()))
         for each in tracked:
             await self._llm.abort(each.internal_id, internal=True)
         return bool(tracked)
 
     async def _submit(self, request: GenerationRequest) -> TrackedRequest:
         await self._adapters.ready.wait()
-        await self._weights.admit.wait()  # while an update is under way: the request belongs to the version that comes
+        await self._weights.admit.wait()  # an update is in progress: the request is sampled by the new version
         llm = self._llm
         results.check_request(request, self.info, seeds=self._seeds)
         unique_id = f"{request.request_id}.{next(self._numbers)}"
         with self._adapters.entering(request.adapter) as adapter:
-            # The salt keys prefix-cache entries by version: none is read after an update.
+            # The salt makes the version a part of the key of prefix-cache entries: after an update no old one is read.
             salt = str(self._weights.version if adapter is None else adapter.version)
             prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
             try:
@@ -277,19 +277,19 @@ class VllmEngine(AdapterCommands):
             except Exception as error:
                 raise lost(request, error) from error
             tracked.adapter, tracked.adapter_name = adapter, request.adapter
-            self._live.setdefault(request.request_id, set()).add(tracked)
+            self._active.setdefault(request.request_id, set()).add(tracked)
         return tracked
 
     def _tracked(self) -> list[TrackedRequest]:
-        return [tracked for of_name in self._live.values() for tracked in of_name]
+        return [tracked for of_name in self._active.values() for tracked in of_name]
 
     async def _release(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
-        """Forget a request; abort it if its caller gave it up before its end."""
+        """Forget a request. Abort it if it has not ended."""
         self._adapters.left(tracked.adapter)
-        live = self._live[request.request_id]
+        live = self._active[request.request_id]
         live.discard(tracked)
         if not live:
-            del self._live[request.request_id]
+            del self._active[request.request_id]
         processes = self._processes
         if not tracked.ended and processes is not None and not processes.llm.errored:
             await processes.llm.abort(tracked.internal_id, internal=True)
@@ -299,7 +299,7 @@ class VllmEngine(AdapterCommands):
         self._prompted += len(request.prompt_ids)
 
     async def _scrub(self) -> None:
-        """Clean the KV cache after a NaN, which would live on in its blocks; requests under way are computed again."""
+        """Clear the KV cache after a NaN, which would stay in its blocks. Requests in progress are computed again."""
         async with self._commands:
             llm = self._llm
             log.error("sampled from NaN; cleaning the KV cache", version=str(self._weights.version))
@@ -315,10 +315,10 @@ class VllmEngine(AdapterCommands):
     # --- pausing --------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; new requests queue.
+        """Stop sampling. New requests are queued.
 
         Raises:
-            EngineError: if requests under way did not end in time (mode WAIT); sampling goes on.
+            EngineError: if requests in progress did not end in time (mode WAIT); sampling continues.
         """
         async with self._commands:
             llm = self._llm
@@ -328,11 +328,11 @@ class VllmEngine(AdapterCommands):
             except HalfLoadedError as error:
                 if not llm.errored:
                     await step(llm, "resuming", llm.resume_generation(), self._options.phase_deadline_s)
-                raise EngineError(f"{error}; a pause with KEEP waits for no request") from error
+                raise EngineError(f"{error}; a pause with KEEP does not wait for requests") from error
             self._paused = mode
 
     async def resume(self) -> None:
-        """Sample again. Idempotent."""
+        """Resume sampling. Idempotent."""
         async with self._commands:
             self._paused = None
             llm = self._llm
@@ -341,11 +341,11 @@ class VllmEngine(AdapterCommands):
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
-        """Switch to a staged version: pause, copy, resume; requests under way continue.
+        """Switch to a staged version: pause, copy, resume. Requests in progress continue.
 
         Raises:
-            EngineError: if the version could not be applied. The old version serves on, unless `status` says that the
-                engine is not healthy: then it needs `restart`. Nothing is sampled from half a version.
+            EngineError: if the version could not be applied. The old version keeps serving, unless `status` says that
+                the engine is not healthy: then call `restart`. Nothing is sampled from a part of a version.
         """
         return await run_to_end(asyncio.ensure_future(self._apply(staged)))
 
@@ -362,14 +362,14 @@ class VllmEngine(AdapterCommands):
 
         Args:
             staged: The version; None for the base model.
-            share: Part of the model's tensors to look at, above 0; 1 for all.
+            share: Fraction of the tensors to compare, above 0; 1 for all.
 
         Returns:
-            Tensors that differ; the next `apply` of the version then loads it anew. Tensors whose live form is not known,
-            such as quantised ones, are only logged.
+            The tensors that differ; the next `apply` of the version loads it again. Tensors whose form in the engine is not
+            known, such as quantised ones, are only logged.
 
         Raises:
-            EngineError: if they could not be compared.
+            EngineError: if the comparison fails.
         """
         async with self._commands:
             deadline_s = VERIFY_PHASES * self._options.phase_deadline_s
@@ -382,7 +382,7 @@ class VllmEngine(AdapterCommands):
     async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
         async with self._commands:
             if staged is not None and self._weights.staged == staged and not self._weights.suspect:
-                self._adapters.serve_weights()  # back from an adapter to its base, which never changed
+                self._adapters.serve_weights()  # from an adapter back to its base, which has not changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             return await self._switch(staged)
 
@@ -400,14 +400,14 @@ class VllmEngine(AdapterCommands):
         return report
 
     def _break(self, why: str) -> None:
-        """Sample no more, and let every waiting caller know at once."""
+        """Stop sampling, and end all requests with an error."""
         self._broken = why
         if self._processes is not None:
             self._fail_requests(self._processes, f"{why}; call restart()")
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """One change at a time; a failure that leaves the engine unknown ends it."""
+        """Hold the lock for a change. A failure that leaves the engine in an unknown state stops it."""
         async with self._commands:
             try:
                 yield
@@ -418,7 +418,7 @@ class VllmEngine(AdapterCommands):
     # --- status ---------------------------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        """Report load and version; cheap."""
+        """Return version and load. This is cheap."""
         processes = self._processes
         healthy = processes is not None and not self._broken and not processes.llm.errored
         unfinished = processes.llm.get_num_unfinished_requests() if processes is not None and healthy else 0
@@ -438,55 +438,59 @@ class VllmEngine(AdapterCommands):
 
 
 def lost(request: GenerationRequest, error: Exception) -> EngineError:
-    """What a caller is told when the engine failed under a request."""
+    """Return the error for a request that was in progress when the engine failed."""
     if isinstance(error, EngineError):
         return error
     return EngineError(f"request {request.request_id} was lost with the engine: {type(error).__name__}: {error}")
 
 
 class VllmAdapterHost:
-    """An `AdapterHost`.
+    """An `AdapterHost`: loads and unloads adapters in the workers of vLLM.
 
     Args:
-        llm: Gives the running ``AsyncLLM``, or raises EngineError.
-        weights: What its workers hold.
-        live: Gives the requests under way.
-        deadline_s: For each call to the engine.
+        llm: Returns the running ``AsyncLLM``, or raises EngineError.
+        weights: The weights of its workers.
+        active: Returns the requests in progress.
+        deadline_s: Deadline of each call to the engine, in seconds.
     """
 
     def __init__(
-        self, llm: Callable[[], Llm], weights: Weights, live: Callable[[], Iterable[TrackedRequest]], deadline_s: float
+        self,
+        llm: Callable[[], Llm],
+        weights: VllmWeights,
+        active: Callable[[], Iterable[TrackedRequest]],
+        deadline_s: float,
     ) -> None:
-        self._llm, self._weights, self._live, self._deadline_s = llm, weights, live, deadline_s
+        self._llm, self._weights, self._active, self._deadline_s = llm, weights, active, deadline_s
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The base model's tensors."""
+        """Return the shapes of the base model's tensors."""
         return self._weights.base.shapes if self._weights.base else {}
 
     @property
     def version(self) -> Version:
-        """The version of its weights."""
+        """Return the version of the weights."""
         return self._weights.version
 
     async def add(self, adapter: Adapter) -> None:
-        """Let the workers load an adapter; they sample on.
+        """Load an adapter in the workers, which keep sampling.
 
         Raises:
-            EngineError: if one refuses it; then none has it.
+            EngineError: if a worker refuses it; then no worker has it.
             HalfLoadedError: if the engine failed.
         """
         llm = self._llm()
         arguments = {"label": adapter.label, "number": adapter.number, "path": str(adapter.staged.path)}
         call = llm.collective_rpc("sluice_add_adapter", kwargs=arguments)
-        answers = await step(llm, "loading an adapter", call, self._deadline_s)
-        why = next((answer[1] for answer in answers if answer[0] != "ok"), None)
+        replies = await step(llm, "loading an adapter", call, self._deadline_s)
+        why = next((reply[1] for reply in replies if reply[0] != "ok"), None)
         if why is not None:
             await self.remove(adapter)
-            raise EngineError(f"adapter {adapter.version} was not loaded: {why}; what served before serves on")
+            raise EngineError(f"adapter {adapter.version} was not loaded: {why}; the version before keeps serving")
 
     async def remove(self, adapter: Adapter) -> None:
-        """Let the workers forget an adapter.
+        """Unload an adapter in the workers.
 
         Raises:
             HalfLoadedError: if the engine failed.
@@ -495,14 +499,14 @@ class VllmAdapterHost:
         await step(llm, "unloading an adapter", llm.remove_lora(adapter.number), self._deadline_s)
 
     async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
-        """End some requests; the engine has let go of them before it answers a later call."""
-        for tracked in [each for each in self._live() if which(each)]:
+        """End some requests; the engine has let go of them before it replies a later call."""
+        for tracked in [each for each in self._active() if which(each)]:
             tracked.retired = True
             await self._llm().abort(tracked.internal_id, internal=True)
 
 
 def lora_request(adapter: Adapter) -> object:
-    """What vLLM knows an adapter by, a ``LoRARequest``."""
+    """Return the ``LoRARequest`` for an adapter."""
     from vllm.lora.request import LoRARequest  # noqa: PLC0415 - vLLM is loaded by start()
 
     return LoRARequest(adapter.label, adapter.number, str(adapter.staged.path))

@@ -1,4 +1,4 @@
-"""Bringing vLLM's processes up and down."""
+"""Starts and stops the processes of vLLM."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts its own segment
 
 
 _OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
-"""What gRPC's threads live and end with: every channel, server, stub and call holds one of these."""
+"""The objects that own the threads of gRPC: every channel, server, stub and call holds one of these."""
 
 
 class LoadRecorder:
-    """Keeps the scheduler's last figures; stands where vLLM's own loggers would."""
+    """Keeps the last statistics of the scheduler, in place of vLLM's own loggers."""
 
     def __init__(self) -> None:
         self._last: dict[int, SchedulerStats] = {}
@@ -48,31 +48,31 @@ class LoadRecorder:
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take the figures of one step of one engine (vLLM's signature)."""
+        """Record the statistics of one step of one engine (vLLM's signature)."""
         del iteration_stats, mm_cache_stats
         if scheduler_stats is not None:
             self._last[engine_idx] = scheduler_stats
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Sleep is not used."""
+        """Do nothing: sleep is not used."""
 
     def record_admission_rejection(self, reason: str) -> None:
-        """Admission is the service's affair."""
+        """Do nothing: the service admits requests."""
 
     def log(self) -> None:
-        """Log nothing."""
+        """Do nothing."""
 
     def log_engine_initialized(self) -> None:
-        """Log nothing."""
+        """Do nothing."""
 
     @property
     def running(self) -> int:
-        """Sequences in the last step, over all engines."""
+        """Return the number of sequences in the last step of all engines."""
         return sum(stats.num_running_reqs for stats in self._last.values())
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the fullest KV cache in use, 0 to 1."""
+        """Return the used fraction of the fullest KV cache, from 0 to 1."""
         return max((stats.kv_cache_usage for stats in self._last.values()), default=0.0)
 
 
@@ -82,7 +82,7 @@ class VllmProcesses:
 
     Attributes:
         llm: ``AsyncLLM``.
-        recorder: Its load.
+        recorder: The load of its schedulers.
         config: ``VllmConfig``.
         on_cpu: Whether there is no accelerator.
     """
@@ -95,16 +95,16 @@ class VllmProcesses:
     _segments: frozenset[Path]
 
     async def shut_down(self, deadline_s: float = 10.0) -> None:
-        """End the processes and the thread that they are tied to. Idempotent."""
+        """End the processes and the thread that owns them. Idempotent."""
         handler = self.llm.output_handler
-        if handler is not None:  # or it would report the end of the processes as a fault
+        if handler is not None:  # it would report the end of the processes as an error
             handler.cancel()
             await asyncio.wait([handler], timeout=deadline_s)
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, self.llm.shutdown, deadline_s)
         self.llm.shutdown = _already_shut_down  # type: ignore[method-assign]  # its finaliser calls it once more
         self._thread.shutdown(wait=False)
-        for segment in self._segments:  # vLLM leaves those of tensor-parallel workers behind
+        for segment in self._segments:  # vLLM does not delete those of tensor-parallel workers
             segment.unlink(missing_ok=True)
 
 
@@ -125,7 +125,7 @@ async def launch(
     Raises:
         EngineError: if it cannot start or takes longer.
     """
-    # The kernel ends the children with the thread that made them: one of our own, which lives as long as they do.
+    # The kernel ends the children when the thread that started them ends. This thread lives as long as they should.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-owner")
     if fork:
         collect_rpc_garbage()
@@ -135,7 +135,7 @@ async def launch(
             return await loop.run_in_executor(thread, _launch, model, dict(given), lora, fork, thread)
     except TimeoutError as error:
         thread.shutdown(wait=False)
-        raise EngineError(f"vLLM did not start within {deadline_s:.0f} s; raise start_deadline_s") from error
+        raise EngineError(f"vLLM did not start within {deadline_s:.0f} s; raise rollout.deadlines.start_s") from error
     except EngineError:
         thread.shutdown(wait=False)
         raise
@@ -162,7 +162,7 @@ def _launch(
     before = frozenset(SHARED_MEMORY.glob("vllm_dist_*"))
     with children_die_with_us(), threads_as_in_environment(), garbage_stays_behind():
         llm = AsyncLLM.from_vllm_config(config, stat_loggers=[_no_logger], disable_log_stats=True)
-    # The scheduler reports its load once a step; per-token statistics in this process would cost a tenth of it.
+    # The scheduler reports its load once per step. Statistics per token would cost this process a tenth of its time.
     llm.log_stats = llm.output_processor.log_stats = False
     llm.logger_manager = recorder
     segments = frozenset(SHARED_MEMORY.glob("vllm_dist_*")) - before
@@ -171,15 +171,15 @@ def _launch(
 
 @contextmanager
 def threads_as_in_environment() -> Iterator[None]:
-    """Give this thread, and what is forked from it, the number of CPU threads that ``OMP_NUM_THREADS`` says.
+    """Use the number of CPU threads of ``OMP_NUM_THREADS`` in this thread and in processes that are forked from it.
 
-    OpenMP and MKL read it once, and most programs have loaded them before the engine sets it. A forked engine that
-    believes in more threads than it has costs a sixth of its throughput.
+    OpenMP and MKL read the variable once, and most programs have loaded them before the engine sets it. Too many threads in a
+    forked engine cost a sixth of its throughput.
     """
     import torch  # noqa: PLC0415 - vLLM has loaded it
 
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if not wanted.isdecimal() or int(wanted) == 0:  # OpenMP ignores it as well
+    if not wanted.isdecimal() or int(wanted) == 0:  # OpenMP ignores it, too
         yield
         return
     had = torch.get_num_threads()
@@ -191,29 +191,29 @@ def threads_as_in_environment() -> Iterator[None]:
 
 
 def _already_shut_down(timeout: float | None = None) -> None:
-    """Do nothing the second time: at the interpreter's exit vLLM's modules are gone already."""
+    """Do nothing: at the exit of the interpreter, vLLM's modules are gone."""
     del timeout
 
 
 def _no_logger(vllm_config: VllmConfig, engine_index: int = 0) -> LoadRecorder:
-    """Make vLLM's engine report its load at all; one `LoadRecorder` for all engines replaces what is built from this."""
+    """Return a recorder, so that vLLM reports its load. It is then replaced by one `LoadRecorder` for all engines."""
     del vllm_config, engine_index
     return LoadRecorder()
 
 
 def fork_is_sound() -> bool:
-    """Whether this process holds nothing of gRPC that a forked child would inherit.
+    """Return whether this process holds no objects of gRPC that a forked child would inherit.
 
-    The child gets the objects, but not the threads behind them. When its garbage collection ends the last of them,
-    gRPC waits for its poller's thread for ever; until then it holds the sockets open. Takes 60 ms where vLLM is loaded.
+    The child gets the objects without their threads. When its garbage collector deletes the last of them, gRPC waits for its
+    poller thread for ever; until then the child keeps the sockets open. Takes 60 ms when vLLM is loaded.
     """
     return not any(issubclass(kind, _OWNERS) for kind in {type(each) for each in gc.get_objects()})
 
 
 def collect_rpc_garbage() -> None:
-    """End what is left of closed channels and servers, so that they do not stand against a fork.
+    """Delete closed channels and servers, which would prevent a fork.
 
-    Call it in the thread of the event loop that they belonged to. Takes some tenths of a second if there are any.
+    Call this in the thread of their event loop. Takes some tenths of a second if there are any.
     """
     if not fork_is_sound():
         gc.collect()
@@ -221,10 +221,10 @@ def collect_rpc_garbage() -> None:
 
 @contextmanager
 def garbage_stays_behind() -> Iterator[None]:
-    """Keep what is forked in this block from collecting what it inherits.
+    """Prevent processes that are forked in this block from collecting the garbage of their parent.
 
-    The garbage of a parent may end in threads and sockets that the child does not have: a store of torch.distributed then
-    waits for its thread for ever, and a socket of ZeroMQ closes a number that the child has given to another.
+    That garbage may own threads and sockets that the child does not have: a store of torch.distributed would wait for its thread
+    for ever, and a socket of ZeroMQ would close a descriptor that the child uses for something else.
     """
     gc.freeze()
     try:
@@ -234,7 +234,7 @@ def garbage_stays_behind() -> Iterator[None]:
 
 
 def describe(model: str, config: VllmConfig) -> ModelInfo:
-    """What the engine serves, from vLLM's ``VllmConfig``."""
+    """Return a description of the served model, from vLLM's ``VllmConfig``."""
     model_config = config.model_config
     return ModelInfo(
         model=model,
@@ -248,7 +248,7 @@ def describe(model: str, config: VllmConfig) -> ModelInfo:
 
 
 def end_tokens(model_config: ModelConfig) -> tuple[int, ...]:
-    """All end tokens that the configuration and the generation configuration name."""
+    """Return the end tokens of the configuration and of the generation configuration."""
     from vllm.transformers_utils.config import try_get_generation_config  # noqa: PLC0415 - loaded by start()
 
     generation = try_get_generation_config(

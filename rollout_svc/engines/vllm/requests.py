@@ -1,8 +1,9 @@
-"""The one place that reads vLLM's internals: tokens, log-probabilities and version spans of requests under way.
+"""Translates between our requests and results and vLLM's. This is the only file that reads vLLM's internals.
 
-vLLM reports version spans only with a request's last output. A stream needs them earlier, so that the tokens that were
-received before a replica dies stay usable. They are read here from the front end's request states, which also saves one
-Python object per token and stream. `require_tested_version` guards it; the conformance tests compare with the final spans.
+vLLM reports version spans only with the last output of a request. A stream needs them earlier, so that the tokens that a client
+has when a replica dies stay usable. So tokens, log-probabilities and spans of requests in progress are read from the request
+states of vLLM's front end, which also saves one Python object per token. `require_tested_version` refuses other versions of vLLM,
+and the conformance tests compare the spans with the final ones.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ __all__ = [
 
 
 SEED_RANGE = 2**62
-"""Seeds are taken modulo this: vLLM adds the sample's index and stores 64 bits; larger values would kill its engine."""
+"""Seeds are reduced modulo this. vLLM adds the index of the sample and stores 64 bits; a larger value would kill its engine."""
 
 REPETITION_PENALTIES = (0.01, 100.0)
-"""Beyond these, logits overflow to infinity and then to NaN."""
+"""Outside of this range, logits overflow to infinity and then to NaN."""
 
 GREATEST_BIAS = 100.0
-"""vLLM silently cuts larger ones."""
+"""vLLM reduces larger ones silently."""
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM silently raises lower ones to this, and the log-probabilities would not be those asked for."""
+"""vLLM silently raises lower ones to this. Then the log-probabilities would be those of another temperature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens of one sample from ``offset`` on; log-probabilities as vLLM lays them flat (see `flat_logprobs`)."""
+    """Tokens of one sample from index ``offset`` on, with log-probabilities in vLLM's flat form (see `flat_logprobs`)."""
 
     offset: int
     token_ids: list[int]
@@ -77,10 +78,10 @@ class TrackedRequest:
     """A request that vLLM has accepted.
 
     Attributes:
-        internal_id: vLLM's own name of it; aborting by it touches no other request.
-        adapter: What it runs on beside the weights: then all of its tokens carry the adapter's version.
-        adapter_name: What its caller called the adapter; empty for the policy's.
-        retired: It was ended since its adapter was taken away.
+        internal_id: Its id in vLLM, which is unique.
+        adapter: Its adapter, if it has one. Then all of its tokens carry the version of the adapter.
+        adapter_name: The name of the adapter in the request; empty for the policy.
+        retired: Whether it was ended because its adapter was unloaded.
     """
 
     internal_id: str
@@ -99,12 +100,12 @@ class TrackedRequest:
         self._ended = [False] * len(self._states)
 
     async def result(self) -> RequestOutput:
-        """Wait for the end of all samples: vLLM's ``RequestOutput``. Raises what the engine raised."""
+        """Wait for the end of all samples and return vLLM's ``RequestOutput``. Raise what the engine raised."""
         self._final = await self._collector.get()
         return self._final
 
     async def wait(self, seconds: float) -> None:
-        """Return after the time, or as soon as all samples have ended. Raises what the engine raised."""
+        """Wait for some seconds, or until all samples have ended. Raise what the engine raised."""
         ready = self._collector.ready
         timer = asyncio.get_running_loop().call_later(seconds, ready.set)
         try:
@@ -117,11 +118,11 @@ class TrackedRequest:
 
     @property
     def ended(self) -> bool:
-        """Whether all samples have ended, as of the last `result` or `wait`."""
+        """Return whether all samples had ended at the last `result` or `wait`."""
         return self._final is not None
 
     def advance(self) -> Iterator[tuple[int, Sampled, Ended | None]]:
-        """Give what is new of each sample since the last call; each sample's end once."""
+        """Yield the new tokens of each sample since the last call, and the end of each sample once."""
         finals = {output.index: output for output in self._final.outputs} if self._final is not None else {}
         for index, state in enumerate(self._states):
             if self._ended[index]:
@@ -135,7 +136,7 @@ class TrackedRequest:
                 yield index, sampled, None
 
     def _ended_child(self, index: int) -> CompletionOutput | None:
-        """One of several samples that ended before the others: its output waits in the parent."""
+        """Return the output of a sample that ended before the others; it is kept in the parent request."""
         return self._parent.output_aggregator[index] if self._parent is not None else None
 
     def _new_tokens(self, index: int, state: RequestState) -> Sampled:
@@ -159,11 +160,11 @@ async def submit(
     priority: int,
     lora_request: object | None = None,
 ) -> TrackedRequest:
-    """Hand a request to vLLM's ``AsyncLLM``.
+    """Submit a request to vLLM's ``AsyncLLM``.
 
     Args:
         engine: The running engine.
-        request_id: Unique among the requests under way.
+        request_id: Unique among the requests in progress.
         prompt: vLLM's ``TokensInput``.
         params: How to sample; several samples share one `TrackedRequest`.
         priority: Lower goes first.
@@ -175,7 +176,7 @@ async def submit(
     try:
         collector = await engine.add_request(request_id, prompt, params, lora_request=lora_request, priority=priority)
     except BaseException:
-        await engine.abort(request_id)  # it may have been registered before it failed or was cancelled
+        await engine.abort(request_id)  # it may be registered although the call failed or was cancelled
         raise
     processor = engine.output_processor
     if params.n == 1:
@@ -188,17 +189,17 @@ async def submit(
 
 
 def live_token_count(engine: Llm) -> int:
-    """Tokens sampled so far by requests that have not ended."""
+    """Return the number of tokens of requests in progress."""
     return sum(len(state.detokenizer.output_token_ids) for state in engine.output_processor.request_states.values())
 
 
 def sampling_params(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) -> SamplingParams:
-    """Build vLLM's ``SamplingParams``.
+    """Return vLLM's ``SamplingParams``.
 
     End tokens become stop tokens, so that all of a model's end tokens count and not only the tokenizer's.
 
     Raises:
-        ValueError: if this engine cannot sample so.
+        ValueError: if this engine does not support the parameters.
     """
     import vllm.sampling_params as vllm  # noqa: PLC0415 - vLLM is loaded by start()
 
@@ -235,10 +236,10 @@ def sampling_params(request: GenerationRequest, info: ModelInfo, *, has_tokenize
 
 
 def check_request(request: GenerationRequest, info: ModelInfo, *, seeds: bool) -> None:
-    """Refuse what would end vLLM's engine for everybody.
+    """Refuse a request that would kill vLLM's engine.
 
     Raises:
-        ValueError: naming it.
+        ValueError: with the reason.
     """
     ids = request.prompt_ids
     if ids and not 0 <= min(ids) <= max(ids) < info.vocabulary_size:
@@ -250,7 +251,7 @@ def check_request(request: GenerationRequest, info: ModelInfo, *, seeds: bool) -
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn vLLM's own refusal of a request into ValueError."""
+    """Turn vLLM's refusal of a request into ValueError."""
     from vllm.exceptions import VLLMClientError  # noqa: PLC0415 - vLLM is loaded by start()
 
     try:
@@ -260,10 +261,10 @@ def refusals() -> Iterator[None]:
 
 
 def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: bool) -> None:
-    """Refuse what vLLM would change silently, cannot do, or would let its engine die of.
+    """Refuse parameters that vLLM does not support, changes silently, or that kill its engine.
 
     Raises:
-        ValueError: naming the field.
+        ValueError: with the field.
     """
     if 0 < sampling.temperature < LEAST_TEMPERATURE:
         raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, not {sampling.temperature}")
@@ -279,7 +280,7 @@ def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: b
 
 
 def sample(output: CompletionOutput, sampling: Sampling, tracked: TrackedRequest) -> Sample:
-    """One sample from vLLM's ``CompletionOutput``."""
+    """Return the sample for a ``CompletionOutput`` of vLLM."""
     spans = [VersionSpan(span.start, Version.parse(span.version)) for span in output.weight_versions or ()]
     if tracked.adapter is not None:
         spans = [VersionSpan(0, tracked.adapter.version)] if output.token_ids else []
@@ -295,7 +296,7 @@ def sample(output: CompletionOutput, sampling: Sampling, tracked: TrackedRequest
 
 
 def cut_at_nan(part: Sample | GenerationChunk) -> bool:
-    """End a sample before its first NaN, if there is one: what was sampled from it on is noise. True if it was cut."""
+    """Cut a sample before its first NaN, since later tokens are noise. Return whether there was one."""
     if not math.isnan(sum(part.logprobs)):
         return False
     keep = next(position for position, value in enumerate(part.logprobs) if math.isnan(value))
@@ -307,19 +308,19 @@ def cut_at_nan(part: Sample | GenerationChunk) -> bool:
 
 
 def finish_reason(text: str, *, retired: bool) -> FinishReason:
-    """Our word for vLLM's; anything unforeseen is an error. ``retired`` says why a request was aborted."""
+    """Return our finish reason for vLLM's; an unknown one is an error. ``retired`` tells why a request was aborted."""
     aborted = FinishReason.VERSION_RETIRED if retired else FinishReason.ABORT
     known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": aborted}
     return known.get(text, FinishReason.ERROR)
 
 
 def stop_string(reason: int | str | None) -> str:
-    """The stop string that ended a sample; empty for token ids."""
+    """Return the stop string that ended a sample; an empty one if a token did."""
     return reason if isinstance(reason, str) else ""
 
 
 def flat_logprobs(flat: FlatLogprobs | None, top: int) -> list[float]:
-    """Log-probabilities of the sampled tokens: the first of each position's entries."""
+    """Return the log-probabilities of the sampled tokens: the first entry of each position."""
     if not flat:
         return []
     if top == 0:
@@ -328,7 +329,7 @@ def flat_logprobs(flat: FlatLogprobs | None, top: int) -> list[float]:
 
 
 def flat_top_logprobs(flat: FlatLogprobs | None, top: int) -> list[list[tuple[int, float]]]:
-    """The most likely tokens of each position with their log-probabilities; empty if none were asked for."""
+    """Return the most likely tokens of each position with their log-probabilities, if they were requested."""
     if top == 0 or not flat:
         return []
     ranges = zip(flat.start_indices, flat.end_indices, strict=True)
@@ -338,7 +339,7 @@ def flat_top_logprobs(flat: FlatLogprobs | None, top: int) -> list[list[tuple[in
 
 
 def prompt_logprobs(flat: FlatLogprobs | None) -> list[float]:
-    """Log-probabilities of prompt tokens 1, 2, ...; the first has none."""
+    """Return the log-probabilities of the prompt tokens from the second on."""
     if not flat:
         return []
     starts = [start for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if end > start]
@@ -348,7 +349,7 @@ def prompt_logprobs(flat: FlatLogprobs | None) -> list[float]:
 def chunk(
     index: int, sampled: Sampled, ended: Ended | None, sampling: Sampling, *, retired: bool = False
 ) -> GenerationChunk:
-    """Tokens of one sample under way."""
+    """Return a chunk for new tokens of one sample."""
     return GenerationChunk(
         index=index,
         offset=sampled.offset,

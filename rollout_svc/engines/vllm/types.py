@@ -92,7 +92,7 @@ class _LogprobsProcessor(Protocol):
 
 
 class RequestState(Protocol):
-    """``vllm.v1.engine.output_processor.RequestState``: one sample under way."""
+    """``vllm.v1.engine.output_processor.RequestState``: one sample in progress."""
 
     detokenizer: _Detokenizer
     logprobs_processor: _LogprobsProcessor

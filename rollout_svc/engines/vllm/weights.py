@@ -1,4 +1,4 @@
-"""Switching the weights of a running vLLM: the sequence of calls, each with a deadline, and what to do when one fails."""
+"""Changes and compares the weights of a running vLLM: the sequence of calls, their deadlines, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ from rollout_svc.engines.vllm.types import Llm
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["Difference", "HalfLoadedError", "WeightFiles", "Weights", "step", "verify"]
+__all__ = ["Difference", "HalfLoadedError", "VllmWeights", "WeightFiles", "step", "verify"]
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
 
-DEATH_LOOK_S = 0.1
-"""Time between two looks whether the engine still lives while a call to it is under way, in seconds."""
+ALIVE_CHECK_S = 0.1
+"""Seconds between two checks whether the engine is alive during a call to it."""
 
-LOOK_S = 0.002
-"""Time between two looks at a build in the workers, in seconds; each look waits for the end of a step anyway."""
+PREPARE_CHECK_S = 0.002
+"""Seconds between two checks of a build in the workers. Each check waits for the end of a step anyway."""
 
 
-PIECE_S = 0.01
-"""Seconds that one look may keep the workers from sampling; at least one piece of a tensor is compared."""
+COMPARE_S = 0.01
+"""Seconds of comparison between two steps; at least one part of a tensor is compared."""
 
-BREATH_S = 0.02
-"""Seconds between two looks, for the engine's steps."""
+SAMPLE_S = 0.02
+"""Seconds between two comparisons, in which the engine samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """A version on disk or in shared memory, and the tensors it must hold."""
+    """The files of a version on disk or in shared memory, and the tensors that they must hold."""
 
     version: Version
     paths: tuple[Path, ...]
     names: Sequence[str]
 
     def arguments(self) -> dict[str, object]:
-        """What the workers are told of them."""
+        """Return the arguments for the workers."""
         return {"paths": [str(path) for path in self.paths], "names": list(self.names)}
 
 
 class HalfLoadedError(EngineError):
-    """Loading failed after it had begun: the model may hold parts of two versions and must not sample."""
+    """Loading failed after it had begun. The model may hold parts of two versions and must not sample."""
 
 
-class Weights:
-    """Which weights a vLLM holds, and the switch to others.
+class VllmWeights:
+    """The weights of a running vLLM, and the switch to another version.
 
     Args:
-        clear_cache: Compute the keys and values of requests under way again after a switch.
-        double_buffer: Build a version beside the one that samples, where the workers can.
-        patch: On an accelerator, bring in only what differs from the version before, where the workers can.
-        deadline_s: For each step of a switch.
+        clear_cache: Whether the keys and values of requests in progress are computed again after a switch.
+        double_buffer: Whether a version is built beside the one that samples, if the workers can.
+        patch: Whether only the changed values are loaded on an accelerator, if the workers can.
+        deadline_s: Deadline of each step of a switch, in seconds.
 
     Attributes:
         base: The model on disk; set when the engine has started.
-        version: What serves.
-        staged: Where it came from; None for the base.
-        suspect: The live weights were found to differ from those of `version`; a switch ends that.
-        admit: Set unless a switch is under way; requests that come meanwhile belong to the next version.
+        version: The version that serves.
+        staged: Its files; None for the base.
+        suspect: Whether the live weights were found to differ from `version`, until the next switch.
+        admit: Set unless a switch is in progress. New requests wait for it and are sampled by the next version.
     """
 
     def __init__(self, *, clear_cache: bool, double_buffer: bool, patch: bool, deadline_s: float) -> None:
@@ -85,7 +85,7 @@ class Weights:
         self._deadline_s = deadline_s
 
     def files(self, staged: StagedVersion | None) -> WeightFiles:
-        """The files of a staged version, or of the base model for None.
+        """Return the files of a staged version, or of the base model for None.
 
         Raises:
             EngineError: if the version does not fit the model.
@@ -99,11 +99,11 @@ class Weights:
         return WeightFiles(staged.version, (staged.path,), names)
 
     async def switch(self, llm: Llm, files: WeightFiles, *, resume: bool) -> ApplyReport:
-        """Prepare, pause, load, label, resume. Requests under way are kept.
+        """Prepare, pause, load, label and resume. Requests in progress continue.
 
         Raises:
-            EngineError: if the version could not be loaded; the one before serves on.
-            HalfLoadedError: if the model is in an unknown state; it was not resumed.
+            EngineError: if the version could not be loaded; the one before keeps serving.
+            HalfLoadedError: if the model is in an unknown state; sampling stays paused.
         """
         try:
             await check(llm, files, self._deadline_s)
@@ -113,7 +113,7 @@ class Weights:
         except HalfLoadedError:
             raise
         except EngineError as error:
-            raise EngineError(f"{error}; version {self.version} serves on") from error
+            raise EngineError(f"{error}; version {self.version} keeps serving") from error
         self.admit.clear()
         try:
             pause_s, copy_s = await self._pause_and_load(llm, files, resume=resume)
@@ -124,7 +124,7 @@ class Weights:
     async def _pause_and_load(self, llm: Llm, files: WeightFiles, *, resume: bool) -> tuple[float, float]:
         pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
         await step(llm, "pausing", pause, self._deadline_s)
-        begun = time.perf_counter()  # the step that was under way at the call still gave its tokens
+        begun = time.perf_counter()  # the step in progress at the call has returned its tokens
         try:
             copy_s = await self._load_or_go_back(llm, files)
         except HalfLoadedError:
@@ -140,7 +140,7 @@ class Weights:
             await step(llm, "resuming", llm.resume_generation(), self._deadline_s)
 
     async def _load_or_go_back(self, llm: Llm, files: WeightFiles) -> float:
-        """Load a version; on failure once more, then what served before. Leaves the model whole or raises HalfLoadedError."""
+        """Load a version. On failure, try once more, then load the version before. Raise HalfLoadedError if that fails, too."""
         try:
             copy_s = await load(llm, files, self._deadline_s)
         except HalfLoadedError as first:
@@ -149,7 +149,7 @@ class Weights:
                 copy_s = await load(llm, files, self._deadline_s)
             except EngineError as second:
                 await self._go_back(llm)
-                raise EngineError(f"{second}; version {self.version} serves on") from second
+                raise EngineError(f"{second}; version {self.version} keeps serving") from second
         self.version, self.suspect = files.version, False
         return copy_s
 
@@ -161,7 +161,7 @@ class Weights:
 
 
 async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-    """Bound one call to the engine. One that was under way when the engine's process died would never be answered.
+    """Wait for one call to the engine until a deadline. If its process dies, the call would never return.
 
     Raises:
         HalfLoadedError: if it takes too long, vLLM fails or its process dies; the engine's state is then unknown.
@@ -170,7 +170,7 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
     end = time.monotonic() + deadline_s
     try:
         while not task.done() and time.monotonic() < end and not llm.errored:
-            await asyncio.wait({task}, timeout=DEATH_LOOK_S)
+            await asyncio.wait({task}, timeout=ALIVE_CHECK_S)
         if task.done():
             return task.result()
     except Exception as error:
@@ -182,10 +182,10 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
 
 
 async def check(llm: Llm, files: WeightFiles, deadline_s: float) -> None:
-    """Ask every worker whether the files hold what it reads, before any of them touches its model.
+    """Let every worker check the files before any of them changes its model.
 
     Raises:
-        EngineError: if one refuses; nothing has changed.
+        EngineError: if a worker refuses them; nothing has changed.
     """
     work = llm.collective_rpc("sluice_check", kwargs=files.arguments())
     refused = next((why for kind, why in await step(llm, "checking the weights", work, deadline_s) if kind != "ok"), "")
@@ -194,26 +194,26 @@ async def check(llm: Llm, files: WeightFiles, deadline_s: float) -> None:
 
 
 async def prepare(llm: Llm, files: WeightFiles, deadline_s: float, *, patch: bool) -> float:
-    """Let the workers build a version while they sample, where they can; `load` then has little left to do.
+    """Let the workers build a version while they sample, if they can. Then `load` has little to do.
 
     Returns:
-        Seconds that it took in the slowest worker; 0 where it is not supported or failed, and `load` does it all.
+        Seconds that the slowest worker took; 0 if it is not supported or failed, and `load` has to do it all.
 
     Raises:
         EngineError: if the files were refused; nothing has changed.
     """
     name = "preparing the weights"
     arguments = files.arguments() | {"patch": patch}
-    answers = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), deadline_s)
+    replies = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), deadline_s)
     end = time.monotonic() + deadline_s
-    while all(kind in {"ok", "pending"} for kind, _ in answers):
-        answers = await step(llm, name, llm.collective_rpc("sluice_prepared"), deadline_s)
-        if all(kind == "ok" for kind, _ in answers):
-            return max(float(seconds) for _, seconds in answers)
+    while all(kind in {"ok", "pending"} for kind, _ in replies):
+        replies = await step(llm, name, llm.collective_rpc("sluice_prepared"), deadline_s)
+        if all(kind == "ok" for kind, _ in replies):
+            return max(float(seconds) for _, seconds in replies)
         if time.monotonic() > end:
             raise EngineError(f"version {files.version} was not prepared within {deadline_s:.0f} s")
-        await asyncio.sleep(LOOK_S)
-    kind, why = next(answer for answer in answers if answer[0] not in {"ok", "pending"})
+        await asyncio.sleep(PREPARE_CHECK_S)
+    kind, why = next(reply for reply in replies if reply[0] not in {"ok", "pending"})
     if kind == "refused":
         raise EngineError(f"version {files.version} was not loaded: {why}")
     if kind == "err":
@@ -230,7 +230,7 @@ async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
         deadline_s: For each of the calls.
 
     Returns:
-        Seconds that the copy took in the slowest worker that answers.
+        Seconds that the copy took in the slowest worker that replies.
 
     Raises:
         EngineError: if the files were refused; the model is untouched.
@@ -241,23 +241,23 @@ async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
     request = WeightTransferUpdateRequest(update_info=files.arguments())
     await step(llm, "opening the update", llm.start_weight_update(), deadline_s)
     await step(llm, "loading the weights", llm.update_weights(request), deadline_s)
-    answers = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), deadline_s)
-    error = next((answer for answer in answers if answer[0] != "ok"), None)
+    replies = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), deadline_s)
+    error = next((reply for reply in replies if reply[0] != "ok"), None)
     label = None if error else str(files.version)
     await step(llm, "closing the update", llm.finish_weight_update(label), deadline_s)
     if error is not None:
-        refused = all(kind == "refused" for kind, _ in answers)  # by some alone: the others have loaded it
+        refused = all(kind == "refused" for kind, _ in replies)  # if only some refused, the others have loaded it
         raise (EngineError if refused else HalfLoadedError)(f"version {files.version} was not loaded: {error[1]}")
-    return max(float(answer[1]) for answer in answers)
+    return max(float(reply[1]) for reply in replies)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
-        tensors: Tensors of the version whose live values differ, sorted.
-        unchecked: Tensors whose live form is not known, such as quantised ones, sorted.
+        tensors: Names of the tensors whose live values differ, sorted.
+        unchecked: Names of the tensors whose form in the engine is not known, such as quantised ones, sorted.
     """
 
     tensors: list[str]
@@ -267,32 +267,34 @@ class Difference:
 async def verify(llm: Llm, files: WeightFiles, share: float, deadline_s: float) -> Difference:
     """Compare the live weights of every worker with a version's files.
 
-    With several engines behind one front end (data parallel) only those of the first are known: vLLM gives no other's answer.
+    With several engines behind one front end (data parallel) only those of the first are known: vLLM gives no other's reply.
 
     Args:
         llm: vLLM's ``AsyncLLM``, sampling or not.
         files: The version.
-        share: Part of the model's tensors to look at, above 0; 1 for all. Which ones depends on the version.
-        deadline_s: For all of it.
+        share: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
+        deadline_s: Deadline of the whole comparison, in seconds.
 
     Raises:
-        EngineError: if a worker cannot compare, or it takes too long.
-        HalfLoadedError: if the engine does not answer.
+        EngineError: if a worker cannot compare, or the deadline passes.
+        HalfLoadedError: if the engine does not reply.
     """
     name, end = "comparing the weights", time.monotonic() + deadline_s
     seed = files.version.epoch * 1_000_003 + files.version.number
     begin = llm.collective_rpc("sluice_verify", kwargs=files.arguments() | {"share": share, "seed": seed})
-    answers = await step(llm, name, begin, deadline_s)
-    while all(kind in {"ok", "pending"} for kind, _ in answers):
-        await asyncio.sleep(BREATH_S)
-        look = llm.collective_rpc("sluice_verified", kwargs={"budget_s": PIECE_S})
-        answers = await step(llm, name, look, deadline_s)
-        if all(kind == "ok" for kind, _ in answers):
+    replies = await step(llm, name, begin, deadline_s)
+    while all(kind in {"ok", "pending"} for kind, _ in replies):
+        await asyncio.sleep(SAMPLE_S)
+        look = llm.collective_rpc("sluice_verified", kwargs={"budget_s": COMPARE_S})
+        replies = await step(llm, name, look, deadline_s)
+        if all(kind == "ok" for kind, _ in replies):
             break
         if time.monotonic() > end:
-            raise EngineError(f"version {files.version} could not be compared within {deadline_s:.0f} s; take a sample")
-    failed = next((str(value) for kind, value in answers if kind != "ok"), "")
+            raise EngineError(
+                f"version {files.version} could not be compared within {deadline_s:.0f} s; compare a fraction of them"
+            )
+    failed = next((str(value) for kind, value in replies if kind != "ok"), "")
     if failed:
         raise EngineError(f"version {files.version} could not be compared with the live weights: {failed}")
-    different, unchecked = (sorted({name for _, found in answers for name in found[part]}) for part in (0, 1))
+    different, unchecked = (sorted({name for _, found in replies for name in found[part]}) for part in (0, 1))
     return Difference(different, unchecked)
