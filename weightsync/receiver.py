@@ -30,13 +30,12 @@ from weightsync.backoff import Backoff
 from weightsync.format.names import run_resource
 from weightsync.metrics import UPDATES
 from weightsync.receive.adapters import AdapterStage
+from weightsync.receive.link import Reporter, UpdateTimings, VersionWatch, observe_update
 from weightsync.receive.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 from weightsync.receive.pull import PullError, PullLimits, StagingError
-from weightsync.receive.report import Reporter, UpdateTimings, observe_update
 from weightsync.receive.sources import SourceLimits, Sources
 from weightsync.receive.staged_versions import BehindError, StagedVersions
 from weightsync.receive.version_file import VersionBuilder
-from weightsync.receive.watch import VersionWatch
 from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
 # All that a rollout service needs: it imports nothing else of this package but `weightsync.staged`.
@@ -274,7 +273,7 @@ class WeightReceiver:
                 f"adapter {version} was not loaded within {deadline_s:g} s: allow more time, or look at the weight service",
             ) from error
         except (PullError, StagingError, OSError, grpc.aio.AioRpcError) as error:
-            raise _as_sluice_error(error) from error
+            raise self._as_sluice_error(error) from error
 
     def status(self) -> ReceiverStatus:
         """Return the state of the receiver."""
@@ -463,7 +462,7 @@ class WeightReceiver:
             report = await self._take(request.version, or_newer=request.version is None)
         except _FAILURES as error:
             self._note_failure(request.version, error)
-            request.fail(_as_sluice_error(error))
+            request.fail(self._as_sluice_error(error))
         else:
             self._error = ""
             request.succeed(report)
@@ -486,6 +485,14 @@ class WeightReceiver:
             self._sources.leave("what it gives could not be taken")
         log.warning("version not taken", version=str(version), serving=str(self._serving()), error=str(error))
         self._reporter.tell(pb.REPLICA_PHASE_FAILED, version, self._error)
+
+    def _as_sluice_error(self, error: Exception) -> SluiceError:
+        """Return why a version was not taken, in the terms of the contract."""
+        if isinstance(error, SluiceError):
+            return error
+        if isinstance(error, grpc.aio.AioRpcError):
+            return SluiceError.from_rpc(error)
+        return SluiceError.unavailable("UPDATE_FAILED", f"{error}; version {self._serving()} serves")
 
     async def _sleep(self, pause_s: float) -> None:
         """Wait until something changes, the policy runs out, or the pause is over."""
@@ -519,12 +526,3 @@ class _UpdateRequest:
     def fail(self, error: SluiceError) -> None:
         if not self.done.done():
             self.done.set_exception(error)
-
-
-def _as_sluice_error(error: Exception) -> SluiceError:
-    """Why a version was not taken, in the terms of the contract."""
-    if isinstance(error, SluiceError):
-        return error
-    if isinstance(error, grpc.aio.AioRpcError):
-        return SluiceError.from_rpc(error)
-    return SluiceError.unavailable("UPDATE_FAILED", f"{error}; the version before serves on")

@@ -11,7 +11,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.backoff import Backoff
-from weightsync.receive.watch import VersionWatch
+from weightsync.receive.link import VersionWatch
 
 
 async def test_a_service_that_never_answers_is_named_once() -> None:

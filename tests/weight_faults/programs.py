@@ -20,7 +20,7 @@ from prometheus_client import REGISTRY
 
 import weightsync.app
 import weightsync.publisher
-import weightsync.receive.watch
+import weightsync.receive.link
 import weightsync.receiver
 from sluice.config import CommonConfig, SecurityConfig
 from sluice.rpc import SluiceError, connect
@@ -167,7 +167,7 @@ async def _trainer(desk: Desk, settings: Settings) -> None:
 
 
 async def _engine(desk: Desk, settings: Settings) -> None:
-    weightsync.receive.watch._SILENCE_S = settings["silence_s"]
+    weightsync.receive.link._SILENCE_S = settings["silence_s"]
     engine = Engine()
     async with connect(settings["target"], SecurityConfig()) as channel:
         limits = PullLimits(deadline_s=30, idle_s=settings["silence_s"], attempts=6, first_pause_s=0.02)

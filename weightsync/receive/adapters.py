@@ -18,8 +18,8 @@ import structlog
 from sluice.host_files import close, lock_now, open_private, owned_directory, remove_tree
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.receive.link import UpdateTimings
 from weightsync.receive.pull import StagingError
-from weightsync.receive.report import UpdateTimings
 from weightsync.receive.version_file import VersionBuilder
 from weightsync.staged import StagedAdapter, TensorSpec
 

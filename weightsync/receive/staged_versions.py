@@ -22,9 +22,9 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.dtypes import DTYPES
 from weightsync.format.manifest import box
+from weightsync.receive.link import UpdateTimings
 from weightsync.receive.patched_file import Digests, slice_digests
 from weightsync.receive.pull import PullLimits, StagingError, in_thread
-from weightsync.receive.report import UpdateTimings
 from weightsync.receive.shared_area import Claim, SharedArea, SharedCopy, version_of
 from weightsync.receive.version_file import DeltaBase, VersionBuilder
 from weightsync.staged import StagedVersion, TensorSpec

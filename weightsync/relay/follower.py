@@ -24,8 +24,8 @@ from weightsync.format.names import run_resource
 from weightsync.format.safetensors import LayoutError
 from weightsync.host import host_id
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
+from weightsync.receive.link import VersionWatch
 from weightsync.receive.pull import ChunkSink, PullError, PullLimits, ShardRange, pull_call, pull_range
-from weightsync.receive.watch import VersionWatch
 from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.commit import commit_version
 from weightsync.service.errors import translated
