@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 NO_ADVANTAGE = "none"
-"""In the settings: batches bring no advantages, and name no estimator."""
+"""Value of `advantage` with which batches bring no advantages and name no estimator."""
 
 
 WORKFLOWS = ("auto", "single_turn", "multi_turn")
@@ -37,17 +37,18 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, gt=0, description="Softmax temperature; trained tokens need one above 0.")
     max_tokens: int = Field(256, ge=1, description="Most tokens sampled per turn.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")
-    ignore_eos: bool = Field(False, description="Sample on past the token that ends a turn, up to the limit of tokens.")
+    ignore_eos: bool = Field(False, description="Ignore the tokens that end a turn and sample up to `max_tokens`.")
     seeded: bool = Field(
-        False, description="Send a seed with each request, derived from the run's seed, the task and the draw."
+        False,
+        description="Send a seed with each request, derived from the run's seed, the group, the episode and the turn.",
     )
 
 
 class RewardConfig(Section):
-    """Scoring in worker processes. A reward that fails or is late is missing, never 0."""
+    """Scoring in worker processes. A reward whose scoring fails or is late is missing, never 0."""
 
     time_limit_s: float = Field(
-        10.0, gt=0, description="Seconds to score one group; the worker is killed when they are over."
+        10.0, gt=0, description="Seconds to score one group; a worker that takes longer is killed."
     )
     workers: int = Field(1, ge=1, description="Worker processes that score.")
     retries: int = Field(
@@ -65,7 +66,9 @@ class EvaluationConfig(Section):
     temperature: float = Field(1.0, gt=0, description="Softmax temperature of the samples.")
     greedy: bool = Field(True, description="Also decode each task once without randomness.")
     concurrency: int = Field(16, ge=1, description="Tasks evaluated at a time.")
-    deadline_s: float = Field(600.0, gt=0, description="Seconds after which an evaluation is given up and counted.")
+    deadline_s: float = Field(
+        600.0, gt=0, description="Seconds that an evaluation may take; a longer one is given up and counted."
+    )
 
 
 class CheckpointConfig(Section):
@@ -74,7 +77,7 @@ class CheckpointConfig(Section):
     every_steps: int = Field(
         25,
         ge=0,
-        description="Steps between checkpoints: what a crash of the trainer may cost; 0 writes them only at the end (see `final`).",
+        description="Steps between checkpoints, and the most steps that a crash of the trainer costs; 0 writes none before the end (see `final`).",
     )
     final: bool = Field(True, description="Write a checkpoint after the last step.")
     deadline_s: float = Field(1800.0, gt=0, description="Seconds that one checkpoint may take.")
@@ -85,7 +88,7 @@ class FilterConfig(Section):
 
     drop_degenerate: bool = Field(
         False,
-        description="Drop groups whose advantages are all 0 and draw others in their place (dynamic sampling).",
+        description="Drop groups whose rewards are all equal and draw others in their place (dynamic sampling).",
     )
     min_reward_mean: float | None = Field(
         None, description="Drop groups whose mean reward is below this, in reward units."
@@ -94,7 +97,7 @@ class FilterConfig(Section):
         None, description="Drop groups whose mean reward is above this, in reward units."
     )
     max_in_a_row: int = Field(
-        1024, ge=1, description="Groups that may be dropped one after another before the run is given up."
+        1024, ge=1, description="Groups that may be dropped one after the other before the run fails."
     )
 
 
@@ -105,28 +108,40 @@ class ReplicasConfig(Section):
     waiting_poll_s: float = Field(
         0.02, gt=0, description="Seconds between them while dispatch waits for a newer version."
     )
-    poll_deadline_s: float = Field(5.0, gt=0, description="Seconds a status request may take before it is a failure.")
-    resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
+    poll_deadline_s: float = Field(
+        5.0, gt=0, description="Seconds that a status request may take; a longer one has failed."
+    )
+    resolve_s: float = Field(
+        5.0, gt=0, description="Seconds between two look-ups of the replicas that are given by name."
+    )
     lease_s: float = Field(
-        30.0, gt=0, description="Seconds that a replica which announced itself is known without a heartbeat."
+        30.0, gt=0, description="Seconds after its last heartbeat that a replica which announced itself is still used."
     )
     evict_after: int = Field(
-        2, ge=1, description="Failures in a row after which a replica gets no work until it answers again."
+        2,
+        ge=1,
+        description="Failed status requests in a row after which a replica gets no work until it answers again, and its calls are made elsewhere.",
     )
 
 
 class DeadlinesConfig(Section):
-    """How long the orchestrator waits before it calls something failed."""
+    """How long the orchestrator waits before something counts as failed."""
 
-    start_s: float = Field(900.0, gt=0, description="Seconds for the trainer and one replica to be there at the start.")
-    lost_s: float = Field(
-        600.0, gt=0, description="Seconds that the trainer or all replicas may be away later before the run fails."
+    start_s: float = Field(
+        900.0, gt=0, description="Seconds for the trainer and one replica to answer at the start of the run."
     )
-    begin_epoch_s: float = Field(900.0, gt=0, description="Seconds for the trainer to restore and publish weights.")
-    submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to hand over a batch.")
+    lost_s: float = Field(
+        600.0, gt=0, description="Seconds that the trainer or all replicas may be away during the run before it fails."
+    )
+    begin_epoch_s: float = Field(
+        900.0, gt=0, description="Seconds for the trainer to restore and publish its weights when an epoch begins."
+    )
+    submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to submit a batch.")
     generate_s: float = Field(600.0, gt=0, description="Seconds for one generation request.")
     episode_s: float = Field(
-        900.0, gt=0, description="Seconds for a group of episodes, scoring included; then it is dropped and counted."
+        900.0,
+        gt=0,
+        description="Seconds for a group of episodes, scoring included; a later group is dropped and counted.",
     )
     environment_s: float = Field(60.0, gt=0, description="Seconds for one reset or step of a multi-turn environment.")
     hold_s: float = Field(
@@ -136,14 +151,16 @@ class DeadlinesConfig(Section):
 
 
 class JournalConfig(Section):
-    """The journal of draws, trajectories and batches in the run's directory."""
+    """The journal of draws, trajectories and batches, in the run's directory."""
 
     fsync_interval_ms: float = Field(
-        5.0, ge=0, le=50, description="Milliseconds that records are gathered before one fsync."
+        5.0, ge=0, le=50, description="Milliseconds for which records are gathered before one fsync."
     )
     segment_mb: int = Field(64, ge=1, description="Size at which a new segment file is begun, in MiB.")
     queue_records: int = Field(
-        100_000, ge=1, description="Records that may wait to be written; more are an error: the disk is too slow."
+        100_000,
+        ge=1,
+        description="Records that may wait to be written; with more, the disk is too slow and the run fails.",
     )
 
 
@@ -159,19 +176,21 @@ class OrchestratorConfig(Section):
     split: str = Field("train", description="Split of the environment that tasks are drawn from.")
     workflow: str = Field(
         "auto",
-        description="How an episode runs: `auto` (by the environment), `single_turn`, `multi_turn`, or `module:Class`.",
+        description="How an episode runs: `auto` (chosen by the environment), `single_turn`, `multi_turn`, or `module:Class`.",
     )
     environment_threads: int = Field(
         32,
         ge=1,
-        description="Calls of a multi-turn environment that run at a time; one beyond deadlines.environment_s is given up, counted and its thread replaced.",
+        description="Calls of a multi-turn environment that run at a time. One that exceeds deadlines.environment_s is given up and counted, and its thread replaced.",
     )
     max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
     batch_size: int = Field(16, ge=1, description="Groups per training batch.")
     group_size: int = Field(8, ge=1, le=256, description="Episodes per group: attempts at one task.")
     max_steps: int = Field(100, ge=1, description="Batches to train in all.")
     max_concurrent: int = Field(
-        512, ge=1, description="Most groups between dispatch and the end of their training, whatever the staleness."
+        512,
+        ge=1,
+        description="Most groups between dispatch and the end of their training, however much staleness is allowed.",
     )
     max_running: int = Field(64, ge=1, description="Most groups whose episodes are under way at a time.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training episodes are sampled.")
@@ -192,12 +211,12 @@ class OrchestratorConfig(Section):
     max_failed_groups: int = Field(
         64,
         ge=1,
-        description="Groups that may fail, or end without one reward, one after another before the run is given up.",
+        description="Groups that may fail, or end without any reward, one after the other before the run fails.",
     )
     max_lost_epochs: int = Field(
         5,
         ge=1,
-        description="Times that the trainer may be lost without one batch in between before the run is given up.",
+        description="Times that the trainer may be lost without a batch applied in between before the run fails.",
     )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring.")
     filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
@@ -207,7 +226,7 @@ class OrchestratorConfig(Section):
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="The journal.")
     existing_run: Literal["resume", "refuse"] = Field(
-        "resume", description="What to do when the run's directory holds a journal: go on with it, or refuse to start."
+        "resume", description="What to do if the run's directory holds a journal: resume the run, or refuse to start."
     )
     write_trajectories: bool = Field(
         True, description="Write every trajectory with its text to trajectories/step_*.jsonl."
@@ -224,7 +243,7 @@ class OrchestratorConfig(Section):
             raise ValueError(f"there is no advantage estimator {self.advantage!r}; choose one of {', '.join(names)}")
         if self.group_size < 2 and self.advantage in ESTIMATORS:
             raise ValueError(
-                f"{self.advantage} compares the episodes of a group: of a single one every advantage is 0 and nothing is"
+                f"{self.advantage} compares the episodes of a group: with a single episode every advantage is 0 and nothing is"
                 " learned; set group_size to 2 or more"
             )
         if self.filter.drop_degenerate and self.advantage not in ESTIMATORS:
@@ -238,7 +257,7 @@ class OrchestratorConfig(Section):
         return self
 
     def check_start(self, run: CommonConfig) -> None:
-        """Refuse what no orchestrator could start with; see `Section.check_start`."""
+        """Refuse settings that would make the orchestrator fail at start; see `Section.check_start`."""
         from orchestrator_svc.envs.loading import check_there, locate  # noqa: PLC0415  a run alone has an environment
 
         del run

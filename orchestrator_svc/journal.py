@@ -1,6 +1,6 @@
-"""The memory of a run: what was drawn, accepted, batched and trained survives a SIGKILL at any moment.
+"""The journal of a run: what was drawn, accepted, batched and trained survives a SIGKILL at any moment.
 
-Payloads (trajectories with their text) go to checksummed segments, facts to an SQLite index that names the payloads.
+Payloads (trajectories with their text) are written to checksummed segments, facts to an SQLite index that names the payloads.
 Records are gathered for a few milliseconds and made durable together: segments first, then the index, so that the index
 never names what is not there. `durable` returns when everything recorded before is on disk.
 """
@@ -75,10 +75,10 @@ class Journal:
         self.resumes = self._index.has_run()
         self.position = 0
 
-    # Recording. These return at once; what they say is durable after `durable`.
+    # Recording. These methods return at once; what they record is on disk after `durable`.
 
     def draw(self, number: int, position: int, next_position: int) -> None:
-        """A task was drawn for a group; the next fresh one comes from `next_position` of the stream."""
+        """Record that a task was drawn for a group; the next new task comes from `next_position` of the stream."""
 
         def record(index: JournalIndex, _segments: SegmentWriter) -> None:
             index.draw(number, position)
@@ -90,7 +90,7 @@ class Journal:
     def accept(
         self, number: int, versions: Iterable[Version], records: Sequence[orchestrator_pb2.TrajectoryRecord]
     ) -> None:
-        """A group was scored; `records` are the trajectories that may be trained."""
+        """Record a scored group; `records` are the trajectories that may be trained."""
         known = list(versions)
 
         def record(index: JournalIndex, segments: SegmentWriter) -> None:
@@ -99,7 +99,7 @@ class Journal:
         self._record(record)
 
     def drop(self, number: int, reason: str, *, was_accepted: int) -> None:
-        """A group in no batch was given up; `was_accepted` is the number of its trajectories, 0 if it never had any."""
+        """Record that a group in no batch was given up; `was_accepted` counts its trajectories, 0 if it never had any."""
 
         def record(index: JournalIndex, _segments: SegmentWriter) -> None:
             index.drop_group(number)
@@ -108,7 +108,7 @@ class Journal:
         self._record(record)
 
     def drop_trajectories(self, reason: str, count: int) -> None:
-        """Trajectories were generated and given up at once."""
+        """Record trajectories that were generated and given up at once."""
 
         def record(index: JournalIndex, _segments: SegmentWriter) -> None:
             index.count("accepted", "", count)
@@ -117,7 +117,7 @@ class Journal:
         self._record(record)
 
     def generated(self, counts: Mapping[str, int]) -> None:
-        """So many more requests, tokens and requests that span versions, by name."""
+        """Record so many more requests, tokens and requests that span versions, by name."""
         more = dict(counts)
 
         def record(index: JournalIndex, _segments: SegmentWriter) -> None:
@@ -127,11 +127,11 @@ class Journal:
         self._record(record)
 
     def make_batch(self, batch: Batch) -> None:
-        """A batch was made."""
+        """Record a batch that was made."""
         self._record(lambda index, _: index.make_batch(batch))
 
     def apply_batch(self, sequence_no: int, trained: int, dropped: Mapping[str, int], elapsed_s: float) -> None:
-        """A batch was applied."""
+        """Record a batch that was applied."""
         counts = dict(dropped)
 
         def record(index: JournalIndex, _segments: SegmentWriter) -> None:
@@ -141,18 +141,18 @@ class Journal:
         self._record(record)
 
     def open_epoch(self, epoch: int, origin: Version, kept: Iterable[int]) -> None:
-        """The trainer began an epoch from version `origin`; of the later batches only `kept` go on."""
+        """Record that the trainer began an epoch from version `origin`; of the later batches keep only `kept`."""
         batches = list(kept)
         self._checkpoints = [origin.number]
         self._record(lambda index, _: index.open_epoch(epoch, origin, batches))
 
     def keep_batches(self, after: int, kept: Iterable[int]) -> None:
-        """Of the batches after number `after` only `kept` go on; the groups of the others are in no batch again."""
+        """Of the batches after number `after` keep only `kept`: the groups of the others are in no batch again."""
         batches = list(kept)
         self._record(lambda index, _: index.keep_batches(after, batches))
 
     def cover(self, number: int) -> None:
-        """A checkpoint at version `number` is complete: what the one before it holds is no longer needed."""
+        """Record a complete checkpoint at version `number`: what the one before it holds is no longer needed."""
         if self._checkpoints[-1:] == [number]:
             return  # the same checkpoint again, such as the periodic one and the final one of the last step
         self._checkpoints.append(number)
@@ -184,11 +184,11 @@ class Journal:
         return await self._ask(_allot)
 
     async def recover(self) -> Recovery:
-        """Read what the run left behind."""
+        """Read what earlier processes of the run left behind."""
         return await self._ask(lambda index: index.recover())
 
     async def read_group(self, number: int) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """The trajectories of a group.
+        """Return the trajectories of a group.
 
         Raises:
             JournalError: if one of them is damaged.
@@ -219,7 +219,8 @@ class Journal:
             raise self._failure
         if len(self._waiting) >= self._queue_records:
             raise JournalError(
-                f"{len(self._waiting)} records wait to be written: the disk is too slow (orchestrator.journal.queue_records)"
+                f"{len(self._waiting)} records wait to be written, the most that orchestrator.journal.queue_records allows:"
+                " the disk is too slow"
             )
         self._waiting.append(record)
         self.position += 1

@@ -44,7 +44,7 @@ class JournalError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DrawnTask:
-    """A task that was drawn and has no trajectories yet."""
+    """A task that was drawn for a group, which has no trajectories yet; group number 0: it has no group yet."""
 
     number: int
     position: int
@@ -52,7 +52,7 @@ class DrawnTask:
 
 @dataclass
 class Recovery:
-    """What a run left behind.
+    """What earlier processes of a run left behind.
 
     Attributes:
         epochs: Epochs that trainers began, with the version each began from, ascending.
@@ -93,7 +93,7 @@ class Recovery:
         return [pair for pair in self.batches if pair[0].sequence_no <= number and pair[0].sequence_no not in applied]
 
     def after(self, number: int) -> list[tuple[Batch, list[Group]]]:
-        """The batches that weights at version `number` lack.
+        """Return the batches that weights at version `number` lack.
 
         Raises:
             JournalError: if the first of them was pruned.
@@ -109,7 +109,7 @@ class Recovery:
 
 
 class JournalIndex:
-    """The tables; for one thread. Writing methods belong inside a transaction of the caller."""
+    """The tables; use them from one thread, and write inside a transaction of the caller."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -118,10 +118,12 @@ class JournalIndex:
             self.connection.execute("PRAGMA synchronous = FULL")
             self.connection.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
-            raise JournalError(f"{path} is not a readable journal ({error}): move it away to begin anew") from error
+            raise JournalError(
+                f"{path} is not a readable journal ({error}): move it away to start a new run"
+            ) from error
 
     def identify(self, identity: Mapping[str, str]) -> None:
-        """Remember whose journal this is, or check it.
+        """Record whose journal this is, or check it.
 
         Raises:
             JournalError: if it belongs to something else.
@@ -146,11 +148,11 @@ class JournalIndex:
         return int(self.connection.execute("SELECT value FROM meta WHERE key = 'starts'").fetchone()[0])
 
     def set_meta(self, key: str, value: str) -> None:
-        """Write one fact."""
+        """Write one value of the table `meta`."""
         self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def has_run(self) -> bool:
-        """Whether a run began with this journal."""
+        """Return whether a run began with this journal."""
         return bool(self.connection.execute("SELECT EXISTS (SELECT 1 FROM epochs)").fetchone()[0])
 
     def allot_epoch(self) -> int:
@@ -176,11 +178,11 @@ class JournalIndex:
             run("DELETE FROM batch_groups WHERE sequence_no = ?", (sequence_no,))
 
     def draw(self, number: int, position: int) -> None:
-        """A task was drawn, or drawn again."""
+        """Record that a task was drawn, or drawn again."""
         self.connection.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, 'drawn', '')", (number, position))
 
     def accept(self, number: int, versions: Iterable[Version], locations: list[Location]) -> None:
-        """A group's trajectories were accepted and lie at these places."""
+        """Record where the accepted trajectories of a group lie."""
         text = ",".join(str(version) for version in versions)
         self.connection.execute("UPDATE groups SET stage = 'accepted', versions = ? WHERE number = ?", (text, number))
         self.connection.executemany(
@@ -190,7 +192,7 @@ class JournalIndex:
         self.count("accepted", "", len(locations))
 
     def drop_group(self, number: int) -> None:
-        """A group is given up."""
+        """Forget a group."""
         self.connection.execute("DELETE FROM groups WHERE number = ?", (number,))
         self.connection.execute("DELETE FROM trajectories WHERE number = ?", (number,))
 
@@ -202,7 +204,7 @@ class JournalIndex:
         )
 
     def make_batch(self, batch: Batch) -> None:
-        """A batch was made."""
+        """Record a batch that was made."""
         self.connection.execute(
             "INSERT INTO batches (sequence_no, batch_id) VALUES (?, ?)", (batch.sequence_no, batch.batch_id)
         )
@@ -211,7 +213,7 @@ class JournalIndex:
         )
 
     def apply_batch(self, sequence_no: int, trained: int, dropped: Mapping[str, int]) -> None:
-        """A batch was applied."""
+        """Record a batch that was applied."""
         self.connection.execute(
             "UPDATE batches SET applied = 1, trained = ? WHERE sequence_no = ?", (trained, sequence_no)
         )
@@ -233,14 +235,14 @@ class JournalIndex:
         return int(self.connection.execute("SELECT COALESCE(MIN(segment), 0) FROM trajectories").fetchone()[0])
 
     def locations(self, number: int) -> list[Location]:
-        """Where the trajectories of a group lie, in order."""
+        """Return where the trajectories of a group lie, in order."""
         rows = self.connection.execute(
             "SELECT segment, offset FROM trajectories WHERE number = ? ORDER BY ordinal", (number,)
         )
         return [Location(segment, offset) for segment, offset in rows]
 
     def recover(self) -> Recovery:
-        """Read what the run left behind."""
+        """Read what earlier processes of the run left behind."""
         run = self.connection.execute
         meta = dict(run("SELECT key, value FROM meta"))
         groups = self._groups()

@@ -102,7 +102,7 @@ class Replica:
         return self._failed_polls >= self._evict_after
 
     def cancel_calls(self) -> None:
-        """Cancel the calls under way; whoever made them makes them elsewhere."""
+        """Cancel the calls under way; their callers make them at another replica."""
         for call in self.calls:
             call.cancel()
 

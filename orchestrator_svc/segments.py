@@ -1,7 +1,7 @@
 """Append-only files of checksummed records: the payloads of the journal.
 
 A segment begins with a magic number; each record is its length and CRC-32C (little-endian 32-bit each), then the bytes.
-Only what an index names was acknowledged: whatever lies behind the last indexed record is the torn end of a crash.
+Only records that the index names were acknowledged: what follows the last of them was torn by a crash.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Location:
 
 
 def segment_path(directory: Path, number: int) -> Path:
-    """File of a segment."""
+    """Return the file of a segment."""
     return directory / f"segment-{number:08d}.bin"
 
 
 def segment_numbers(directory: Path) -> list[int]:
-    """Numbers of the segments that exist, ascending."""
+    """Return the numbers of the segments that exist, ascending."""
     return sorted(int(path.stem.removeprefix("segment-")) for path in directory.glob("segment-*.bin"))
 
 
 def read_record(directory: Path, location: Location) -> bytes:
-    """The bytes of one record.
+    """Return the bytes of one record.
 
     Raises:
         SegmentError: if the record is torn, damaged or gone.
@@ -65,7 +65,7 @@ def read_record(directory: Path, location: Location) -> bytes:
 
 
 class SegmentWriter:
-    """Appends records; for one thread.
+    """Appends records; use it from one thread.
 
     Args:
         directory: Where the segments lie; made if absent.
@@ -87,7 +87,7 @@ class SegmentWriter:
         return self._number
 
     def append(self, payload: bytes) -> Location:
-        """Write one record; it is durable after `sync`."""
+        """Write one record, which is durable after `sync`, and return where it lies."""
         file = self._open()
         location = Location(self._number, self._size)
         file.write(_HEADER.pack(len(payload), google_crc32c.value(payload)))
@@ -111,7 +111,7 @@ class SegmentWriter:
             self._file = None
 
     def delete_below(self, number: int) -> int:
-        """Delete the segments below a number; returns how many."""
+        """Delete the segments below a number; return how many."""
         old = [each for each in segment_numbers(self._directory) if each < number and each != self._number]
         for each in old:
             segment_path(self._directory, each).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""How old a token may be: which version a new group needs, which batch it must be in, how many groups may live.
+"""How old a token may be: which version a new group needs, by which batch it must be trained, how many groups may be live.
 
 Batch k turns version k - 1 into version k, so a token that version v sampled is k - 1 - v versions old when batch k
 consumes it. With at most `max_staleness` allowed, a group's last possible batch is v + max_staleness + 1. Groups are
@@ -18,7 +18,7 @@ __all__ = ["Lineage", "StalenessBound"]
 
 @dataclass(frozen=True, slots=True)
 class StalenessBound:
-    """The bound and what follows from it.
+    """The bound on staleness, and what follows from it.
 
     Attributes:
         max_staleness: Most versions that a trained token may lag behind the weights that consume it.
@@ -36,7 +36,7 @@ class StalenessBound:
         return min(self.max_concurrent, (self.max_staleness + 1) * self.batch_groups)
 
     def oldest_usable(self, applied: int, live: int) -> int:
-        """Number of the oldest version that may sample one more group.
+        """Return the number of the oldest version that may sample one more group.
 
         Args:
             applied: Batches that the trainer has applied.
@@ -46,12 +46,12 @@ class StalenessBound:
         return max(0, applied + batches_from_now - self.max_staleness - 1)
 
     def last_batch(self, number: int) -> int:
-        """The last batch in which tokens of version `number` may be trained."""
+        """Return the last batch in which tokens of version `number` may be trained."""
         return number + self.max_staleness + 1
 
 
 class Lineage:
-    """From which version each epoch began: versions form a tree, the present weights are the end of one of its paths.
+    """The version that each epoch began from: versions form a tree, and the present weights end one of its paths.
 
     When a trainer restarts from checkpoint c, the versions above c of older epochs are retired. A token of such a
     version v is as stale as its distance from c, plus what the trainer did since.
@@ -61,7 +61,7 @@ class Lineage:
         self._origins: dict[int, Version] = {}
 
     def open(self, epoch: int, origin: Version) -> None:
-        """A trainer began `epoch` from weights of version `origin`.
+        """Add an epoch that a trainer began from weights of version `origin`.
 
         Raises:
             ValueError: if the epoch is not newer than all others, or the origin not older.
@@ -71,7 +71,7 @@ class Lineage:
         self._origins[epoch] = origin
 
     def number(self, version: Version) -> int:
-        """The number that a version counts as today: `now - number` is the staleness of its tokens at version `now`.
+        """Return the number that a version counts as today: `now - number` is the staleness of its tokens at version `now`.
 
         Below its own, even below zero, where it was retired.
         """
@@ -83,7 +83,7 @@ class Lineage:
         return 2 * fork - version.number
 
     def oldest(self, versions: Iterable[Version]) -> int:
-        """The least of the numbers that some versions count as.
+        """Return the least of the numbers that some versions count as.
 
         Raises:
             ValueError: if there are none.

@@ -405,7 +405,7 @@ class TrainerLink:
         Waits for a trainer that cannot be reached.
 
         Args:
-            epoch: The epoch; 0 is none.
+            epoch: The epoch; 0 if the run has none yet.
             applied: Batches that its weights must hold at least.
 
         Returns:

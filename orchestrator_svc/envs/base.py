@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What follows an assistant's turn.
+    """The environment's answer to a turn of the assistant.
 
     Attributes:
         messages: Messages that answer it; empty when the episode has ended.
@@ -66,7 +66,7 @@ class Environment(Protocol):
     name: str
 
     def tasks(self, split: str, seed: int) -> Sequence[Task]:
-        """The tasks of a split; the same seed gives the same ones in the same order. Called once per split."""
+        """Return the tasks of a split; the same seed gives the same tasks in the same order. Called once per split."""
         ...
 
 
@@ -75,11 +75,11 @@ class SingleTurnEnvironment(Environment, Protocol):
     """Poses one question and scores the answer."""
 
     def messages(self, task: Task) -> Sequence[Message]:
-        """The conversation up to where the assistant answers. Called on the event loop: put slow work into `tasks`."""
+        """Return the conversation up to where the assistant answers. Called on the event loop: put slow work into `tasks`."""
         ...
 
     def score(self, task: Task, completion: str) -> float:
-        """Reward of one completion: finite. Runs in a worker process; raising makes the reward missing, not 0."""
+        """Return the reward of one completion, a finite number. Runs in a worker process; raising makes it missing, not 0."""
         ...
 
 

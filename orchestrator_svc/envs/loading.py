@@ -70,7 +70,7 @@ def _without_values(text: str, arguments: object) -> str:
 
 
 def check_there(location: str, what: str) -> None:
-    """Whether there is a file, or a package, of what ``module:Attr`` or ``path.py:Attr`` names; nothing is imported.
+    """Check that the file or package that ``module:Attr`` or ``path.py:Attr`` names exists, without importing it.
 
     Raises:
         ConfigError: if not.
@@ -80,11 +80,13 @@ def check_there(location: str, what: str) -> None:
         _existing(Path(module), what)
         return
     if not importable(module):
-        raise ConfigError(f"cannot import {what} {module}: there is no such module; is its package installed?")
+        raise ConfigError(
+            f"cannot find {what} {module}: there is no such module; install its package, or correct the name"
+        )
 
 
 def load_attribute(location: str, what: str) -> Any:  # noqa: ANN401 - whatever the user names
-    """The attribute that ``module:Attr`` or ``path.py:Attr`` names.
+    """Return the attribute that ``module:Attr`` or ``path.py:Attr`` names.
 
     Raises:
         ConfigError: if there is no such module or attribute.
@@ -109,7 +111,7 @@ def _parts(location: str, what: str) -> tuple[str, str]:
 
 
 def locate(reference: str) -> str:
-    """Where an environment is, as ``module:Attr`` or ``path/to/env.py:Attr``.
+    """Return where an environment is, as ``module:Attr`` or ``path/to/env.py:Attr``.
 
     Raises:
         ConfigError: if none is named, or the name is not installed.

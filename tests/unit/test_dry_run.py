@@ -97,9 +97,9 @@ SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
         (("--rollout.max-model-len", "129"), "made for 128 positions"),
         (("--trainer.device", "cuda"), "trainer.device is cuda, but this machine has no CUDA device"),
         (("--orchestrator.environment", "nowhere.py:Env"), "there is no environment file"),
-        (("--orchestrator.environment", "nowhere:Env"), "cannot import environment nowhere"),
+        (("--orchestrator.environment", "nowhere:Env"), "cannot find environment nowhere"),
         (("--orchestrator.environment", ""), "no environment is set"),
-        (("--orchestrator.workflow", "nowhere:Flow"), "cannot import workflow nowhere"),
+        (("--orchestrator.workflow", "nowhere:Flow"), "cannot find workflow nowhere"),
         (("--security.admin-token-file", "/nowhere"), "cannot read the token file /nowhere"),
         (
             ("--trainer.parallel.tp", "3", "--trainer.parallel.dp-shard", "100000"),
