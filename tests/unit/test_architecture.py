@@ -45,6 +45,22 @@ def test_a_service_imports_only_itself_and_the_shared_library(package: str) -> N
     assert not wrong
 
 
+TRAINER_LAYERS = ("batch", "parallel", "engine", "objectives", "checkpoint", "update", "service", "offline")
+"""Packages of the trainer, the lowest first; service and offline are two ends beside each other."""
+
+
+@pytest.mark.parametrize("layer", TRAINER_LAYERS)
+def test_a_package_of_the_trainer_imports_only_the_packages_below_it(layer: str) -> None:
+    below = TRAINER_LAYERS[: TRAINER_LAYERS.index(layer)] if layer != "offline" else TRAINER_LAYERS[:-2]
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sources(f"trainer_svc/{layer}")
+        for name in imports(path)
+        if name.startswith("trainer_svc.") and name.split(".")[1] in set(TRAINER_LAYERS) - {layer, *below}
+    ]
+    assert not wrong
+
+
 def test_nothing_reads_or_writes_pickles() -> None:
     wrong = []
     for package in PACKAGES:

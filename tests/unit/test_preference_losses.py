@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainer_svc.objectives.preferences import bradley_terry, dpo, ipo
+from trainer_svc.offline.losses import bradley_terry, dpo, ipo
 
 
 def sigmoid(x: float) -> float:

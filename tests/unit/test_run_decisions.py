@@ -16,7 +16,7 @@ from tiny_policy import tiny_model
 from rollout_svc.engines import build_engine
 from sluice.config import load_run
 from sluice.config.decide import decided
-from trainer_svc.objectives.step_warnings import mismatch_warning
+from trainer_svc.objectives.objective import mismatch_warning
 
 
 @pytest.fixture(autouse=True)

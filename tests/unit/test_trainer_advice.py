@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.objectives.step_warnings import estimator_warning
+from trainer_svc.objectives.objective import estimator_warning
 
 
 @pytest.mark.parametrize(

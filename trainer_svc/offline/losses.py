@@ -7,14 +7,14 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import logsigmoid
 
 from trainer_svc.batch.rows import MicroBatch, Sequence
-from trainer_svc.batch.shapes import Indices, PerToken, Scalar
+from trainer_svc.batch.shapes import Indices, PerPair, PerToken, Scalar
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.preferences import bradley_terry, dpo, ipo
 from trainer_svc.offline.config import DpoConfig
 from trainer_svc.offline.examples import CHOSEN, REJECTED
 
@@ -23,7 +23,10 @@ __all__ = [
     "ScoreLoss",
     "TeacherLoss",
     "Training",
+    "bradley_terry",
     "count_pairs",
+    "dpo",
+    "ipo",
     "pair_places",
     "preference_figures",
     "score_figures",
@@ -50,6 +53,44 @@ class Training:
     weight: LossWeight
     figures: Callable[[Mapping[str, float]], dict[str, float]] = _nothing
     whole_groups: bool = False
+
+
+def dpo(chosen_gain: PerPair, rejected_gain: PerPair, *, beta: float, label_smoothing: float = 0.0) -> PerPair:
+    """-log sigmoid(beta (chosen - rejected)) (DPO, arXiv 2305.18290).
+
+    Args:
+        chosen_gain: log t - log ref of the chosen answers, summed over their tokens, in nats.
+        rejected_gain: As `chosen_gain`, of the rejected ones.
+        beta: Reward per nat of gain; larger ones stay nearer to the reference.
+        label_smoothing: Share of pairs whose labels are assumed to be swapped (conservative DPO); below 0.5.
+    """
+    margin = beta * (chosen_gain - rejected_gain)
+    return -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+
+
+def ipo(chosen_gain: PerPair, rejected_gain: PerPair, *, beta: float) -> PerPair:
+    """(chosen - rejected - 1 / (2 beta))^2 of gains per token (IPO, arXiv 2310.12036).
+
+    Args:
+        chosen_gain: log t - log ref of the chosen answers, the mean over their tokens, in nats.
+        rejected_gain: As `chosen_gain`, of the rejected ones.
+        beta: Strength of the regularisation towards the reference; the margin aimed at is 1 / (2 beta) nats per token.
+    """
+    return (chosen_gain - rejected_gain - 1.0 / (2.0 * beta)).square()
+
+
+def bradley_terry(chosen_score: PerPair, rejected_score: PerPair, *, centering: float = 0.0) -> PerPair:
+    """-log sigmoid(chosen - rejected) + centering (chosen + rejected)^2.
+
+    The first term determines scores only up to a constant per prompt; the second pulls their mean to 0 (arXiv 2312.09244).
+
+    Args:
+        chosen_score: Scores of the chosen answers.
+        rejected_score: Scores of the rejected ones.
+        centering: Weight of the second term.
+    """
+    loss: torch.Tensor = -logsigmoid(chosen_score - rejected_score)
+    return loss + centering * (chosen_score + rejected_score).square() if centering else loss
 
 
 def pair_places(batch: MicroBatch) -> tuple[Indices, Indices]:

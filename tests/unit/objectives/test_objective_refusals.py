@@ -9,8 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.objectives.objective import bypass_warning
 from trainer_svc.objectives.presets import CORRECTION_BOUNDS, PRESETS
-from trainer_svc.objectives.step_warnings import bypass_warning
 
 TIS = {"kind": "token_tis"}
 
