@@ -1,4 +1,4 @@
-"""`sluice trainer`: builds the trainer, serves until a signal, stops cleanly. Under torchrun rank 0 serves, the others follow it."""
+"""`sluice trainer`: build the trainer, serve until a signal, stop cleanly. Under torchrun rank 0 serves and the others follow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join
 from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.crew import Crew
-from trainer_svc.service.crew_link import CrewLink
-from trainer_svc.service.crew_publisher import CrewPublisher
-from trainer_svc.service.learner import Learner
-from trainer_svc.service.policy_publisher import PolicyPublisher
-from trainer_svc.service.rank_worker import RankWorker
+from trainer_svc.service.learner import FollowingRank, Learner
+from trainer_svc.service.publication import GroupPublisher, PolicyPublisher
+from trainer_svc.service.rank_group import RankGroup, RankLink
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
 from weightsync.publisher import AdapterPublisher, WeightPublisher
@@ -29,14 +26,14 @@ __all__ = ["SERVICE"]
 SERVICE_NAME = "sluice.v1.TrainerService"
 
 PUSH_GRACE_S = 0.5
-"""Seconds that a push under way gets to end when the trainer stops."""
+"""Seconds that a running push gets to end when the trainer stops."""
 
 
 log = structlog.get_logger(__name__)
 
 
 async def serve(common: CommonConfig, config: TrainerConfig) -> None:
-    """Serve one run's trainer; as another rank than the first, do what rank 0 says.
+    """Serve one run's trainer; on every rank except the first, carry out the commands of rank 0.
 
     Raises:
         ConfigError: if the settings cannot work, or the processes are not as many as `trainer.parallel` says.
@@ -60,8 +57,8 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         _end(None)
 
 
-def _meet(config: TrainerConfig) -> tuple[Mesh, CrewLink | None]:
-    """Meet the other ranks, where there are any.
+def _meet(config: TrainerConfig) -> tuple[Mesh, RankLink | None]:
+    """Meet the other ranks, if there are any.
 
     Raises:
         ConfigError: if they are not as many as the settings say.
@@ -74,23 +71,22 @@ def _meet(config: TrainerConfig) -> tuple[Mesh, CrewLink | None]:
         return SINGLE, None
     deadlines = config.deadlines
     log.info("met the other ranks", rank=mesh.rank, mesh=str(mesh.dims))
-    return mesh, CrewLink(mesh, max(deadlines.load_s, deadlines.step_s, deadlines.save_s, deadlines.push_s))
+    return mesh, RankLink(mesh, max(deadlines.load_s, deadlines.step_s, deadlines.save_s, deadlines.push_s))
 
 
 async def _lead(
-    common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: CrewLink | None
+    common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: RankLink | None
 ) -> None:
-    """Serve. The port is open while the model loads, so that the state can be asked for; health says SERVING from then on."""
+    """Serve on rank 0. The port is open while the model loads, so that the state can be read; then health says SERVING."""
     channel = connect(common.peers.weightsync, common.security)
-    crew, failed = Crew(link), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    crew.on_broken = lambda: loop.call_soon_threadsafe(failed.set)
+    loop, failed = asyncio.get_running_loop(), asyncio.Event()
+    ranks = RankGroup(link, on_broken=lambda: loop.call_soon_threadsafe(failed.set))
     group = None if link is None else link.publishing
-    weights = CrewPublisher(
-        crew, channel, common.run, encoding=config.publish.encoding, local=config.publish.local, group=group
+    weights = GroupPublisher(
+        ranks, channel, common.run, encoding=config.publish.encoding, local=config.publish.local, group=group
     )
     publisher = PolicyPublisher(weights, AdapterPublisher(channel, common.run))
-    trainer = Trainer(common, config, publisher, Learner(common, config, mesh, crew), compute)
+    trainer = Trainer(common, config, publisher, Learner(common, config, mesh, ranks), compute)
     server = RpcServer(
         "trainer",
         config.server,
@@ -108,16 +104,16 @@ async def _lead(
         await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(config.server.drain_s)
-        if ended:  # a thread that still waits for the others holds the line to them; they end when this process does
-            crew.dismiss()
+        if ended:  # otherwise a thread still uses the link; the others end when this process does
+            ranks.stop_others()
         if await weights.settle(PUSH_GRACE_S):
             await weights.close()
         await channel.close()
-    if crew.broken is not None:
-        raise crew.broken
+    if ranks.broken is not None:
+        raise ranks.broken
     if not ended:
         log.warning("the compute thread did not end in time, leaving it behind", grace_s=config.server.drain_s)
-        # Python aborts the process if it shuts down beside a thread inside of a kernel; nothing is left to put away.
+        # Python aborts if it finalises while a thread is inside a kernel; nothing is left to clean up.
         os._exit(0)
     if loading.done():
         loading.result()
@@ -126,11 +122,11 @@ async def _lead(
 
 
 async def _follow(
-    common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: CrewLink | None
+    common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: RankLink | None
 ) -> None:
-    """Do what rank 0 says until it says stop."""
+    """Carry out the commands of rank 0 until it says stop."""
     if link is None:
-        raise RuntimeError("a rank beside the first one has a link to it")
+        raise RuntimeError("a rank other than the first needs a link to it")
     channel = connect(common.peers.weightsync, common.security)
     weights = WeightPublisher(
         channel,
@@ -139,16 +135,16 @@ async def _follow(
         local=config.publish.local,
         group=link.publishing,
     )
-    learner = Learner(common, config, mesh, Crew(leads=False))
+    learner = Learner(common, config, mesh, RankGroup(leads=False))
     try:
-        await RankWorker(learner, link, PolicyPublisher(weights)).run(compute)
+        await FollowingRank(learner, link, PolicyPublisher(weights)).run(compute)
     finally:
         await weights.close()
         await channel.close()
 
 
 def _end(error: BaseException | None) -> None:
-    """End this rank at once: neither groups whose other members may be gone nor threads that wait for them can be put away.
+    """End this process at once: process groups with lost members, and threads that wait in them, cannot be shut down.
 
     Raises:
         BaseException: the error, if it is for the caller to explain.

@@ -181,7 +181,7 @@ async def test_checkpoints_are_written_on_schedule_and_listed_newest_first(model
     async with stack(model, tmp_path, checkpoint={"every_steps": 2, "keep": 3}) as running:
         await running.client.begin_epoch(RUN, 1)
         await trained(running, 1, 2, 3, 4, 5, 6, 7)
-        await running.trainer.saving.settled(30.0)
+        await running.trainer.checkpoints.settled(30.0)
         stub = running.client._stub
         listed = await stub.ListCheckpoints(trainer_pb2.ListCheckpointsRequest(run=f"runs/{RUN}", page_size=2))
         assert [each.name for each in listed.checkpoints] == ["step_6", "step_4"]
@@ -211,7 +211,7 @@ async def test_training_does_not_wait_for_a_checkpoint_on_schedule_but_the_next_
         assert (state.policy_version.number, state.newest_checkpoint.name) == (4, "")
         disk.set()
         assert (await asked).checkpoint.name == "step_4"
-        await running.trainer.saving.settled(30.0)
+        await running.trainer.checkpoints.settled(30.0)
         listed = await running.client._stub.ListCheckpoints(trainer_pb2.ListCheckpointsRequest(run=f"runs/{RUN}"))
         assert [each.name for each in listed.checkpoints] == ["step_4", "step_2"]
 
@@ -231,7 +231,7 @@ async def test_a_checkpoint_that_cannot_be_written_leaves_the_training_alone(mod
         with pytest.raises(SluiceError) as full:
             await running.client.save_checkpoint(RUN)
         assert full.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        running.trainer.saving.last_error = ""
+        running.trainer.checkpoints.last_error = ""
         await trained(running, 1, 2)
         assert "CHECKPOINT_NOT_WRITTEN" in (await running.client.state(RUN)).last_error
 

@@ -18,7 +18,7 @@ from sluice.rpc import RpcServer, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc, weightsync_pb2_grpc
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.policy_publisher import PolicyPublisher
+from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
 from weightsync.app import build_runs

@@ -22,7 +22,7 @@ from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import trainer_pb2_grpc
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.policy_publisher import PolicyPublisher
+from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
 from weightsync.publisher import WeightPublisher

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.ranks import ALONE
-from trainer_svc.service.crew_link import CrewLink
+from trainer_svc.service.rank_group import RankLink
 
 TIMEOUT_S = 60.0
 
 
 @contextmanager
-def lone_link() -> Iterator[CrewLink]:
+def lone_link() -> Iterator[RankLink]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         try:
-            yield CrewLink(Mesh(ParallelDims(), 0, None, ALONE, everyone=dist.group.WORLD), TIMEOUT_S)
+            yield RankLink(Mesh(ParallelDims(), 0, None, ALONE, everyone=dist.group.WORLD), TIMEOUT_S)
         finally:
             dist.destroy_process_group()

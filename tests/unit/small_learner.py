@@ -11,9 +11,9 @@ from sluice.config import CommonConfig
 from sluice.versions import BASE, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.consumption import Batch, OnStale
 from trainer_svc.service.convert import Sample
 from trainer_svc.service.learner import Learner
+from trainer_svc.service.stale_filter import Batch, OnStale
 
 
 def learner(model: Path, output_dir: Path, **settings: object) -> Learner:

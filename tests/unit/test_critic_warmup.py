@@ -14,9 +14,9 @@ from sluice.v1 import tokens_pb2
 from sluice.versions import BASE, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.consumption import Batch, OnStale
 from trainer_svc.service.convert import Sample
 from trainer_svc.service.learner import Applied, Learner
+from trainer_svc.service.stale_filter import Batch, OnStale
 from trainer_svc.update.critic import Critic
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate

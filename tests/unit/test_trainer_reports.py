@@ -10,7 +10,8 @@ import pytest
 from sluice.rpc import SluiceError
 from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
-from trainer_svc.service.reports import KEPT, StepLog
+from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
+from trainer_svc.service.step_reports import StepLog
 
 
 def report(number: int) -> StepReport:
@@ -41,7 +42,7 @@ async def test_a_watcher_gets_past_reports_first_and_then_new_ones() -> None:
 
 async def test_reports_that_are_not_kept_are_refused() -> None:
     log = StepLog(begins_after=0)
-    for number in range(1, KEPT + 3):
+    for number in range(1, KEPT_REPORTS + 3):
         log.append(report(number))
     assert log.first_number == 3
     with pytest.raises(SluiceError, match="watch from 3 on") as error:

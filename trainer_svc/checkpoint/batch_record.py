@@ -27,13 +27,16 @@ from sluice.v1 import checkpoint_pb2, tokens_pb2
 from sluice.versions import Version
 from trainer_svc.checkpoint.lineage import Lineage
 
-__all__ = ["BatchRecordFiles", "content_digest", "read_records"]
+__all__ = ["KEPT_REPORTS", "BatchRecordFiles", "content_digest", "read_records"]
 
 FILE_BYTES = 16 << 20
 """Size at which a new file is begun: some hundred batches of 512 trajectories."""
 
 KEPT_FILES = 64
 """Files that stay, 1 GiB in all; the oldest is removed first, so that no run fills the disk."""
+
+KEPT_REPORTS = 1024
+"""Batches whose outcome WatchSteps reports, as the contract says; the record holds at least as many."""
 
 _FRAME = struct.Struct("<II")
 _LENGTH = struct.Struct("<Q")

@@ -2,7 +2,7 @@
 
 A token can be trained if every number that its objective reads is finite. The trainer judges the columns that a row brings
 when it takes the batch (`trainable`), and the columns that a model adds after that model has run (`keep_trainable`).
-`trainer_svc.service.staleness` judges staleness.
+`trainer_svc.service.stale_filter` judges staleness.
 """
 
 from __future__ import annotations

@@ -1,24 +1,26 @@
-"""Which batch may enter, in which order, and what a repeat is told. Pure: no clock, no I/O, no gRPC."""
+"""Which batch may enter, in which order, and which is a repeat: a pure state machine, and the queue that waits for batches."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sluice.versions import Version
+from trainer_svc.service.stale_filter import Batch
 
-__all__ = ["Admission", "Known", "RefusedError", "Ticket"]
+__all__ = ["Admission", "BatchQueue", "Known", "RefusedError", "Ticket"]
 
 REMEMBERED_BATCHES = 1024
-"""Ids of applied batches kept to recognise repeats: as many as there are step reports to answer about them."""
+"""Ids of applied batches that are kept to recognise repeats: as many as WatchSteps keeps reports."""
 
 Payload = TypeVar("Payload")
 
 
 class RefusedError(Exception):
-    """A batch that may not enter now.
+    """The batch may not enter now.
 
     Attributes:
         reason: UPPER_SNAKE_CASE name for programs.
@@ -35,7 +37,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a batch claims about its place.
+    """What a batch says about its place.
 
     Attributes:
         batch_id: Its unique name.
@@ -66,14 +68,14 @@ class Known:
 
 
 class Admission(Generic[Payload]):
-    """The order of batches within an epoch, with a bounded queue.
+    """The order of batches within an epoch, with a bounded queue. Pure: no clock, no I/O, no gRPC.
 
-    Closed until `open`. Batches enter one after another, are taken in that order, and are finished in that order; the
-    batch with sequence number k produces version (epoch, k).
+    Closed until `open`. Batches are taken and finished in the order in which they enter. The batch with sequence number k
+    produces version (epoch, k).
 
     Args:
         capacity: Batches that may wait.
-        tokenizer_digest: What every batch must carry.
+        tokenizer_digest: Digest that every batch must carry.
     """
 
     def __init__(self, capacity: int, tokenizer_digest: str) -> None:
@@ -132,7 +134,7 @@ class Admission(Generic[Payload]):
             raise RefusedError(
                 "WRONG_EPOCH",
                 f"the batch is for epoch {ticket.target.epoch}, but the trainer is in epoch {self._version.epoch}: "
-                "send it again with a target of the present epoch",
+                "send it again with a target version of the present epoch",
             )
         if ticket.tokenizer_digest != self.tokenizer_digest:
             raise RefusedError(
@@ -181,10 +183,10 @@ class Admission(Generic[Payload]):
             )
 
     def admit(self, ticket: Ticket, payload: Payload) -> bool:
-        """Queue a batch, or recognise it.
+        """Queue a batch, or recognise a repeat.
 
         Returns:
-            True if it had been accepted before; then the payload is not kept.
+            Whether it was accepted before; then the payload is not kept.
 
         Raises:
             RefusedError: if it may not enter.
@@ -198,7 +200,7 @@ class Admission(Generic[Payload]):
         return False
 
     def take(self) -> Payload | None:
-        """The next batch to train, None if there is none. The batch before it must be finished.
+        """Take the next batch to train; None if there is none. The batch before it must be finished.
 
         Raises:
             RuntimeError: if it is not.
@@ -211,7 +213,7 @@ class Admission(Generic[Payload]):
         return payload
 
     def finish(self) -> Version:
-        """Count the batch in training as applied.
+        """Mark the batch in training as applied.
 
         Returns:
             The version that it produced.
@@ -223,3 +225,44 @@ class Admission(Generic[Payload]):
             raise RuntimeError("no batch is in training")
         self._version, self._in_training = self._in_training.target, None
         return self._version
+
+
+class BatchQueue:
+    """The accepted batches that wait for training: `Admission`, with a consumer that waits.
+
+    Args:
+        capacity: Batches that may wait.
+        tokenizer_digest: Digest that every batch must carry.
+    """
+
+    def __init__(self, capacity: int, tokenizer_digest: str) -> None:
+        self.admission: Admission[Batch] = Admission(capacity, tokenizer_digest)
+        self._arrived = asyncio.Event()
+
+    def admit(self, ticket: Ticket, batch: Batch) -> bool:
+        """Queue a batch, or recognise a repeat.
+
+        Returns:
+            Whether it was accepted before.
+
+        Raises:
+            RefusedError: if it may not enter.
+        """
+        duplicate = self.admission.admit(ticket, batch)
+        self._arrived.set()
+        return duplicate
+
+    async def next(self) -> Batch:
+        """Take the next batch; wait while there is none."""
+        while (batch := self.admission.take()) is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return batch
+
+    def finish(self) -> Version:
+        """Mark the batch that was taken last as applied.
+
+        Returns:
+            The version that it produced.
+        """
+        return self.admission.finish()

@@ -1,11 +1,13 @@
-"""The policy and where it stands: restore, apply a batch, read the weights, save. Everything here blocks.
+"""The policy in training, on the rank that leads and on those that follow: restore, apply a batch, encode, save.
 
-All methods run in the compute thread, one after another, so that version and weights never disagree.
+Everything here blocks and runs in the compute thread, one call after another, so that version and weights never disagree.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint, TrajectoryResult
 from sluice.versions import BASE, Version
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.checkpoint.batch_record import BatchRecordFiles
+from trainer_svc.checkpoint.batch_record import KEPT_REPORTS, BatchRecordFiles
 from trainer_svc.checkpoint.checkpoints import Checkpoints, origin_of
 from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
@@ -40,31 +42,34 @@ from trainer_svc.objectives.trainable import trainable, with_batch_facts
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.admission import Known
-from trainer_svc.service.consumption import Batch, Consumption, consume
-from trainer_svc.service.crew import Crew
-from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
-from trainer_svc.service.reports import KEPT
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.publication import Offer, PolicyPublisher
+from trainer_svc.service.rank_group import Command, RankGroup, RankLink
+from trainer_svc.service.stale_filter import Batch, FilteredBatch, filter_stale
 from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate, Updated
 
-__all__ = ["Applied", "Learner", "Restored"]
+__all__ = ["Applied", "FollowingRank", "Learner", "Restored"]
+
+FOR_GOOD_S = 366 * 86400.0
+"""Seconds that a rank may serve, a year: each command has a deadline of its own, their number has no bound."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What applying a batch did.
+    """The outcome of applying a batch.
 
     Attributes:
-        consumption: What of the batch was to be trained, and why the rest was not.
+        batch: The batch after the stale filter.
         results: What became of each trajectory.
         metrics: The optimizer steps; None if nothing was left to train.
         skipped_steps: Optimizer steps that were skipped as not finite.
         seconds: Wall-clock time of all of it.
     """
 
-    consumption: Consumption
+    batch: FilteredBatch
     results: list[TrajectoryResult]
     metrics: StepMetrics | None
     skipped_steps: int
@@ -100,7 +105,7 @@ class Restored:
 
 
 class StepAbandonedError(Exception):
-    """The epoch of the step in progress is over."""
+    """The epoch of the running step has ended."""
 
 
 class Learner:
@@ -109,17 +114,17 @@ class Learner:
     Args:
         common: The run's settings.
         config: The trainer's settings.
-        mesh: The processes that train it together.
-        crew: How this process and the others act together.
+        mesh: The ranks that train it together.
+        ranks: How this process and the others act together.
     """
 
     def __init__(
-        self, common: CommonConfig, config: TrainerConfig, mesh: Mesh = SINGLE, crew: Crew | None = None
+        self, common: CommonConfig, config: TrainerConfig, mesh: Mesh = SINGLE, ranks: RankGroup | None = None
     ) -> None:
         self.common = common
         self.config = config
         self.mesh = mesh
-        self.crew = crew or Crew()
+        self.ranks = ranks or RankGroup()
         self.checkpoints = Checkpoints(
             common.run_dir / "checkpoints",
             config.checkpoint.keep,
@@ -136,6 +141,7 @@ class Learner:
         self._is_base = False
         self._advised: set[int] = set()
         self._abandoned = threading.Event()
+        self._deal = partial(balance)
 
     @property
     def engine(self) -> TrainEngine:
@@ -159,12 +165,12 @@ class Learner:
 
     @property
     def engines(self) -> dict[str, TrainEngine]:
-        """What a checkpoint holds, by name."""
+        """The engines that a checkpoint holds, by name."""
         return self.models.by_name
 
     @property
     def update(self) -> PolicyUpdate:
-        """What trains the policy on a batch."""
+        """The update that trains the policy on a batch."""
         return policy_update(self.config, self.models, self._frozen, self.common.seed)
 
     @property
@@ -183,14 +189,14 @@ class Learner:
         return self.engine.optimizer_steps
 
     def load(self) -> None:
-        """Load the base model, and what earlier epochs of the run left on disk."""
-        with self.crew.together("load"):
+        """Load the base model, and read the checkpoints and epochs of the run."""
+        with self.ranks.on_all_ranks("load"):
             self._frozen = FrozenModels.load(self.config, self.common.model, mesh=self.mesh)
             for engine in filter(None, (self._frozen.reference, self._frozen.teacher)):
                 self._make_abandonable(engine)
-            self._load_base()  # last: the generators are then as the run's seed says
+            self._load_base()  # last, so that the generators are in the state of the run's seed
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
-        if self.crew.leads:
+        if self.ranks.leads:
             self.checkpoints.sweep()
         self.checkpoints.read_lineage()
         manifest = self.checkpoints.newest()
@@ -210,34 +216,34 @@ class Learner:
         manifest = self._choose(checkpoint)
         origin = origin_of(manifest)
         name = "" if manifest is None else manifest.checkpoint.name
-        with self.crew.together("restore", epoch=epoch, checkpoint=name, **self._standing()):
+        with self.ranks.on_all_ranks("restore", epoch=epoch, checkpoint=name, **self._standing()):
             if manifest is None:
                 self._restore_base()
             else:
                 self._restore_checkpoint(manifest)
-        self.checkpoints.begin_epoch(epoch, origin, write=self.crew.leads)
+        self.checkpoints.begin_epoch(epoch, origin, write=self.ranks.leads)
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
-        held = self.record.held_by(self.version, self.lineage, KEPT) if self.crew.leads else []
+        held = self.record.held_by(self.version, self.lineage, KEPT_REPORTS) if self.ranks.leads else []
         return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
     def apply(self, batch: Batch) -> Applied:
-        """Train on a batch; the version advances whatever comes of it."""
+        """Train on a batch: filter, share out, update, record. The version advances even if every step was skipped."""
         start = perf_counter()
         objective = self.update.objective.resolved
-        consumption = consume(batch, self.version, self.lineage, partial(trainable, objective=objective))
+        filtered = filter_stale(batch, self.version, self.lineage, partial(trainable, objective=objective))
         updated, trained = None, np.zeros((0, 2), np.int64)
-        if consumption.sequences:
+        if filtered.sequences:
             staleness = partial(self.lineage.staleness, now=self.version)
-            sequences = with_batch_facts(consumption.sequences, objective, staleness)
-            with self.crew.together("train", sequences) as dealt:
+            sequences = with_batch_facts(filtered.sequences, objective, staleness)
+            with self.ranks.on_all_ranks("train", sequences, deal=self._deal) as dealt:
                 updated, rows = self.train(dealt.rows)
             trained = rows.numpy()[np.argsort(list(chain(*dealt.places)))]
-            self._advise(updated.metrics, consumption, batch)
+            self._advise(updated.metrics, filtered, batch)
         applied = Applied(
-            consumption,
-            results=consumption.results(trained, critic_only=updated is not None and updated.critic_only),
+            filtered,
+            results=filtered.results(trained, critic_only=updated is not None and updated.critic_only),
             metrics=None if updated is None else updated.metrics,
             skipped_steps=0 if updated is None else updated.skipped_steps,
             seconds=perf_counter() - start,
@@ -248,19 +254,19 @@ class Learner:
         return applied
 
     def train(self, rows: Rows[Sequence]) -> tuple[Updated, torch.Tensor]:
-        """Train on this process's share of a batch; the other processes do so at the same time.
+        """Train on this rank's share of a batch; the other ranks do so at the same time.
 
         Returns:
-            What was done, and `Updated.rows` of all data-parallel ranks, one after another.
+            What was done, and `Updated.rows` of all data-parallel ranks, in their order.
         """
         self._is_base = False
         updated = self.update.apply(rows)
         return updated, self.engine.ranks.gather(updated.rows)
 
-    def _advise(self, metrics: StepMetrics, consumption: Consumption, batch: Batch) -> None:
+    def _advise(self, metrics: StepMetrics, filtered: FilteredBatch, batch: Batch) -> None:
         """Warn once of each setting that a step shows to be a poor choice."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self._publish_dtype())
-        oldest = int(consumption.metrics["staleness_max"])
+        oldest = int(filtered.metrics["staleness_max"])
         objective = self.update.objective.resolved
         advices = (
             bypass_warning(objective, metrics.measured, bf16=rounds, staleness=oldest),
@@ -278,33 +284,33 @@ class Learner:
                 self._advised.add(kind)
 
     def abandon(self) -> None:
-        """End the step in progress at its next forward pass, without applying its batch, and any step before `restore`.
+        """End the running step at its next forward pass, without applying its batch, and any later step before `restore`.
 
-        The only method that another thread may call. A step of several ranks goes on to its end, as they would not all
+        The only method that another thread may call. With several ranks a step runs to its end, because they would not all
         leave it at the same place.
         """
-        if not self.crew.several:
+        if not self.ranks.several:
             self._abandoned.set()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights under their Hugging Face names, as CPU copies in the published precision."""
+        """Return the weights under their Hugging Face names, as CPU copies in the published precision."""
         return self.engine.named_tensors(self._publish_dtype())
 
     def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Offer:
-        """Take what is published out of the policy: the difference from the version before, or its adapter. Later steps may change it.
+        """Encode what is published: the difference from the version before, or the adapter. Later steps do not change it.
 
         Args:
-            publisher: Keeps what is to be published.
-            deadline_s: Seconds to wait for the push before.
+            publisher: Encodes and keeps it.
+            deadline_s: Seconds to wait for the push of the version before.
 
         Raises:
-            SluiceError: DEADLINE_EXCEEDED if that goes on for longer.
+            SluiceError: DEADLINE_EXCEEDED if that push takes longer.
         """
-        with self.crew.together("encode", deadline_s=deadline_s, **self._standing()):
-            return publisher.keep(self.engine, self.version, dtype=self._publish_dtype(), deadline_s=deadline_s)
+        with self.ranks.on_all_ranks("encode", deadline_s=deadline_s, **self._standing()):
+            return publisher.encode(self.engine, self.version, dtype=self._publish_dtype(), deadline_s=deadline_s)
 
     def save(self, journal_position: int) -> Checkpoint:
-        """Write a checkpoint of the present version, unless there is one, and wait until it is on disk.
+        """Write a checkpoint of the present version, if there is none, and wait until it is on disk.
 
         Raises:
             OSError: if the disk is full or not writable, or the checkpoint before takes too long.
@@ -312,10 +318,10 @@ class Learner:
         return self.begin_save(journal_position).result()
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
-        """Copy the state of the present version on every rank, and write it in the background, unless there is a checkpoint.
+        """Copy the state of the present version on every rank and write it in the background, if there is no checkpoint of it.
 
         Returns:
-            The checkpoint when its manifest is on disk, or what went wrong.
+            The checkpoint, when its manifest is on disk, or what went wrong.
         """
         done: Future[Checkpoint] = Future()
         done.set_running_or_notify_cancel()
@@ -327,13 +333,13 @@ class Learner:
         if existing is not None:
             done.set_result(existing.checkpoint)
             return done
-        with self.crew.together("save", may_fail=True, journal_position=journal_position, **self._standing()):
+        with self.ranks.on_all_ranks("save", may_fail=True, journal_position=journal_position, **self._standing()):
             writing = self.snapshot(journal_position)
         writing.add_done_callback(lambda written: self._saved(written, done))
         return done
 
     def snapshot(self, journal_position: int) -> Future[checkpoint_pb2.CheckpointManifest]:
-        """This rank's part of a checkpoint: copy its state now, write its share in the background."""
+        """Do this rank's part of a checkpoint: copy its state now, write its share in the background."""
         manifest = checkpoint_pb2.CheckpointManifest(
             checkpoint=Checkpoint(
                 policy_version=self.version.to_proto(),
@@ -344,7 +350,7 @@ class Learner:
             tokenizer_digest=self.tokenizer_digest,
             optimizer_steps=self.optimizer_steps,
             next_sequence_no=self.version.number + 1,
-            batch_record=self.record.sync() if self.crew.leads else None,
+            batch_record=self.record.sync() if self.ranks.leads else None,
         )
         state = training_state(self.engines, self.mesh.rank)
         export = partial(export_state, self.engine, dtype=self._publish_dtype())
@@ -378,12 +384,12 @@ class Learner:
         return manifest
 
     def _standing(self) -> dict[str, Any]:
-        """Where this process stands, for those that only do what it says."""
+        """Return what only the leading rank counts, for the ranks that follow."""
         return {"version": str(self.version), "last_batch_id": self.last_batch_id}
 
     def _restore_base(self) -> None:
         if not self._is_base:
-            self._models = None  # gives its memory back before the next one takes as much
+            self._models = None  # frees its memory before the next one is loaded
             self._load_base()
 
     def _load_base(self) -> None:
@@ -391,9 +397,9 @@ class Learner:
         for engine in self._models.by_name.values():
             self._make_abandonable(engine)
         objective = self.update.objective
-        # Rows without an advantage are left out of the steps; but not of what is computed before them.
+        # Rows without an advantage are not forwarded in the steps, but are in the passes before them.
         left_out = not (objective.resolved.runs_estimator or objective.resolved.needs_proximal)
-        self.crew.deal = partial(
+        self._deal = partial(
             balance,
             cost=Cost.of(self.engine.network.model.config.get_text_config()),
             fold=self.config.fold_prompts,
@@ -442,3 +448,79 @@ def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
 
 
 PUBLISH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FollowingRank:
+    """Every rank except the first: carries out the commands of rank 0 in their order, until it says stop or is gone.
+
+    Commands that compute run in the compute thread, publications beside them.
+
+    Args:
+        learner: This rank's part of the policy.
+        link: To rank 0.
+        publisher: Pushes this rank's part of a version.
+    """
+
+    def __init__(self, learner: Learner, link: RankLink, publisher: PolicyPublisher) -> None:
+        self._learner, self._link, self._publisher = learner, link, publisher
+        self._offer: Offer | None = None
+        self._commands: dict[str, Callable[[Command], object]] = {
+            "load": lambda _: learner.load(),
+            "restore": self._restore,
+            "train": lambda _: learner.train(link.receive_rows()),
+            "encode": self._encode,
+            "save": self._save,
+        }
+
+    async def run(self, compute: ComputeThread) -> None:
+        """Carry out commands until rank 0 says stop.
+
+        Raises:
+            Exception: the failure of a command, which rank 0 knows.
+        """
+        computing = compute.run(self._compute, deadline_s=FOR_GOOD_S, what="serving rank 0")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(computing)
+            tasks.create_task(self._publish())
+
+    def _compute(self) -> None:
+        while (command := self._link.next("compute"))["do"] != "stop":
+            try:
+                self._commands[command["do"]](command)
+            except BaseException as error:
+                if command["may_fail"] and isinstance(error, Exception):
+                    log.warning("a command failed that may fail", command=command["do"], error=str(error))
+                else:
+                    self._link.done(f"{type(error).__name__}: {error}")
+                    raise
+            self._link.done()
+
+    def _restore(self, command: Command) -> None:
+        self._stand_at(command)
+        self._learner.restore(command["epoch"], command["checkpoint"])
+
+    def _encode(self, command: Command) -> None:
+        self._stand_at(command)
+        self._offer = self._learner.encode(self._publisher, command["deadline_s"])
+
+    def _save(self, command: Command) -> None:
+        self._stand_at(command)
+        self._learner.snapshot(command["journal_position"])  # rank 0 learns of a failure and reports it
+
+    def _stand_at(self, command: Command) -> None:
+        """Take over what only rank 0 counts."""
+        self._learner.version = Version.parse(command["version"])
+        self._learner.last_batch_id = command["last_batch_id"]
+
+    async def _publish(self) -> None:
+        """Push this rank's part whenever rank 0 pushes its own. Rank 0 learns of every failure and decides about retries."""
+        while (command := await asyncio.to_thread(self._link.next, "publish"))["do"] != "stop":
+            offer = self._offer
+            if offer is None or str(offer.version) != command["version"]:
+                raise RuntimeError(f"rank 0 publishes {command['version']}, this rank holds {offer and offer.version}")
+            try:
+                await offer.push(deadline_s=command["deadline_s"])
+            except SluiceError as error:
+                if error.reason == "RANK_LOST":
+                    raise
+                log.warning("push failed; rank 0 decides what follows", version=command["version"], error=str(error))

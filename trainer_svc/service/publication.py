@@ -1,19 +1,27 @@
-"""New weights on their way to weight sync, in the background: one version at a time, repeated until its deadline."""
+"""From the policy to weight sync: what is published of a version, on which ranks, and in which order versions are pushed."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from time import monotonic
+from typing import Literal
 
 import grpc
 import structlog
+import torch
+import torch.distributed as dist
 
 from sluice.rpc import SluiceError
+from sluice.tasks import discard_outcome
 from sluice.versions import Version
-from trainer_svc.service.policy_publisher import Offer, PolicyPublisher
-from weightsync.publisher import PushReport
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.service.rank_group import RankGroup
+from weightsync.publisher import AdapterPublisher, PushReport, Update, WeightPublisher
 
-__all__ = ["Publication"]
+__all__ = ["GroupPublisher", "Offer", "PolicyPublisher", "Publication"]
 
 RETRIED = {
     grpc.StatusCode.UNAVAILABLE,
@@ -22,7 +30,7 @@ RETRIED = {
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
-"""Failures of a push that another attempt may cure; a refused version stays refused."""
+"""Failures of a push that another attempt may cure. A refused version stays refused."""
 
 FIRST_PAUSE_S = 0.25
 LONGEST_PAUSE_S = 5.0
@@ -32,13 +40,13 @@ log = structlog.get_logger(__name__)
 
 
 class Publication:
-    """Publishes the versions of one epoch in order.
+    """Publish the versions of one epoch in order, in the background.
 
-    One version is on its way at a time, since the publisher's copy of the weights holds one: the next is encoded when
-    `idle` returned. Training goes on meanwhile.
+    One version is pushed at a time, because the publisher's copy of the weights holds one: the next is encoded after
+    `idle` has returned. Training continues meanwhile.
 
     Args:
-        publisher: Takes versions out of the policy.
+        publisher: Encodes versions of the policy.
         deadline_s: Seconds for one version, retries included.
     """
 
@@ -55,7 +63,7 @@ class Publication:
         """Publish a version in the background.
 
         Raises:
-            RuntimeError: if another one is on its way; await `idle` first.
+            RuntimeError: if another one is being published; await `idle` first.
         """
         if not self._idle.is_set():
             raise RuntimeError(f"version {offered.version} was offered while another is published")
@@ -63,11 +71,11 @@ class Publication:
         self._offered.put_nowait(offered)
 
     async def idle(self) -> None:
-        """Return when no version is on its way. `run` ends the wait by its deadline, if need be with an error."""
+        """Return when no version is being published. `run` bounds the wait by its deadline."""
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Publish what is offered, until cancelled.
+        """Publish offered versions until cancelled.
 
         Raises:
             SluiceError: if a version cannot be published in time.
@@ -77,10 +85,10 @@ class Publication:
             self._idle.set()
 
     async def publish(self, offered: Offer) -> None:
-        """Push one version, again and again until the deadline.
+        """Push one version; retry until the deadline.
 
         Raises:
-            SluiceError: what the last attempt failed with.
+            SluiceError: the failure of the last attempt.
         """
         deadline = monotonic() + self._deadline_s
         pause_s = FIRST_PAUSE_S
@@ -105,3 +113,108 @@ def _unpublished(version: Version, error: SluiceError, deadline_s: float) -> Slu
         f"version {version} could not be published within {deadline_s:g} s: {error.message}"
         " (is weightsync up at peers.weightsync?)",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that is ready to be published. Later steps do not change it.
+
+    Attributes:
+        version: The version.
+        push: Publishes it, given `deadline_s`; may be called again after a failure.
+    """
+
+    version: Version
+    push: Callable[..., Awaitable[PushReport]]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPublisher:
+    """Encode and publish the versions of one policy: its weights, or its adapter if the replicas have the base.
+
+    Attributes:
+        weights: Publishes weights.
+        adapters: Publishes adapters of the model that the run starts from, which every replica loads from disk; None on
+            ranks that only help to collect one.
+    """
+
+    weights: WeightPublisher
+    adapters: AdapterPublisher | None = None
+
+    def encode(self, engine: TrainEngine, version: Version, *, dtype: torch.dtype | None, deadline_s: float) -> Offer:
+        """Encode a version of the engine. Blocks; every rank calls it.
+
+        Args:
+            engine: The policy.
+            version: The version of the engine's weights.
+            dtype: Precision of the published tensors; None keeps float32.
+            deadline_s: Seconds to wait for the push of the version before.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if that push takes longer.
+        """
+        adapter = engine.adapter
+        if adapter is None or adapter.config.merges:
+            update = self.weights.encode(version, engine.live_tensors(), dtype=dtype, deadline_s=deadline_s)
+            return Offer(version, partial(self.weights.publish, update))
+        tensors = adapter.tensors(dtype)
+        if self.adapters is None:
+            return Offer(version, _nothing)
+        return Offer(version, partial(self.adapters.push, version, tensors, adapter.settings))
+
+
+async def _nothing(*, deadline_s: float) -> PushReport:
+    raise RuntimeError(f"this rank has nothing to publish, not within {deadline_s:g} s either")
+
+
+class GroupPublisher(WeightPublisher):
+    """Publish versions of one run from all ranks; for rank 0.
+
+    Args:
+        ranks: The ranks.
+        channel: To the weight service.
+        run: The run's name.
+        encoding: As for `WeightPublisher`.
+        local: As for `WeightPublisher`.
+        group: The process group of the ranks' publishers; None: this process is alone.
+    """
+
+    def __init__(
+        self,
+        ranks: RankGroup,
+        channel: grpc.aio.Channel,
+        run: str,
+        *,
+        encoding: Literal["auto", "dense"] = "auto",
+        local: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(channel, run, encoding=encoding, local=local, group=group)
+        self._rank_group = ranks
+        self._pushing: asyncio.Task[PushReport] | None = None
+
+    async def publish(
+        self, update: Update, *, deadline_s: float, labels: Mapping[str, str] | None = None
+    ) -> PushReport:
+        """Publish a version; see `WeightPublisher.publish`.
+
+        With several ranks, a push runs to its end even if its caller is cancelled, because the other ranks do not stop.
+        """
+        if not self._rank_group.several:
+            return await super().publish(update, deadline_s=deadline_s, labels=labels)
+        self._rank_group.publish(version=str(update.version), deadline_s=deadline_s)
+        pushing = asyncio.create_task(super().publish(update, deadline_s=deadline_s, labels=labels))
+        discard_outcome(pushing)
+        self._pushing = pushing
+        return await asyncio.shield(pushing)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait for a push whose caller was cancelled.
+
+        Returns:
+            Whether no push is running any more.
+        """
+        if self._pushing is None or self._pushing.done():
+            return True
+        await asyncio.wait({self._pushing}, timeout=timeout_s)
+        return self._pushing.done()

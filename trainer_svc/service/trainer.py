@@ -16,16 +16,13 @@ from sluice.tasks import discard_outcome
 from sluice.v1 import trainer_pb2
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
+from trainer_svc.service.admission import BatchQueue
 from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.crew import OUT_OF_STEP
 from trainer_svc.service.learner import Learner, Restored
-from trainer_svc.service.loop import TrainingLoop
-from trainer_svc.service.policy_publisher import PolicyPublisher
-from trainer_svc.service.publication import Publication
-from trainer_svc.service.queue import BatchQueue
-from trainer_svc.service.reports import StepLog
-from trainer_svc.service.saving import Saving
-from trainer_svc.service.step_report import held_report
+from trainer_svc.service.loop import CheckpointWriter, TrainingLoop
+from trainer_svc.service.publication import PolicyPublisher, Publication
+from trainer_svc.service.rank_group import OUT_OF_STEP
+from trainer_svc.service.step_reports import StepLog, held_report
 
 __all__ = ["Trainer"]
 
@@ -33,16 +30,14 @@ log = structlog.get_logger(__name__)
 
 
 class Trainer:
-    """One policy and the epoch that trains it.
-
-    Lives on one event loop; what blocks runs in the compute thread.
+    """One policy and the epoch that trains it. Runs on one event loop; what blocks runs in the compute thread.
 
     Args:
         common: The run's settings.
         config: The trainer's settings.
         publisher: Pushes versions to weight sync.
         learner: The policy; by default one that this process trains alone.
-        compute: The thread in which it lives.
+        compute: The compute thread; by default a new one.
     """
 
     def __init__(
@@ -59,7 +54,7 @@ class Trainer:
         self.steps: StepLog | None = None
         self._publisher = publisher
         self._compute = compute or ComputeThread()
-        self.saving = Saving(self.learner, self._compute, config)
+        self.checkpoints = CheckpointWriter(self.learner, self._compute, config)
         self._publication = Publication(publisher, config.deadlines.push_s)
         self._loop: TrainingLoop | None = None
         self._training: asyncio.Task[None] | None = None
@@ -86,12 +81,12 @@ class Trainer:
         if self._loop is None:
             return trainer_pb2.TRAINER_PHASE_READY
         idle = self._loop.phase == trainer_pb2.TRAINER_PHASE_WAITING
-        return trainer_pb2.TRAINER_PHASE_SAVING if idle and self.saving.active else self._loop.phase
+        return trainer_pb2.TRAINER_PHASE_SAVING if idle and self.checkpoints.active else self._loop.phase
 
     @property
     def last_error(self) -> str:
         """What ended the epoch, or why the last checkpoint was not written; empty if nothing did."""
-        return str(self._failure) if self._failure is not None else self.saving.last_error
+        return str(self._failure) if self._failure is not None else self.checkpoints.last_error
 
     @property
     def published(self) -> Version | None:
@@ -105,7 +100,7 @@ class Trainer:
             SluiceError: UNAVAILABLE while the model loads, FAILED_PRECONDITION after a failure.
         """
         if self.queue is None:
-            raise SluiceError.unavailable("STARTING", "the trainer loads its model: retry", retry_after_s=1.0)
+            raise SluiceError.unavailable("STARTING", "the trainer is loading its model: retry", retry_after_s=1.0)
         if self._failure is not None:
             raise _failed(self._failure)
         return self.queue
@@ -121,9 +116,9 @@ class Trainer:
             SluiceError: as the contract says of BeginEpoch.
         """
         if self.queue is None:
-            raise SluiceError.unavailable("STARTING", "the trainer loads its model: retry", retry_after_s=1.0)
-        if self.learner.crew.broken is not None:
-            raise self.learner.crew.broken
+            raise SluiceError.unavailable("STARTING", "the trainer is loading its model: retry", retry_after_s=1.0)
+        if self.learner.ranks.broken is not None:
+            raise self.learner.ranks.broken
         present, opening = self._opening or (0, None)
         if opening is None or epoch != present or (opening.done() and not _succeeded(opening)):
             if opening is not None and not opening.done():
@@ -132,7 +127,7 @@ class Trainer:
             opening = asyncio.create_task(self._open(epoch, checkpoint))
             discard_outcome(opening)
             self._opening = (epoch, opening)
-        # A caller who leaves does not stop the opening; asking again for the same epoch waits for it.
+        # A caller that is cancelled does not stop the opening; asking again for the same epoch waits for it.
         restored = await asyncio.shield(opening)
         if self._failure is not None and epoch == self.learner.version.epoch:
             raise _failed(self._failure)
@@ -151,8 +146,8 @@ class Trainer:
     async def _open(self, epoch: int, checkpoint: str) -> Restored:
         await self._close()
         deadlines = self.config.deadlines
-        await self.saving.settled(deadlines.save_s)  # what it writes may be what is restored
-        # A step of the epoch before may still be in progress.
+        await self.checkpoints.settled(deadlines.save_s)  # it may be the checkpoint to restore
+        # A step of the epoch before may still be running.
         restored = await self._compute.run(
             partial(self.learner.restore, epoch, checkpoint),
             deadline_s=deadlines.step_s + deadlines.load_s,
@@ -184,7 +179,7 @@ class Trainer:
             queue=queue,
             publication=self._publication,
             steps=self.steps,
-            saving=self.saving,
+            checkpoints=self.checkpoints,
             config=self.config,
         )
         # An empty context: the epoch outlives the request that began it, whose id must not appear in its logs and calls.
@@ -193,7 +188,7 @@ class Trainer:
         log.info("epoch began", version=str(restored.version), origin=str(restored.origin))
 
     def _ended(self, training: asyncio.Task[None]) -> None:
-        """Make a failure visible to whoever watches, asks or submits."""
+        """Report a failure to everyone who watches steps, asks for the state or submits a batch."""
         if training.cancelled() or training is not self._training:
             return
         error = training.exception()
@@ -214,17 +209,17 @@ class Trainer:
             self.steps.end(_failed(self._failure))
 
     def _check_ranks(self, error: SluiceError) -> None:
-        """Give the ranks up after an error that leaves some of them in the middle of what others have left.
+        """Give up the ranks after an error that leaves some of them in the middle of a command that others have left.
 
         Raises:
             SluiceError: UNAVAILABLE, if several ranks have to start again.
         """
-        crew = self.learner.crew
-        if crew.several and error.reason in OUT_OF_STEP:
-            raise crew.break_up(error) from error
+        ranks = self.learner.ranks
+        if ranks.several and error.reason in OUT_OF_STEP:
+            raise ranks.give_up(error) from error
 
     async def _close(self) -> None:
-        """End the present epoch: what it queued is sent again in the next one."""
+        """End the present epoch. The orchestrator sends its queued batches again in the next one."""
         self.learner.abandon()
         training, self._training, self._loop = self._training, None, None
         if training is not None:
@@ -240,27 +235,27 @@ class Trainer:
         """Write a checkpoint between two batches.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION without an epoch, UNAVAILABLE if the ranks are out of step, otherwise as `Saving.save`.
+            SluiceError: FAILED_PRECONDITION without an epoch, UNAVAILABLE if the ranks are out of step, otherwise as `CheckpointWriter.save`.
         """
         if self.accepting().admission.version is None:
             raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
         try:
-            return await self.saving.save(journal_position)
+            return await self.checkpoints.save(journal_position)
         except SluiceError as error:
             self._check_ranks(error)
             raise
 
     async def stop(self, grace_s: float) -> bool:
-        """End the epoch; what the compute thread does and a checkpoint get `grace_s` seconds to end, a step is abandoned.
+        """End the epoch: abandon a step; give other work of the compute thread and a checkpoint `grace_s` seconds to end.
 
         Returns:
-            Whether the threads ended. If not, the interpreter must not be finalised beside them.
+            Whether the threads ended. If not, the interpreter must not be finalised while they run.
         """
         if self._opening is not None and not self._opening[1].done():
             self._opening[1].cancel()
             await asyncio.wait({self._opening[1]})
         await self._close()
-        saved, computed = await asyncio.gather(self.saving.ended(grace_s), self._compute.stop(grace_s))
+        saved, computed = await asyncio.gather(self.checkpoints.ended(grace_s), self._compute.stop(grace_s))
         return saved and computed
 
 

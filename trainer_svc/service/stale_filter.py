@@ -1,4 +1,4 @@
-"""What of a batch is trained at the moment it is taken: staleness per token, then advantages on the survivors. Pure."""
+"""Which trajectories of a batch are trained: staleness per token, then advantages on the survivors. Pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 
 from sluice.advantages import TRAINER_ESTIMATORS, Advantages, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
-from sluice.versions import Version
+from sluice.versions import Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.service.convert import Sample
-from trainer_svc.service.staleness import token_staleness
 
-__all__ = ["Batch", "Consumption", "OnStale", "check_estimator", "consume"]
+__all__ = ["Batch", "FilteredBatch", "OnStale", "check_estimator", "filter_stale", "token_staleness"]
 
 Ages = NDArray[np.int64]
 
@@ -32,7 +31,7 @@ RETIRED_EPOCH = "RETIRED_EPOCH"
 STALE = "STALE"
 
 HISTOGRAM_BINS = 16
-"""Ages counted one by one; older tokens share the last bin, so that a report stays small."""
+"""Ages counted one by one. Older tokens share the last bin, so that a report stays small."""
 
 
 class OnStale(Enum):
@@ -52,9 +51,9 @@ class Batch:
         sequence_no: Its place in the order of batches.
         target: Version that applying it produces.
         max_staleness: Oldest token that may be trained, in versions.
-        on_stale: What happens to a trajectory with older ones.
-        estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost
-            one; one of those that the update itself runs; or empty, which keeps what was given.
+        on_stale: What happens to a trajectory with older tokens.
+        estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost a
+            member; or one that the update itself runs; or empty to keep the given advantages.
         samples: Its trajectories.
         content_digest: Digest of its trajectories as they arrived.
         sampler_dtype: Precision of the weights that sampled, such as ``bfloat16``; empty if it is not known.
@@ -72,13 +71,13 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """What was decided about one trajectory.
+class Decision:
+    """The decision about one trajectory.
 
     Attributes:
         sample: The trajectory.
-        sequence: What of it is trained; None if nothing is.
-        reason: Why nothing is; empty otherwise.
+        sequence: Its training row; None if it is dropped.
+        reason: Why it is dropped; empty otherwise.
         oldest: Greatest staleness of its tokens, in versions.
         ages: Staleness of each token that enters the loss.
     """
@@ -91,17 +90,17 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Consumption:
-    """A batch as it is trained.
+class FilteredBatch:
+    """A batch after the stale filter.
 
     Attributes:
-        sequences: Rows for the engine.
-        fates: One per trajectory, in the batch's order.
-        metrics: What the report says about data and staleness.
+        sequences: Rows to train on.
+        decisions: One per trajectory, in the batch's order.
+        metrics: Metrics of data and staleness for the report.
     """
 
     sequences: tuple[Sequence, ...]
-    fates: tuple[Fate, ...]
+    decisions: tuple[Decision, ...]
     metrics: Mapping[str, float]
 
     def results(self, trained: NDArray[np.int64], *, critic_only: bool = False) -> list[trainer_pb2.TrajectoryResult]:
@@ -112,11 +111,16 @@ class Consumption:
             critic_only: Whether these steps changed the critic alone.
         """
         rows = iter(trained.tolist())
-        return [_result(fate, *((0, 0) if fate.reason else next(rows)), critic_only=critic_only) for fate in self.fates]
+        return [
+            _result(decision, *((0, 0) if decision.reason else next(rows)), critic_only=critic_only)
+            for decision in self.decisions
+        ]
 
 
-def consume(batch: Batch, now: Version, lineage: Lineage, trainable: Callable[[Sequence], torch.Tensor]) -> Consumption:
-    """Decide what of a batch is trained by weights of version `now`.
+def filter_stale(
+    batch: Batch, now: Version, lineage: Lineage, trainable: Callable[[Sequence], torch.Tensor]
+) -> FilteredBatch:
+    """Decide what of a batch is trained with weights of version `now`.
 
     Args:
         batch: The batch.
@@ -124,21 +128,21 @@ def consume(batch: Batch, now: Version, lineage: Lineage, trainable: Callable[[S
         lineage: The epochs of the run.
         trainable: Returns which loss tokens of a row its objective can train.
     """
-    fates = [_judge(sample, batch, now, lineage, trainable) for sample in batch.samples]
-    fates, groups = _give_advantages(fates, batch.estimator)
-    metrics = _reward_metrics(batch.samples) | _staleness_metrics(fates) | _drop_metrics(fates)
+    decisions = [_judge(sample, batch, now, lineage, trainable) for sample in batch.samples]
+    decisions, groups = _give_advantages(decisions, batch.estimator)
+    metrics = _reward_metrics(batch.samples) | _staleness_metrics(decisions) | _drop_metrics(decisions)
     if groups is not None:
         metrics |= {"groups": float(groups.groups), "degenerate_groups": float(groups.degenerate_groups)}
-    return Consumption(
-        sequences=tuple(fate.sequence for fate in fates if fate.sequence is not None),
-        fates=tuple(fates),
+    return FilteredBatch(
+        sequences=tuple(decision.sequence for decision in decisions if decision.sequence is not None),
+        decisions=tuple(decisions),
         metrics=metrics,
     )
 
 
 def _judge(
     sample: Sample, batch: Batch, now: Version, lineage: Lineage, trainable: Callable[[Sequence], torch.Tensor]
-) -> Fate:
+) -> Decision:
     ages = token_staleness(sample.spans, sample.trained_tokens, lineage, now)
     oldest = int(ages.max(initial=0))
     fresh = ages <= batch.max_staleness
@@ -146,13 +150,13 @@ def _judge(
     usable = trainable(sequence)[sequence.loss_mask].numpy()
     if not fresh.all():
         if batch.on_stale is not OnStale.TRUNCATE or not fresh.any():
-            return Fate(sample, None, _stale_reason(sample, now, lineage), oldest, ages[:0])
+            return Decision(sample, None, _stale_reason(sample, now, lineage), oldest, ages[:0])
         mask = sequence.loss_mask.clone()
         mask[sequence.loss_mask] = torch.from_numpy(fresh)
         sequence = replace(sequence, loss_mask=mask)
     if not (fresh & usable).any():
-        return Fate(sample, None, NO_TRAINED_TOKENS, oldest, ages[:0])
-    return Fate(sample, sequence, "", oldest, ages[fresh & usable])
+        return Decision(sample, None, NO_TRAINED_TOKENS, oldest, ages[:0])
+    return Decision(sample, sequence, "", oldest, ages[fresh & usable])
 
 
 def _stale_reason(sample: Sample, now: Version, lineage: Lineage) -> str:
@@ -160,29 +164,33 @@ def _stale_reason(sample: Sample, now: Version, lineage: Lineage) -> str:
     return RETIRED_EPOCH if retired else STALE
 
 
-def _give_advantages(fates: list[Fate], estimator: str) -> tuple[list[Fate], Advantages | None]:
-    """Estimate where none were given, and anew in groups that lost an episode to its age."""
+def _give_advantages(decisions: list[Decision], estimator: str) -> tuple[list[Decision], Advantages | None]:
+    """Estimate missing advantages, and all advantages of groups that lost an episode to staleness."""
     if not estimator:
-        return fates, None
+        return decisions, None
     if estimator in TRAINER_ESTIMATORS:
-        return [_without_reward(fate) if _lacks_reward(fate.sequence) else fate for fate in fates], None
+        return [
+            _without_reward(decision) if _lacks_reward(decision.sequence) else decision for decision in decisions
+        ], None
     lost = (STALE, RETIRED_EPOCH)
-    shrunk = {fate.sample.sequence.group_id for fate in fates if fate.reason in lost}
-    estimated = estimate(estimator, _episodes([fate.sample for fate in fates if fate.reason not in lost]))
-    given: list[Fate] = []
-    for fate in fates:
-        sequence = fate.sequence
-        if sequence is None or (fate.sample.has_advantages and sequence.group_id not in shrunk):
-            given.append(fate)
+    shrunk = {decision.sample.sequence.group_id for decision in decisions if decision.reason in lost}
+    estimated = estimate(
+        estimator, _episodes([decision.sample for decision in decisions if decision.reason not in lost])
+    )
+    given: list[Decision] = []
+    for decision in decisions:
+        sequence = decision.sequence
+        if sequence is None or (decision.sample.has_advantages and sequence.group_id not in shrunk):
+            given.append(decision)
             continue
         value = estimated.by_episode.get(sequence.episode_id)
         if value is not None:
             advantages = torch.where(sequence.loss_mask, value, 0.0)
-            given.append(replace(fate, sequence=replace(sequence, advantages=advantages)))
-        elif fate.sample.has_advantages:
-            given.append(fate)
+            given.append(replace(decision, sequence=replace(sequence, advantages=advantages)))
+        elif decision.sample.has_advantages:
+            given.append(decision)
         else:
-            given.append(_without_reward(fate))
+            given.append(_without_reward(decision))
     return given, estimated
 
 
@@ -190,12 +198,12 @@ def _lacks_reward(sequence: Sequence | None) -> bool:
     return sequence is not None and sequence.reward is None and sequence.token_rewards is None
 
 
-def _without_reward(fate: Fate) -> Fate:
-    return replace(fate, sequence=None, reason=MISSING_REWARD, ages=fate.ages[:0])
+def _without_reward(decision: Decision) -> Decision:
+    return replace(decision, sequence=None, reason=MISSING_REWARD, ages=decision.ages[:0])
 
 
 def _episodes(samples: Rows[Sample]) -> list[Episode]:
-    """One entry per episode; the trained tokens of its trajectories add up."""
+    """Return one entry per episode, with the trained tokens of all its trajectories."""
     tokens: Counter[str] = Counter()
     facts: dict[str, Sample] = {}
     for sample in samples:
@@ -208,7 +216,7 @@ def _episodes(samples: Rows[Sample]) -> list[Episode]:
 
 
 def check_estimator(estimator: str, samples: Rows[Sample]) -> None:
-    """Try the estimator on a whole batch.
+    """Check that an estimator can take a batch.
 
     Raises:
         ValueError: if there is no such estimator, or it cannot take these rewards.
@@ -230,9 +238,9 @@ def _reward_metrics(samples: Rows[Sample]) -> dict[str, float]:
     return metrics
 
 
-def _staleness_metrics(fates: Rows[Fate]) -> dict[str, float]:
-    """The age histogram of the tokens that enter the loss."""
-    ages = np.concatenate([fate.ages for fate in fates]) if fates else np.zeros(0, dtype=np.int64)
+def _staleness_metrics(decisions: Rows[Decision]) -> dict[str, float]:
+    """Return the age histogram of the tokens that enter the loss."""
+    ages = np.concatenate([decision.ages for decision in decisions]) if decisions else np.zeros(0, dtype=np.int64)
     if not ages.size:
         return {"staleness_max": 0.0}
     counts = np.bincount(np.minimum(ages, HISTOGRAM_BINS), minlength=1)
@@ -243,23 +251,23 @@ def _staleness_metrics(fates: Rows[Fate]) -> dict[str, float]:
     } | {f"staleness_tokens/{age}": float(count) for age, count in enumerate(counts)}
 
 
-def _drop_metrics(fates: Rows[Fate]) -> dict[str, float]:
-    """Trajectories and tokens that are not trained, by cause; cut tokens of trained trajectories are stale ones."""
+def _drop_metrics(decisions: Rows[Decision]) -> dict[str, float]:
+    """Count the trajectories and tokens that are not trained, by cause; cut tokens of trained trajectories are stale."""
     trajectories: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
-    for fate in fates:
-        if fate.sequence is None:
-            trajectories[fate.reason] += 1
-            tokens[fate.reason] += fate.sample.trained_tokens
+    for decision in decisions:
+        if decision.sequence is None:
+            trajectories[decision.reason] += 1
+            tokens[decision.reason] += decision.sample.trained_tokens
         else:
-            tokens[STALE] += fate.sample.trained_tokens - int(fate.sequence.loss_mask.sum())
+            tokens[STALE] += decision.sample.trained_tokens - int(decision.sequence.loss_mask.sum())
     return {f"dropped_trajectories/{reason.lower()}": float(count) for reason, count in trajectories.items()} | {
         f"dropped_tokens/{reason.lower()}": float(count) for reason, count in tokens.items() if count
     }
 
 
-def _result(fate: Fate, tokens: int, steps: int, *, critic_only: bool) -> trainer_pb2.TrajectoryResult:
-    reason = fate.reason
+def _result(decision: Decision, tokens: int, steps: int, *, critic_only: bool) -> trainer_pb2.TrajectoryResult:
+    reason = decision.reason
     if not reason and not tokens:
         reason = NO_TRAINED_TOKENS
     elif not reason and not steps:
@@ -267,9 +275,24 @@ def _result(fate: Fate, tokens: int, steps: int, *, critic_only: bool) -> traine
     elif not reason and critic_only:
         reason = CRITIC_WARMUP
     return trainer_pb2.TrajectoryResult(
-        trajectory_id=fate.sample.sequence.trajectory_id,
+        trajectory_id=decision.sample.sequence.trajectory_id,
         outcome=tokens_pb2.TRAJECTORY_OUTCOME_DROPPED if reason else tokens_pb2.TRAJECTORY_OUTCOME_TRAINED,
         reason=reason,
-        max_staleness=fate.oldest,
+        max_staleness=decision.oldest,
         trained_tokens=0 if reason else tokens,
     )
+
+
+def token_staleness(spans: Rows[VersionSpan], trained_tokens: int, lineage: Lineage, now: Version) -> NDArray[np.int64]:
+    """Return the staleness of each trained token.
+
+    Args:
+        spans: Versions of the trained tokens; starts are counted in trained tokens, the first one is 0.
+        trained_tokens: Their number.
+        lineage: Where the epochs began.
+        now: Version of the weights that the batch is applied to.
+    """
+    if trained_tokens == 0:
+        return np.zeros(0, dtype=np.int64)
+    ages = np.array([lineage.staleness(span.version, now) for span in spans], dtype=np.int64)
+    return np.repeat(ages, span_lengths([span.start for span in spans], trained_tokens))

@@ -13,9 +13,9 @@ from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.crew import Crew
 from trainer_svc.service.learner import Learner
-from trainer_svc.service.saving import Saving
+from trainer_svc.service.loop import CheckpointWriter
+from trainer_svc.service.rank_group import RankGroup
 
 
 @pytest.fixture
@@ -30,21 +30,21 @@ async def busy() -> AsyncIterator[ComputeThread]:
     await compute.stop(60.0)
 
 
-def saving(output_dir: Path, compute: ComputeThread, crew: Crew) -> Saving:
+def writer(output_dir: Path, compute: ComputeThread, ranks: RankGroup) -> CheckpointWriter:
     config = TrainerConfig(deadlines={"step_s": 0.01, "save_s": 0.01})
-    learner = Learner(CommonConfig(run="test", output_dir=output_dir, model="none"), config, crew=crew)
-    return Saving(learner, compute, config)
+    learner = Learner(CommonConfig(run="test", output_dir=output_dir, model="none"), config, ranks=ranks)
+    return CheckpointWriter(learner, compute, config)
 
 
 async def test_one_process_notes_it_and_goes_on(tmp_path: Path, busy: ComputeThread) -> None:
-    alone = saving(tmp_path, busy, Crew())
+    alone = writer(tmp_path, busy, RankGroup())
     await alone.begin_or_log()
     assert "copying the state for a checkpoint took longer" in alone.last_error
 
 
 async def test_several_ranks_end_since_none_knows_how_far_the_others_are(tmp_path: Path, busy: ComputeThread) -> None:
     with lone_link() as link:
-        several = saving(tmp_path, busy, Crew(link))
+        several = writer(tmp_path, busy, RankGroup(link))
         with pytest.raises(SluiceError, match="copying the state for a checkpoint took longer") as refused:
             await several.begin_or_log()
     assert refused.value.reason == "COMPUTE_DEADLINE"

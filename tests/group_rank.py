@@ -1,4 +1,4 @@
-"""One rank of a crew without a model, as a program: hands out rows, waits, fails, and writes down what it saw.
+"""One rank of a trainer without a model, as a program: hands out rows, waits, fails, and writes down what it saw.
 
 Argument: directory for its notes. Rank, count and meeting point come from the environment, as torchrun gives them.
 """
@@ -19,8 +19,7 @@ from sluice.rpc import SluiceError
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import make_mesh
-from trainer_svc.service.crew import Crew
-from trainer_svc.service.crew_link import CrewLink, RankFailedError
+from trainer_svc.service.rank_group import RankFailedError, RankGroup, RankLink
 
 TIMEOUT_S = 3.0
 """What a collective, or the answer to a command, may take."""
@@ -35,38 +34,37 @@ def row(name: str, length: int) -> Sequence:
     return Sequence(torch.arange(length), mask, values, values, trajectory_id=name)
 
 
-def lead(data: CrewLink, tensor: CrewLink, silent: CrewLink) -> None:
+def lead(data: RankLink, tensor: RankLink, silent: RankLink) -> None:
     rows = [row(name, length) for name, length in (("a", 9), ("b", 5), ("c", 4))]
-    crew = Crew(data)
-    with crew.together("train", rows) as dealt:
+    broken: list[bool] = []
+    ranks = RankGroup(data, on_broken=lambda: broken.append(True))
+    with ranks.on_all_ranks("train", rows) as dealt:
         NOTES["data"] = [each.trajectory_id for each in dealt.rows]
-    with Crew(tensor).together("train", rows) as dealt:
+    with RankGroup(tensor).on_all_ranks("train", rows) as dealt:
         NOTES["tensor"] = [each.trajectory_id for each in dealt.rows]
     time.sleep(1.2 * TIMEOUT_S)  # a run that pauses: nobody is in a collective meanwhile
-    with crew.together("train", rows[:1]) as dealt:
+    with ranks.on_all_ranks("train", rows[:1]) as dealt:
         NOTES["after a pause"] = [each.trajectory_id for each in dealt.rows]
     try:
-        with crew.together("save", may_fail=True):
+        with ranks.on_all_ranks("save", may_fail=True):
             Path("/not/there/at/all").touch()
     except OSError as error:
         NOTES["save"] = type(error).__name__
-    broken: list[bool] = []
-    crew.on_broken = lambda: broken.append(True)
     for _ in range(2):
         try:
-            with crew.together("train", rows):
+            with ranks.on_all_ranks("train", rows):
                 pass
         except SluiceError as error:
             NOTES["failed"] = f"{error.code.name} {error.reason} {error.message}"
     NOTES["told"] = len(broken)
     try:
-        with Crew(silent).together("load"):
+        with RankGroup(silent).on_all_ranks("load"):
             pass
     except SluiceError as error:
         NOTES["silent"] = error.message
 
 
-def follow(data: CrewLink, tensor: CrewLink, _silent: CrewLink) -> None:
+def follow(data: RankLink, tensor: RankLink, _silent: RankLink) -> None:
     for link, what in ((data, "data"), (tensor, "tensor"), (data, "after a pause")):
         link.next("compute")
         NOTES[what] = [each.trajectory_id for each in link.receive_rows()]
@@ -86,7 +84,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     timeout = timedelta(seconds=TIMEOUT_S)
     links = [
-        CrewLink(make_mesh(dims, torch.device("cpu"), timeout), TIMEOUT_S)
+        RankLink(make_mesh(dims, torch.device("cpu"), timeout), TIMEOUT_S)
         for dims in (ParallelDims(dp_shard=2), ParallelDims(tp=2), ParallelDims(pp=2))
     ]
     rank = dist.get_rank()

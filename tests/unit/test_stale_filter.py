@@ -17,8 +17,8 @@ from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.trainable import trainable
-from trainer_svc.service.consumption import Batch, Consumption, OnStale, consume
 from trainer_svc.service.convert import Sample
+from trainer_svc.service.stale_filter import Batch, FilteredBatch, OnStale, filter_stale
 
 LINEAGE = Lineage().begin(1, BASE)
 NOW = Version(1, 5)
@@ -61,33 +61,33 @@ def consumed(
     lineage: Lineage = LINEAGE,
     now: Version = NOW,
     reads_behaviour: bool = True,
-) -> Consumption:
+) -> FilteredBatch:
     target = Version(now.epoch, now.number + 1)
     batch = Batch("b", target.number, target, max_staleness, on_stale, estimator, samples)
     objective = ObjectiveConfig(preset="grpo" if reads_behaviour else "distill").resolved
-    return consume(batch, now, lineage, partial(trainable, objective=objective))
+    return filter_stale(batch, now, lineage, partial(trainable, objective=objective))
 
 
 def results(
-    consumption: Consumption, *, steps: int = 1, lost: int = 0, critic_only: bool = False
+    filtered: FilteredBatch, *, steps: int = 1, lost: int = 0, critic_only: bool = False
 ) -> list[trainer_pb2.TrajectoryResult]:
     """The answers where each row was part of so many applied steps and lost so many tokens on the way to them."""
-    rows = [[int(each.loss_mask.sum()) - lost, steps] for each in consumption.sequences]
-    return consumption.results(np.array(rows, dtype=np.int64).reshape(-1, 2), critic_only=critic_only)
+    rows = [[int(each.loss_mask.sum()) - lost, steps] for each in filtered.sequences]
+    return filtered.results(np.array(rows, dtype=np.int64).reshape(-1, 2), critic_only=critic_only)
 
 
-def outcomes(consumption: Consumption) -> dict[str, str]:
+def outcomes(filtered: FilteredBatch) -> dict[str, str]:
     return {
         result.trajectory_id: result.reason
         or tokens_pb2.TrajectoryOutcome.Name(result.outcome).removeprefix("TRAJECTORY_OUTCOME_")
-        for result in results(consumption)
+        for result in results(filtered)
     }
 
 
-def advantages(consumption: Consumption) -> dict[str, float]:
+def advantages(filtered: FilteredBatch) -> dict[str, float]:
     """The advantage of each trained sequence; it must be the same for all its trained tokens."""
     found = {}
-    for sequence in consumption.sequences:
+    for sequence in filtered.sequences:
         values = set(sequence.advantages[sequence.loss_mask].tolist())
         assert len(values) == 1
         found[sequence.trajectory_id] = values.pop()
@@ -233,9 +233,9 @@ def test_no_token_beyond_the_bound_is_ever_trained(
         for index, (numbers, group) in enumerate(rows)
     ]
     result = consumed(*samples, max_staleness=bound, on_stale=on_stale)
-    ages = np.concatenate([fate.ages for fate in result.fates])
+    ages = np.concatenate([decision.ages for decision in result.decisions])
     assert (ages <= bound).all()
     assert len(ages) == sum(int(sequence.loss_mask.sum()) for sequence in result.sequences)
-    assert len(result.fates) == len(samples), "every trajectory has an answer"
-    for fate in result.fates:
-        assert (fate.sequence is None) == bool(fate.reason)
+    assert len(result.decisions) == len(samples), "every trajectory has an answer"
+    for decision in result.decisions:
+        assert (decision.sequence is None) == bool(decision.reason)

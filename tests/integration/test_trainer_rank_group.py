@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from trainer_programs import free_port
 
-PROGRAM = Path(__file__).parents[1] / "crew_rank.py"
+PROGRAM = Path(__file__).parents[1] / "group_rank.py"
 DEADLINE_S = 120.0
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,343 @@
+"""The ranks of a trainer, led by rank 0: every command that changes weights is carried out by all ranks, or ends all of them.
+
+Rank 0 posts a command, does its own part, and waits until the others have done theirs. After a failure of any rank the weights
+may differ and the collectives no longer match, so the group is broken for good: the process ends, torchrun starts all ranks
+again, and they continue from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeAlias
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from sluice.rpc import SluiceError
+from trainer_svc.batch.rows import Sequence
+from trainer_svc.parallel.balance import balance
+from trainer_svc.parallel.mesh import Mesh
+from trainer_svc.service.row_codec import decode_rows, encode_rows
+
+__all__ = ["OUT_OF_STEP", "Command", "Dealt", "RankFailedError", "RankGroup", "RankLink", "Stream"]
+
+OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
+"""Errors after which ranks do different things: one is gone, or it is not known how far the others are."""
+
+Deal: TypeAlias = Callable[[Rows[Sequence], int], list[list[int]]]
+"""Takes rows and the number of data-parallel ranks; returns the places of each rank's rows."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Rows as they are shared out.
+
+    Attributes:
+        rows: This rank's rows.
+        places: For each data-parallel rank the places of its rows in the batch.
+    """
+
+    rows: list[Sequence]
+    places: list[list[int]]
+
+
+class RankGroup:
+    """All ranks of a trainer, as rank 0 leads them.
+
+    Args:
+        link: To the other ranks, on rank 0; None: this process is alone, or follows.
+        leads: Whether this process writes what is written once per run.
+        on_broken: Called once, from any thread, when the ranks cannot continue.
+    """
+
+    def __init__(
+        self, link: RankLink | None = None, *, leads: bool = True, on_broken: Callable[[], object] = lambda: None
+    ) -> None:
+        self._link = link
+        self._on_broken = on_broken
+        self.leads = leads
+        self.broken: SluiceError | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether other ranks wait for this one's commands."""
+        return self._link is not None
+
+    @contextmanager
+    def on_all_ranks(
+        self,
+        do: str,
+        rows: Rows[Sequence] | None = None,
+        *,
+        deal: Deal = balance,
+        may_fail: bool = False,
+        **arguments: Any,  # noqa: ANN401  JSON values
+    ) -> Iterator[Dealt]:
+        """Have every rank do something: the others carry out the command, this one the body of the block.
+
+        Args:
+            do: Name of the command.
+            rows: Rows to share out among the data-parallel ranks.
+            deal: Decides which rank gets which rows.
+            may_fail: Whether the ranks stay together after a failure of the body, because it is a failure of all.
+            arguments: What else the others must know: JSON values.
+
+        Yields:
+            How the rows are shared out.
+
+        Raises:
+            SluiceError: UNAVAILABLE RANK_LOST if another rank failed or did not answer in time.
+        """
+        if self._link is None:
+            yield Dealt(list(rows or ()), [list(range(len(rows or ())))])
+            return
+        if self.broken is not None:
+            raise self.broken
+        failure: Exception | None = None
+        try:
+            command = {"do": do, "rows": rows is not None, "may_fail": may_fail, **arguments}
+            number = self._link.post("compute", command)
+            dealt = Dealt([], []) if rows is None else _share_out(self._link, rows, deal)
+            try:
+                yield dealt
+            except Exception as error:
+                if not may_fail:
+                    raise
+                failure = error
+            self._link.wait_done(number)
+        except BaseException as error:
+            reason = self.give_up(error)
+            if reason is error:
+                raise
+            raise reason from error
+        if failure is not None:
+            raise failure
+
+    def publish(self, **arguments: Any) -> None:  # noqa: ANN401  JSON values
+        """Have the other ranks publish beside this one."""
+        if self._link is not None:
+            self._link.post("publish", {"do": "publish", **arguments})
+
+    def stop_others(self) -> None:
+        """Let the other ranks end; this process ends next."""
+        if self._link is not None and self.broken is None:
+            for stream in ("compute", "publish"):
+                self._link.post(stream, {"do": "stop"})
+
+    def give_up(self, error: BaseException) -> SluiceError:
+        """Note that the ranks cannot continue.
+
+        Returns:
+            What to raise: the error itself if it says everything.
+        """
+        if self._link is None:
+            return error if isinstance(error, SluiceError) else _lost(str(error))
+        if self.broken is None:
+            self.broken = _explain(error, self._link)
+            log.error("the ranks cannot continue", error=str(self.broken), exc_info=error)
+            self._on_broken()
+        return self.broken
+
+
+def _share_out(link: RankLink, rows: Rows[Sequence], deal: Deal) -> Dealt:
+    places = deal(rows, link.dims.data_parallel)
+    shares = [[rows[place] for place in share] for share in places]
+    link.send_rows(shares)
+    return Dealt(shares[link.dims.data_rank(link.rank)], places)
+
+
+def _explain(error: BaseException, link: RankLink) -> SluiceError:
+    """Return the reason of the rank that failed first, if it gave one, else what this rank saw."""
+    if isinstance(error, SluiceError):
+        return _lost(error.message) if error.reason in OUT_OF_STEP else error
+    if isinstance(error, RankFailedError):
+        return _lost(str(error))
+    seen = str(error).partition("\n")[0].partition(". ")[0]  # the first sentence; gloo adds advice
+    return _lost(link.failure() or f"{type(error).__name__}: {seen}")
+
+
+def _lost(reason: str) -> SluiceError:
+    return SluiceError.unavailable(
+        "RANK_LOST",
+        f"a rank of the trainer failed ({reason}); all ranks start again and continue from the newest checkpoint",
+        retry_after_s=1.0,
+    )
+
+
+# The connection between the ranks.
+
+Command: TypeAlias = Mapping[str, Any]
+"""What to do: JSON values by name, with `do` as the name of the command."""
+
+Stream: TypeAlias = Literal["compute", "publish"]
+"""Commands of one stream run one after another; the two streams run side by side."""
+
+IDLE = timedelta(hours=1)
+"""Longest single wait for a command; a rank then waits again."""
+
+PUBLISHES_KEPT = 2
+"""Publish commands that stay in the store: all ranks push together, so none is more than one command behind."""
+
+_FAILURE = "failure"
+
+
+class RankFailedError(Exception):
+    """A rank failed or is gone."""
+
+
+class RankLink:
+    """One rank's connection to the others: commands through a store of keys, rows as bytes through a gloo group.
+
+    All ranks build theirs at the same time. Commands go through a `TCPStore` of rank 0, where a rank may wait as long as it likes:
+    a collective would time out while a run pauses. When rank 0 ends, the wait ends at once.
+
+    Args:
+        mesh: The ranks.
+        timeout_s: Seconds that the others may take to answer a command.
+    """
+
+    def __init__(self, mesh: Mesh, timeout_s: float) -> None:
+        self.rank, self.dims = mesh.rank, mesh.dims
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group = mesh.everyone
+        self.publishing = dist.new_group(backend="gloo", timeout=self._timeout)
+        """Group of the publishers, whose exchanges run beside the commands."""
+        self._stores: dict[Stream, dist.TCPStore] = self._open_stores()
+        self._numbers: dict[Stream, int] = {"compute": 0, "publish": 0}
+
+    def _open_stores(self) -> dict[Stream, dist.TCPStore]:
+        """Open a connection per stream: a waiting connection blocks every other use of it."""
+        host = os.environ["MASTER_ADDR"]
+        port = torch.zeros(1, dtype=torch.int64)
+        held = None
+        if self.rank == 0:
+            held = dist.TCPStore(host, 0, is_master=True, timeout=self._timeout, wait_for_workers=False)
+            port[0] = held.port
+        dist.broadcast(port, src=0, group=self._group)
+        compute = held or dist.TCPStore(host, int(port), timeout=self._timeout)
+        return {"compute": compute, "publish": dist.TCPStore(host, int(port), timeout=self._timeout)}
+
+    @property
+    def others(self) -> range:
+        """All ranks except rank 0."""
+        return range(1, self.dims.world_size)
+
+    def post(self, stream: Stream, command: Command) -> int:
+        """Post the next command for the other ranks; only rank 0 calls this.
+
+        Returns:
+            The command's number in its stream.
+        """
+        number = self._numbers[stream] = self._numbers[stream] + 1
+        store = self._stores[stream]
+        store.set(f"{stream}/{number}", json.dumps(command))
+        if stream == "publish" and number > PUBLISHES_KEPT:
+            store.delete_key(f"{stream}/{number - PUBLISHES_KEPT}")
+        return number
+
+    def next(self, stream: Stream) -> Command:
+        """Wait for the next command; the other ranks call this.
+
+        Raises:
+            RankFailedError: if rank 0 is gone.
+        """
+        number = self._numbers[stream] = self._numbers[stream] + 1
+        key = f"{stream}/{number}"
+        store = self._stores[stream]
+        while True:
+            try:
+                store.wait([key], IDLE)
+                return dict(json.loads(store.get(key)))
+            except dist.DistStoreError:
+                continue  # no command for so long
+            except RuntimeError as error:
+                raise RankFailedError(f"rank 0 is gone ({_first_line(error)})") from error
+
+    def done(self, failure: str = "") -> None:
+        """Report to rank 0 that the last compute command is done, or why this rank ends instead.
+
+        Raises:
+            RuntimeError: if rank 0 is gone.
+        """
+        store = self._stores["compute"]
+        told = f"rank {self.rank}: {failure}" if failure else ""
+        if told:
+            store.set(_FAILURE, told)
+        store.set(_done(self._numbers["compute"], self.rank), told)
+
+    def failure(self) -> str:
+        """Return why a rank ended, if it could say so; empty if none did."""
+        store = self._stores["compute"]
+        return bytes(store.get(_FAILURE)).decode() if store.check([_FAILURE]) else ""
+
+    def wait_done(self, number: int) -> None:
+        """Wait until every rank has carried out a command.
+
+        Raises:
+            RankFailedError: if one failed, or did not answer in time.
+        """
+        store = self._stores["compute"]
+        keys = [_done(number, rank) for rank in self.others]
+        try:
+            store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            late = [rank for rank, key in zip(self.others, keys, strict=True) if not store.check([key])]
+            raise RankFailedError(
+                self.failure() or f"ranks {late} did not answer within {self._timeout.total_seconds():g} s"
+            ) from error
+        if failure := self.failure():
+            raise RankFailedError(failure)
+        for key in (*keys, f"compute/{number}"):
+            store.delete_key(key)
+
+    def send_rows(self, shares: Rows[Rows[Sequence]]) -> None:
+        """Send each rank the rows of its data-parallel rank.
+
+        Args:
+            shares: Rows by data-parallel rank.
+
+        Raises:
+            RuntimeError: if a rank is gone, or does not receive them within the group's timeout.
+        """
+        encoded = [torch.frombuffer(bytearray(encode_rows(share)), dtype=torch.uint8) for share in shares]
+        pending: list[dist.Work | None] = []
+        for rank in self.others:
+            data = encoded[self.dims.data_rank(rank)]
+            pending.append(dist.isend(torch.tensor([len(data)]), rank, group=self._group))
+            pending.append(dist.isend(data, rank, group=self._group))
+        _wait(pending, self._timeout)
+
+    def receive_rows(self) -> list[Sequence]:
+        """Receive this rank's rows.
+
+        Raises:
+            RuntimeError: if rank 0 is gone, or sends nothing within the group's timeout.
+        """
+        size = torch.zeros(1, dtype=torch.int64)
+        _wait([dist.irecv(size, 0, group=self._group)], self._timeout)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        _wait([dist.irecv(data, 0, group=self._group)], self._timeout)
+        return decode_rows(data.numpy().tobytes())
+
+
+def _wait(pending: Iterable[dist.Work | None], timeout: timedelta) -> None:
+    for work in pending:
+        if work is not None:
+            work.wait(timeout)
+
+
+def _done(number: int, rank: int) -> str:
+    return f"done/{number}/{rank}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
