@@ -1,8 +1,7 @@
-"""The one chat renderer: messages to token ids and loss masks, without ever re-encoding tokens that exist.
+"""The chat renderer of all services: turns messages into token ids and loss masks, and never encodes existing tokens again.
 
-SFT, rollout, capture and evaluation render through this module, so that what was sampled, what is trained and what a
-later turn continues are the same ids. A template is trusted only as far as it was seen to append: where rendering more
-messages changes the text before them, `TemplateError` says so.
+SFT, rollout, capture and evaluation use it, so that the ids that are sampled, trained and continued by a later turn are the same.
+It checks that a template only appends: if more messages change the text of the earlier ones, it raises `TemplateError`.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ __all__ = [
 ]
 
 Message = Mapping[str, Any]
-"""A chat message as templates know it: `role`, `content` and what else the template reads."""
+"""A chat message as templates read it: `role`, `content` and other fields."""
 
 SENTINEL = "SLUICEturnSENTINEL"
-"""Content of a stand-in assistant turn. Letters only, so that no template or tokenizer treats it specially."""
+"""Content of a placeholder for an assistant turn. Only letters, so that no template or tokenizer treats it specially."""
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
-"""Roles that every template for chats knows, or refuses aloud."""
+"""Roles that every chat template either renders or refuses with an error."""
 
 _STAND_IN = ({"role": "user", "content": "x"}, {"role": "assistant", "content": SENTINEL})
 
 
 RENDER_VARIABLES = frozenset({"messages", "self", "raise_exception", "strftime_now"})
-"""Names that transformers gives every template, beside the parameters of `apply_chat_template` and the special tokens."""
+"""Further names that transformers sets for every template, beside the parameters of `apply_chat_template` and the special tokens."""
 
 LONGEST_REASON = 500
-"""Characters of a template's own error message that are passed on: it may quote the messages."""
+"""Maximum length of a template's error message in ours, since it may quote the messages."""
 
 
 class TemplateError(ValueError):
@@ -51,16 +50,16 @@ class TemplateError(ValueError):
 
 
 class TemplateArgumentError(TemplateError):
-    """A template argument names something that the chat template does not read, or that belongs to the renderer."""
+    """A template argument is not a variable of the chat template, or is one that the renderer sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Token ids of a demonstration.
+    """Token ids of a conversation to learn from.
 
     Attributes:
-        ids: Token ids, prompt first.
-        loss_mask: For each id whether it is to be learned: the assistant's tokens and the end of its turn.
+        ids: Token ids, beginning with the prompt.
+        loss_mask: For each id, whether it is learned: the assistant's tokens and the end of its turn.
     """
 
     ids: list[int]
@@ -68,11 +67,11 @@ class Rendered:
 
 
 class ChatRenderer:
-    """Renders conversations with one tokenizer's chat template.
+    """Renders conversations with the chat template of one tokenizer.
 
     Args:
         tokenizer: A transformers tokenizer.
-        template_arguments: Further variables of the template, such as ``enable_thinking``; the same for every call.
+        template_arguments: Further variables of the template, such as ``enable_thinking``, for every call.
 
     Raises:
         TemplateArgumentError: if an argument is not one of `template_variables`.
@@ -92,7 +91,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The template's text for a conversation.
+        """Return the text that the template renders for a conversation.
 
         Raises:
             TemplateError: if the tokenizer has no template or the template refuses the messages.
@@ -100,7 +99,9 @@ class ChatRenderer:
         from jinja2 import TemplateError as JinjaError  # noqa: PLC0415  only where messages are rendered
 
         if not self.tokenizer.chat_template:
-            raise TemplateError("the tokenizer has no chat template: give prompts as text or token ids, or add one")
+            raise TemplateError(
+                "the tokenizer has no chat template: send the prompt as text or token ids, or add a template"
+            )
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -109,7 +110,7 @@ class ChatRenderer:
                 tokenize=False,
                 **self._arguments,
             )
-        # A template is a program: what it raises on messages that it does not expect can be any of these.
+        # A template is a program. On unexpected messages it can raise any of these.
         except (
             JinjaError,
             ArithmeticError,
@@ -125,7 +126,7 @@ class ChatRenderer:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without the tokenizer's own additions: the template wrote them where they belong."""
+        """Return the token ids of a text, without special tokens that the tokenizer would add: the template has written them."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def render(
@@ -135,7 +136,7 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, by default up to where the assistant begins to answer."""
+        """Return the token ids of a conversation, by default with the generation prompt."""
         return self.encode(self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools))
 
     def render_continuation(
@@ -148,14 +149,14 @@ class ChatRenderer:
     ) -> list[int]:
         """Append messages to a conversation whose ids end with the assistant's sampled turn.
 
-        `ids` are returned as they are, followed by what is missing of the end of the turn (all of it where the answer
-        was cut off at its length, nothing of what was sampled already) and by the new messages.
+        Return `ids` unchanged, followed by the missing part of the end of that turn and by the new messages. If the turn was
+        cut off at its maximum length, all of its end is missing.
 
         Raises:
-            TemplateError: if there is nothing to append or the template does not keep an earlier turn apart.
+            TemplateError: if there are no messages, or the template does not render an earlier turn separately.
         """
         if not new_messages:
-            raise TemplateError("there are no messages to append: give at least one")
+            raise TemplateError("there are no messages to append: send at least one")
         after = self._after_stand_in(new_messages, add_generation_prompt=add_generation_prompt, tools=tools)
         addition = self.encode(after)
         closing = self._closing(after)
@@ -163,13 +164,13 @@ class ChatRenderer:
         return [*ids, *addition[given:]]
 
     def render_sft(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> Rendered:
-        """Token ids of a whole conversation and a mask over the assistant's turns, their end tokens included.
+        """Return the token ids of a whole conversation and a mask of the assistant's turns with their end tokens.
 
-        Each turn is encoded on its own, exactly as it is sampled: behind the encoded generation prompt.
+        Each turn is encoded separately, as it would be sampled: after the generation prompt.
 
         Raises:
-            TemplateError: if there is no assistant turn or one that is no text, or if the template changes earlier text when
-                messages are added, as those do that strip earlier reasoning.
+            TemplateError: if there is no assistant turn, if one is not text, or if the template changes earlier text when messages
+                are added, such as one that removes earlier reasoning.
         """
         messages = [_with_text(message, index) for index, message in enumerate(messages)]
         self._check_roles(messages, tools)
@@ -192,7 +193,7 @@ class ChatRenderer:
         return Rendered(ids, mask)
 
     def render_completion(self, prompt: str, completion: str) -> Rendered:
-        """Token ids of plain text and its continuation, without a template; the completion and an end token are learned."""
+        """Return the token ids of plain text and its completion, without a template. The completion and an end token are learned."""
         context = self.encode(prompt)
         beginning = self.tokenizer.bos_token_id
         if beginning is not None:
@@ -205,7 +206,7 @@ class ChatRenderer:
         return Rendered([*context, *answer], [False] * len(context) + [True] * len(answer))
 
     def _check_roles(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> None:
-        """Refuse a role that the template passes over, as many do with one that they do not know; each is looked at once."""
+        """Refuse a role that the template leaves out, as many do with an unknown one. Each role is tested once."""
         for index, message in enumerate(messages):
             role = message["role"]
             if role in ROLES or role in self._own_roles:
@@ -218,7 +219,7 @@ class ChatRenderer:
             self._own_roles.add(role)
 
     def _learned(self, answer: list[int]) -> int:
-        """How many ids of an assistant turn are the policy's: up to its last end token; templates add line feeds behind."""
+        """Return how many ids of an assistant turn are learned: up to its last end token. Templates add line feeds after it."""
         ends = [position for position, token in enumerate(answer) if token == self.tokenizer.eos_token_id]
         return ends[-1] + 1 if ends else len(answer)
 
@@ -229,7 +230,7 @@ class ChatRenderer:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """What the template writes behind an assistant's content when messages follow it."""
+        """Return the text after the content of an assistant turn when messages follow it."""
         text = self.text([*_STAND_IN, *new_messages], add_generation_prompt=add_generation_prompt, tools=tools)
         if text.count(SENTINEL) != 1:
             raise TemplateError(
@@ -239,7 +240,7 @@ class ChatRenderer:
         return text.partition(SENTINEL)[2]
 
     def _closing(self, after: str) -> list[int]:
-        """Ids that end an assistant turn, as they stand before further messages."""
+        """Return the ids that end an assistant turn when messages follow it."""
         alone = self.text(_STAND_IN, add_generation_prompt=False).rpartition(SENTINEL)[2]
         if not after.startswith(alone):
             raise TemplateError(
@@ -254,8 +255,8 @@ class ChatRenderer:
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the names of the template arguments that a caller may set.
 
-    These are the variables that the model's own chat templates read, without those that the renderer, transformers or
-    the tokenizer set: with one of these a caller could replace the template or the special tokens.
+    These are the variables that the model's chat templates read, except those that the renderer, transformers or the tokenizer
+    set. With these, a caller could replace the template or the special tokens.
 
     Raises:
         TemplateError: if a template is not valid Jinja.
@@ -288,7 +289,7 @@ def _variables_read(template: str) -> frozenset[str]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    # Nothing is rendered here, so that there is nothing to escape.
+    # Nothing is rendered here, so nothing must be escaped.
     environment = Environment(extensions=[Generation, loopcontrols])  # noqa: S701
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))
@@ -309,22 +310,22 @@ def _check_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str,
 
 
 def _with_text(message: Message, index: int) -> Message:
-    """A message with a text: templates write what is none as it is, such as "None". Those of others may have parts."""
+    """Return a message with text as its content: a template would write None as "None". Roles other than assistant may have parts."""
     role, content = message["role"], message.get("content")
     if isinstance(content, str) or (isinstance(content, list) and role != "assistant"):
         return message
     if content is None and message.get("tool_calls"):
         return {**message, "content": ""}
     raise TemplateError(
-        f"message {index} of the {role} has {type(content).__name__} as its content: give a text, or leave the row out"
+        f"message {index} of the {role} has content of type {type(content).__name__}: use text, or remove the row"
     )
 
 
 def _appended(before: str, after: str, index: int) -> str:
-    """What `after` adds to `before`.
+    """Return what `after` adds to `before`.
 
     Raises:
-        TemplateError: if it does not begin with it.
+        TemplateError: if `after` does not begin with `before`.
     """
     if not after.startswith(before):
         raise TemplateError(
@@ -335,10 +336,9 @@ def _appended(before: str, after: str, index: int) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest of what turns messages into ids: vocabulary, merges, normalisation, special tokens and chat template.
+    """Return the digest of vocabulary, merges, normalisation, special tokens and chat template.
 
-    Two services with the same digest give the same ids. State that a caller sets in passing (padding, truncation) and
-    paths do not enter.
+    Two services with the same digest turn messages into the same ids. Paths, padding and truncation are not part of it.
 
     Returns:
         SHA-256 as 64 hexadecimal digits.
