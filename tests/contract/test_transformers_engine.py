@@ -329,6 +329,32 @@ class TestFailures:
             expected = recompute(models.second, PROMPT, sample.token_ids)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
 
+    @pytest.mark.parametrize("failures", [1, 2])
+    async def test_a_copy_that_fails_half_way_is_recovered_by_the_engine(self, models, monkeypatch, failures):
+        """The version before is copied back; if that fails too, nothing is sampled until a restart serves it."""
+        first, second = staged(models.second, Version(1, 1)), staged(models.third, Version(1, 2))
+        async with running(models.base) as engine:
+            await engine.apply(first)
+            weights, left = engine._running._weights, [failures]
+            copy = weights.copy
+
+            def fail_half_way(paths):
+                if left[0]:
+                    left[0] -= 1
+                    weights._live["model.norm.weight"].zero_()
+                    raise EngineError("the weights could not be copied")
+                copy(paths)
+
+            monkeypatch.setattr(weights, "copy", fail_half_way)
+            with pytest.raises(EngineError, match="could not be copied"):
+                await engine.apply(second)
+            assert engine.status().healthy is (failures == 1)
+            if failures == 2:
+                assert await engine.restart() == Version(1, 1)
+            status = engine.status()
+            assert (status.healthy, status.version, status.weights) == (True, Version(1, 1), Version(1, 1))
+            assert await engine.verify_weights(first) == []
+
     async def test_a_restart_without_the_staged_file_serves_the_base(self, models, tmp_path):
         path = tmp_path / "staged.safetensors"
         shutil.copy(models.second / "model.safetensors", path)
