@@ -27,7 +27,7 @@ if _version_not_supported:
 
 class WeightSyncServiceStub:
     """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
-    invisible until CommitVersion succeeded, and whole from then on.
+    invisible until CommitVersion succeeds, and whole from then on.
     """
 
     def __init__(self, channel):
@@ -65,14 +65,14 @@ class WeightSyncServiceStub:
 
 class WeightSyncServiceServicer:
     """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
-    invisible until CommitVersion succeeded, and whole from then on.
+    invisible until CommitVersion succeeds, and whole from then on.
     """
 
     def PushWeights(self, request_iterator, context):
         """Uploads one shard of a version: a header, then chunks in order of their offset. Each rank pushes its own shards,
-        on streams of its own. An interrupted push goes on where it broke: a header whose resume_offset is not the number
-        of bytes that the service holds is answered by FAILED_PRECONDITION SHARD_OFFSET, whose metadata `stored_bytes` says
-        where to go on; resume_offset 0 always begins anew.
+        on streams of its own. An interrupted push can be continued: set resume_offset to the number of bytes that the
+        service holds. Another number is answered by FAILED_PRECONDITION SHARD_OFFSET, whose metadata `stored_bytes` is the
+        right one; resume_offset 0 always starts from the beginning.
         Idempotent: a shard that is complete with the same digest is accepted again.
         Errors: INVALID_ARGUMENT (bad name, chunk larger than 1 MiB, overlap), DATA_LOSS (crc32c or digest differs;
         the shard is discarded), ALREADY_EXISTS (the version is committed with another digest), RESOURCE_EXHAUSTED (disk),
@@ -84,7 +84,7 @@ class WeightSyncServiceServicer:
 
     def CommitVersion(self, request, context):
         """Makes a version visible, at once and as a whole: checks that all shards are there, that their slices cover every
-        tensor exactly, and that every value is finite; persists it; tells the watchers. Idempotent.
+        tensor exactly, and that every value is finite; persists it; announces it to the watchers. Idempotent.
         Errors: FAILED_PRECONDITION (shards missing, named in the message; base version unknown; older epoch), DATA_LOSS
         (digest differs), ALREADY_EXISTS (committed with another digest), RESOURCE_EXHAUSTED (disk).
         """
@@ -153,7 +153,7 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
     """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
-    invisible until CommitVersion succeeded, and whole from then on.
+    invisible until CommitVersion succeeds, and whole from then on.
     """
 
     @staticmethod
@@ -336,8 +336,8 @@ class WeightDeliveryServiceServicer:
     """
 
     def WatchVersions(self, request, context):
-        """Streams each newly committed version, the newest at once. Versions that were overtaken may be left out. A
-        message without a version is a sign of life, sent at least every 10 seconds.
+        """Streams the newest version at once, then each newly committed one. A version that is no longer the newest may be
+        left out. A message without a version is a heartbeat, sent at least every 10 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -371,7 +371,7 @@ class WeightDeliveryServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportVersion(self, request, context):
-        """Says what a replica serves or failed to take. Idempotent; also renews the replica's lease.
+        """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
