@@ -19,8 +19,8 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
-from weightsync.format.chunks import make_chunk
-from weightsync.format.manifest import DenseTensor, version_digest
+from weightsync.format.chunks import fill_chunk
+from weightsync.format.manifest import manifest_digest
 from weightsync.publish.shards import ShardSource
 from weightsync.publisher import PushReport, WeightPublisher
 from weightsync.receiver import WeightReceiver
@@ -202,18 +202,16 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
 def manifest_of(version: Version, *sources: ShardSource) -> pb.Manifest:
     """The manifest of a version whose shards hold whole tensors."""
     shards = [source.describe(source.tensor_digests()) for source in sources]
-    tensors = [
-        DenseTensor(each.name, each.dtype, tuple(each.global_shape), each.digest)
-        for shard in shards
-        for each in shard.tensors
-    ]
-    return pb.Manifest(
-        run=RESOURCE,
-        version=version.to_proto(),
-        kind=pb.VERSION_KIND_ANCHOR,
-        shards=shards,
-        digest=version_digest(tensors),
-    )
+    manifest = pb.Manifest(run=RESOURCE, version=version.to_proto(), kind=pb.VERSION_KIND_ANCHOR, shards=shards)
+    manifest.digest = manifest_digest(manifest)
+    return manifest
+
+
+def make_chunk(offset: int, data: bytes) -> pb.Chunk:
+    """A chunk with its checksum."""
+    chunk = pb.Chunk()
+    fill_chunk(chunk, offset, data)
+    return chunk
 
 
 def equal_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:

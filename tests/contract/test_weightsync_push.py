@@ -11,12 +11,21 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
+from weightsync_stack import (
+    RESOURCE,
+    Stack,
+    equal_bits,
+    error_of,
+    eventually,
+    make_chunk,
+    manifest_of,
+    running_stack,
+    weights,
+)
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.chunks import make_chunk
 from weightsync.publish.shards import ShardSource
 from weightsync.service.upload import Upload
 

@@ -14,14 +14,23 @@ import pytest
 import pytest_asyncio
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import RUN, EngineDouble, Stack, equal_bits, eventually, following, running_stack, weights
+from weightsync_stack import (
+    RUN,
+    EngineDouble,
+    Stack,
+    equal_bits,
+    eventually,
+    following,
+    make_chunk,
+    running_stack,
+    weights,
+)
 
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.format.chunks import make_chunk
 from weightsync.receiver import ApplyReport, PolicyHeldError, PolicyMode, PullLimits, StagedVersion, WeightReceiver
 from weightsync.staged import ApplyError, StagedAdapter
 

@@ -14,14 +14,13 @@ import pytest_asyncio
 import torch
 from prometheus_client import REGISTRY
 from safetensors.torch import load_file
-from weightsync_stack import RUN, EngineDouble, Stack, equal_bits, eventually, following, running_stack
+from weightsync_stack import RUN, EngineDouble, Stack, equal_bits, eventually, following, make_chunk, running_stack
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.format.chunks import make_chunk
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ApplyReport, PolicyMode, PullLimits, StagedVersion, UpdateTimings, WeightReceiver
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import equal_bits, manifest_of, weights
+from weightsync_stack import equal_bits, make_chunk, manifest_of, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.chunks import ChunkError, RawChunk, make_chunk
+from weightsync.format.chunks import ChunkError, RawChunk
 from weightsync.format.safetensors import FileLayout, read_layout
 from weightsync.publish.shards import ShardSource
 from weightsync.receive.dense_file import DenseFile

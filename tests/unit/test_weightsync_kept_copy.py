@@ -11,11 +11,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load
-from weightsync_stack import equal_bits, weights
+from weightsync_stack import equal_bits, make_chunk, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import Encoding, apply
-from weightsync.format.chunks import make_chunk
 from weightsync.format.manifest import ManifestError, entry_name
 from weightsync.publish.kept_copy import Diff, KeptCopy, KeptFile, sweep
 from weightsync.publish.push import wire_chunk

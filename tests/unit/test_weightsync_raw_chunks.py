@@ -6,16 +6,10 @@ import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from weightsync_stack import make_chunk
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.chunks import (
-    MAX_CHUNK_BYTES,
-    ChunkError,
-    ChunkSizeError,
-    ChunkSums,
-    make_chunk,
-    parse_pull_response,
-)
+from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, ChunkSizeError, ChunkSums, parse_pull_response
 
 OFFSETS = st.one_of(st.integers(0, 300), st.integers(0, 2**63))
 

@@ -23,7 +23,6 @@ __all__ = [
     "RawChunk",
     "check_chunk",
     "fill_chunk",
-    "make_chunk",
     "next_cut",
     "parse_pull_response",
 ]
@@ -96,13 +95,6 @@ def fill_chunk(chunk: pb.Chunk, offset: int, data: bytes, crc32c: int | None = N
     chunk.offset = offset
     chunk.data = data
     chunk.crc32c = google_crc32c.value(data) if crc32c is None else crc32c
-
-
-def make_chunk(offset: int, data: bytes) -> pb.Chunk:
-    """Return a chunk with its checksum."""
-    chunk = pb.Chunk()
-    fill_chunk(chunk, offset, data)
-    return chunk
 
 
 def check_chunk(chunk: pb.Chunk) -> bytes:

@@ -24,7 +24,6 @@ from weightsync.format.names import BadNameError, check_shard, check_tensor
 __all__ = [
     "MANIFEST_FILE",
     "Box",
-    "DenseTensor",
     "ManifestError",
     "box",
     "check_adapter_config",
@@ -35,7 +34,6 @@ __all__ = [
     "is_whole",
     "manifest_digest",
     "to_json",
-    "version_digest",
     "without_tensors",
 ]
 
@@ -61,15 +59,6 @@ class ManifestError(ValueError):
     """The manifest contradicts itself; the message names the tensor or shard."""
 
 
-class DenseTensor(NamedTuple):
-    """A whole tensor of a version."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-
-
 class Box(NamedTuple):
     """Where a slice lies in its tensor."""
 
@@ -89,14 +78,6 @@ class Box(NamedTuple):
                 self.offsets, self.sizes, other.offsets, other.sizes, strict=True
             )
         )
-
-
-def version_digest(tensors: Iterable[DenseTensor]) -> str:
-    """Return the digest of a version, hexadecimal."""
-    lines = sorted(
-        f"{name} {dtype} [{','.join(map(str, shape))}] {digest}\n".encode() for name, dtype, shape, digest in tensors
-    )
-    return xxhash.xxh3_128(b"".join(lines)).hexdigest()
 
 
 def manifest_digest(manifest: pb.Manifest) -> str:
