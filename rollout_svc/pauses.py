@@ -54,7 +54,7 @@ class Pauses:
         return bool(self.owner) and now >= self.ends and self._clear()
 
     def release(self) -> None:
-        """Forget the pause, whoever holds it."""
+        """Forget the pause of any owner."""
         self._clear()
 
     def _require(self, owner: str, now: float) -> None:
