@@ -22,11 +22,10 @@ from orchestrator_svc.notifier import Notifier
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
 from orchestrator_svc.scheduler import Reason, Scheduler, Stage, group_name
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.step_summary import sampled_tokens, versions_of
 from orchestrator_svc.workflows import EpisodeData, RolloutWorkflow, Sampling, scored_episodes
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
-from sluice.versions import Version
+from sluice.versions import Version, sampled_tokens, versions_of
 
 __all__ = ["Dispatcher", "EpisodeRunner", "ScoredGroup", "TaskStream"]
 

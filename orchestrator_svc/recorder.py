@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator_svc.staleness import Lineage
-from orchestrator_svc.step_summary import sampled_tokens, token_ages
+from orchestrator_svc.step_summary import token_ages
 from sluice.telemetry import MetricsWriter
 from sluice.v1 import orchestrator_pb2, tokens_pb2
-from sluice.versions import Version
+from sluice.versions import Version, sampled_tokens
 
 __all__ = ["Recorder", "build_report", "read_metrics", "trajectory_row"]
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from orchestrator_svc.staleness import Lineage
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import Version, span_lengths
+from sluice.versions import Version, sampled_tokens, span_lengths, versions_of
 
-__all__ = ["AppliedStep", "StepSummary", "sampled_tokens", "summarise", "token_ages", "versions_of"]
+__all__ = ["AppliedStep", "StepSummary", "summarise", "token_ages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,6 @@ class AppliedStep:
     summary: StepSummary
     records: list[orchestrator_pb2.TrajectoryRecord]
     past: bool = False
-
-
-def sampled_tokens(trajectory: tokens_pb2.Trajectory) -> int:
-    """Return the number of tokens that the policy sampled."""
-    return sum(trajectory.mask_runs[1::2])
-
-
-def versions_of(trajectory: tokens_pb2.Trajectory) -> list[Version]:
-    """Return the policy versions that sampled the tokens of a trajectory, in order."""
-    return [Version.from_proto(span.policy_version) for span in trajectory.version_spans]
 
 
 def token_ages(trajectory: tokens_pb2.Trajectory, lineage: Lineage, consumed_at: int) -> Iterator[tuple[int, int]]:

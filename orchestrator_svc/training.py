@@ -20,13 +20,13 @@ from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories, Re
 from orchestrator_svc.notifier import Notifier
 from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.step_summary import AppliedStep, sampled_tokens, summarise
+from orchestrator_svc.step_summary import AppliedStep, summarise
 from sluice.advantages import TRAINER_ESTIMATORS, Episode, check_sides, estimate
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import Version
+from sluice.versions import Version, sampled_tokens
 
 __all__ = ["EpochLostError", "TrainerLink", "Training"]
 

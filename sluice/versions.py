@@ -7,7 +7,16 @@ from typing import NamedTuple, Self
 
 from sluice.v1 import common_pb2, tokens_pb2
 
-__all__ = ["BASE", "Version", "VersionSpan", "append_spans", "span_lengths", "spans_between"]
+__all__ = [
+    "BASE",
+    "Version",
+    "VersionSpan",
+    "append_spans",
+    "sampled_tokens",
+    "span_lengths",
+    "spans_between",
+    "versions_of",
+]
 
 
 class Version(NamedTuple):
@@ -107,3 +116,13 @@ def append_spans(
     for span in more:
         if not spans or spans[-1].policy_version != span.policy_version:
             spans.append(tokens_pb2.VersionSpan(start=offset + span.start, policy_version=span.policy_version))
+
+
+def versions_of(trajectory: tokens_pb2.Trajectory) -> list[Version]:
+    """Return the policy versions that sampled the tokens of a trajectory, in order."""
+    return [Version.from_proto(span.policy_version) for span in trajectory.version_spans]
+
+
+def sampled_tokens(trajectory: tokens_pb2.Trajectory) -> int:
+    """Return the number of tokens of a trajectory that the policy sampled."""
+    return sum(trajectory.mask_runs[1::2])
