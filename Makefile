@@ -7,6 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+# Processes that run tests side by side, one file at a time each; more than cores make tests with deadlines fail.
+TEST_WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
 
 # Compute processes share few cores: spinning OpenMP threads slow each other down by an order of magnitude.
 export OMP_WAIT_POLICY ?= passive
@@ -50,11 +53,14 @@ quickstart: install ## train a small model by RL from nothing, with vLLM, in min
 real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quarter of an hour (SEED=1, LR=0)
 	$(BIN)/sluice quickstart --task sums --seed $(SEED) $(if $(LR),--lr $(LR))
 
+# Workers share the cores: one thread each.
+test test-fast: export OMP_NUM_THREADS ?= 1
+
 test: install-dev ## run every test
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-fast: install-dev ## run the tests that take seconds
-	$(BIN)/pytest -m "not slow and not docker and not gpu"
+	$(PYTEST) -m "not slow and not docker and not gpu"
 
 lint: install-dev ## formatters, linters, types and contracts, changing nothing
 	$(BIN)/ruff format --check .

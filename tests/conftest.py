@@ -2,10 +2,25 @@
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
+
+
+_COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
+"""Folders in the order of their tests: two workers end together if the short files come last."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order tests by folder; the order within a folder stays."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        return _COSTLY_FIRST.index(folder) if folder in _COSTLY_FIRST else len(_COSTLY_FIRST)
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
