@@ -1,4 +1,4 @@
-"""`allocation_mode`: one line that says how the devices of a run are shared out. Pure.
+"""`allocation_mode`: one line that assigns the devices of a run to rollout and trainer. Pure.
 
     vllm:d2t1+fsdp:d4t2    two replicas of one device, a trainer of 4 x 2 processes on eight other devices
     d4t2+d4p2              the same without names: rollout first, then the trainer
@@ -22,20 +22,20 @@ ROLLOUT_BACKENDS = ("vllm", "transformers")
 TRAINER_BACKENDS = ("fsdp",)
 
 ROLES = {"rollout": "rollout", "trainer": "trainer", "actor": "trainer"}
-"""Names of the sides in the form with one backend per role."""
+"""The side of each role, in the form with one backend per role."""
 
 NAMES = {"d": "data", "t": "tensor", "c": "context", "p": "pipeline"}
 """Letters of the dimensions, in the order in which they are printed."""
 
 MOST_PROCESSES = 1 << 20
-"""A size above this is a slip of the pen."""
+"""A larger size is a typing mistake."""
 
 _SIDE = re.compile(r"(?:(?P<backend>[A-Za-z_]\w*)\s*[:.]\s*)?(?P<dimensions>(?:[A-Za-z]\d+)+)", re.ASCII)
 _EXAMPLE = "write it as `vllm:d2t1+fsdp:d4` (rollout + trainer), `d2t1+d4`, or `d4` for both on the same devices"
 
 
 class AllocationError(ValueError):
-    """A text that allots nothing; the message says what to write."""
+    """The text is no allocation; the message says what to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class Dimensions:
 
     @property
     def devices(self) -> int:
-        """Devices in all; on a CPU, processes."""
+        """Number of devices; on a CPU, of processes."""
         return self.data * self.tensor * self.context * self.pipeline
 
     def __str__(self) -> str:
-        """The canonical form: `d` always, the others where they are above 1."""
+        """Return the canonical form: `d` always, the others if they are above 1."""
         sizes = ((letter, getattr(self, name)) for letter, name in NAMES.items())
         return "".join(f"{letter}{size}" for letter, size in sizes if size > 1 or letter == "d")
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one side of a run gets.
+    """The part of an allocation that belongs to one side.
 
     Attributes:
         dimensions: Its sizes.
@@ -84,7 +84,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """How the devices of a run are shared out.
+    """How the devices of a run are assigned.
 
     Attributes:
         rollout: The replicas; None leaves them to the settings.
@@ -98,7 +98,7 @@ class Allocation:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a line.
+        """Parse a line.
 
         Raises:
             AllocationError: if it means nothing, or what is not supported.
@@ -121,7 +121,7 @@ class Allocation:
 
     @classmethod
     def parse_roles(cls, backends: Mapping[str, str]) -> Self:
-        """Read the form with one backend per role, such as ``{"rollout": "vllm:d2t1", "actor": "fsdp:d4"}``.
+        """Parse the form with one backend per role, such as ``{"rollout": "vllm:d2t1", "actor": "fsdp:d4"}``.
 
         Raises:
             AllocationError: if a role is unknown or named twice, or a backend is not one of its role.
@@ -145,12 +145,12 @@ class Allocation:
 
     @property
     def devices(self) -> int:
-        """Devices that it takes."""
+        """Number of devices that it needs."""
         sides = [side.dimensions.devices for side in (self.rollout, self.trainer) if side is not None]
         return max(sides, default=0) if self.shared else sum(sides)
 
     def __str__(self) -> str:
-        """The canonical form, which `parse` reads back to the same allocation."""
+        """Return the canonical form, which `parse` turns back into the same allocation."""
         if self.shared and self.rollout is not None:
             return str(self.rollout.dimensions)
         return "+".join(str(side) for side in (self.rollout, self.trainer) if side is not None)
@@ -184,7 +184,7 @@ def _dimensions(text: str) -> Dimensions:
 
 
 def _role(side: Side) -> str:
-    """The role that a backend has; empty where none is named."""
+    """Return the role of a side's backend; empty without a backend."""
     if side.backend in ROLLOUT_BACKENDS:
         return "rollout"
     return "trainer" if side.backend else ""

@@ -1,4 +1,4 @@
-"""Async clients of the four services: what a script or a notebook needs, typed, with `SluiceError` for failures.
+"""Typed async clients of the four services, for scripts and notebooks; failures are `SluiceError`s.
 
     async with RolloutClient("127.0.0.1:7103") as rollout:
         answer = await rollout.generate([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=16))
@@ -41,7 +41,7 @@ _Answer = TypeVar("_Answer")
 
 
 async def _typed(call: Awaitable[_Answer]) -> _Answer:
-    """Await a unary call; its failure becomes the error that the server raised."""
+    """Await a unary call; raise the error that the server raised."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:
@@ -49,7 +49,7 @@ async def _typed(call: Awaitable[_Answer]) -> _Answer:
 
 
 async def _stream(call: grpc.aio.UnaryStreamCall[_Request, _Answer]) -> AsyncIterator[_Answer]:
-    """Pass a stream's messages on; leaving the loop cancels the call."""
+    """Yield a stream's messages; leaving the loop cancels the call."""
     try:
         async for message in call:
             yield message
@@ -126,18 +126,18 @@ class RolloutClient(_Client):
         return await _typed(self._agent.GetModel(rollout_pb2.GetModelRequest()))
 
     async def status(self) -> rollout_pb2.GetStatusResponse:
-        """Version, load and health of the replica."""
+        """Return version, load and health of the replica."""
         return await _typed(self._admin.GetStatus(rollout_pb2.GetStatusRequest()))
 
     async def update_weights(
         self, version: Version | None = None, *, timeout_s: float = 120.0
     ) -> rollout_pb2.UpdateWeightsResponse:
-        """Serve a version, the newest without one, and wait until it does."""
+        """Make the replica serve a version, by default the newest, and wait until it does."""
         request = rollout_pb2.UpdateWeightsRequest(version=None if version is None else version.to_proto())
         return await _typed(self._admin.UpdateWeights(request, timeout=timeout_s))
 
     async def reload_weights(self, *, timeout_s: float = 120.0) -> rollout_pb2.ReloadWeightsResponse:
-        """Return to the base model."""
+        """Make the replica serve the base model again."""
         return await _typed(self._admin.ReloadWeights(rollout_pb2.ReloadWeightsRequest(), timeout=timeout_s))
 
     async def verify_weights(
@@ -153,7 +153,7 @@ class RolloutClient(_Client):
         await _typed(self._admin.LoadAdapter(request, timeout=timeout_s))
 
     async def unload_adapter(self, name: str, *, timeout_s: float = 120.0) -> None:
-        """Take a name away; its requests end with VERSION_RETIRED."""
+        """Remove a name; its requests end with VERSION_RETIRED."""
         await _typed(self._admin.UnloadAdapter(rollout_pb2.UnloadAdapterRequest(adapter=name), timeout=timeout_s))
 
     async def pause(
@@ -179,14 +179,14 @@ class TrainerClient(_Client):
     async def begin_epoch(
         self, run: str, epoch: int, *, checkpoint: str = "", timeout_s: float = 600.0
     ) -> trainer_pb2.BeginEpochResponse:
-        """Restore a checkpoint (the newest without a name), publish its weights, and begin to take batches."""
+        """Restore a checkpoint (by default the newest), publish its weights, and begin to accept batches."""
         request = trainer_pb2.BeginEpochRequest(run=_run_name(run), epoch=epoch, checkpoint=checkpoint)
         return await _typed(self._stub.BeginEpoch(request, timeout=timeout_s))
 
     async def submit_batch(
         self, header: trainer_pb2.BatchHeader, trajectories: Sequence[tokens_pb2.Trajectory], *, timeout_s: float = 60.0
     ) -> trainer_pb2.SubmitBatchResponse:
-        """Hand over one batch; answered when it is queued. Safe to repeat with the same batch id.
+        """Send one batch; return when it is queued. Safe to repeat with the same batch id.
 
         Raises:
             SluiceError: as listed at TrainerService.SubmitBatch; RESOURCE_EXHAUSTED while the queue is full.
@@ -194,13 +194,13 @@ class TrainerClient(_Client):
         return await _typed(self._stub.SubmitBatch(_batch_parts(header, trajectories), timeout=timeout_s))
 
     async def state(self, run: str) -> trainer_pb2.GetTrainerStateResponse:
-        """Phase, version and queue of the trainer."""
+        """Return phase, version and queue of the trainer."""
         return await _typed(self._stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(run=_run_name(run))))
 
     def watch_steps(
         self, run: str, from_number: int = 0, *, timeout_s: float | None = None
     ) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
-        """Reports of applied batches, past ones first; without `timeout_s` for a day at most."""
+        """Yield the reports of applied batches, past ones first, for a day unless `timeout_s` says otherwise."""
         request = trainer_pb2.WatchStepsRequest(run=_run_name(run), from_number=from_number)
         return _stream(self._stub.WatchSteps(request, timeout=timeout_s))
 
@@ -220,14 +220,14 @@ class OrchestratorClient(_Client):
         self._stub = orchestrator_pb2_grpc.OrchestratorServiceStub(self._channel)
 
     async def run(self, run: str) -> orchestrator_pb2.Run:
-        """The run as it stands."""
+        """Return the state of the run."""
         answer = await _typed(self._stub.GetRun(orchestrator_pb2.GetRunRequest(run=_run_name(run))))
         return answer.run
 
     def watch(
         self, run: str, from_sequence_no: int = 0, *, timeout_s: float | None = None
     ) -> AsyncIterator[orchestrator_pb2.WatchRunResponse]:
-        """Events of the run, past ones first, until it ends; without `timeout_s` for a day at most."""
+        """Yield the events of the run, past ones first, until it ends, for a day unless `timeout_s` says otherwise."""
         request = orchestrator_pb2.WatchRunRequest(run=_run_name(run), from_sequence_no=from_sequence_no)
         return _stream(self._stub.WatchRun(request, timeout=timeout_s))
 
@@ -236,18 +236,18 @@ class OrchestratorClient(_Client):
         return (await _typed(self._stub.PauseRun(orchestrator_pb2.PauseRunRequest(run=_run_name(run))))).run
 
     async def resume(self, run: str) -> orchestrator_pb2.Run:
-        """Dispatch again."""
+        """Dispatch new episodes again."""
         return (await _typed(self._stub.ResumeRun(orchestrator_pb2.ResumeRunRequest(run=_run_name(run))))).run
 
     async def stop(self, run: str, reason: str = "") -> orchestrator_pb2.Run:
-        """End the run in order: a last checkpoint, then the report."""
+        """End the run with a last checkpoint and the report."""
         request = orchestrator_pb2.StopRunRequest(run=_run_name(run), reason=reason)
         return (await _typed(self._stub.StopRun(request))).run
 
     async def trajectories(
         self, run: str, *, limit: int = 50, step: int | None = None, reward_below: float | None = None
     ) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """The newest trajectories, `limit` at most, with their text."""
+        """Return at most `limit` of the newest trajectories, with their text."""
         found: list[orchestrator_pb2.TrajectoryRecord] = []
         request = orchestrator_pb2.ListTrajectoriesRequest(
             run=_run_name(run), page_size=min(limit, 50), step=step, reward_below=reward_below
@@ -262,19 +262,19 @@ class OrchestratorClient(_Client):
 
 
 class WeightSyncClient(_Client):
-    """Looks into the store of weight versions."""
+    """Reads and deletes weight versions of a run."""
 
     def __init__(self, target: str, security: SecurityConfig | None = None) -> None:
         super().__init__(target, security)
         self._stub = weightsync_pb2_grpc.WeightSyncServiceStub(self._channel)
 
     async def versions(self, run: str, *, page_size: int = 100) -> weightsync_pb2.ListVersionsResponse:
-        """The newest committed versions, and the replicas that reported."""
+        """Return the newest committed versions and the replicas that reported."""
         request = weightsync_pb2.ListVersionsRequest(run=_run_name(run), page_size=page_size)
         return await _typed(self._stub.ListVersions(request))
 
     async def manifest(self, run: str, version: Version | None = None) -> weightsync_pb2.Manifest:
-        """Describe a version, the newest without one."""
+        """Describe a version, by default the newest."""
         number = None if version is None else version.to_proto()
         request = weightsync_pb2.GetManifestRequest(run=_run_name(run), version=number)
         return (await _typed(self._stub.GetManifest(request))).manifest
@@ -306,7 +306,7 @@ def _generate_request(
 def _batch_parts(
     header: trainer_pb2.BatchHeader, trajectories: Iterable[tokens_pb2.Trajectory]
 ) -> Iterator[trainer_pb2.SubmitBatchRequest]:
-    """The header, then the trajectories in messages below the limit."""
+    """Yield the header, then the trajectories in messages below the size limit."""
     yield trainer_pb2.SubmitBatchRequest(header=header)
     part = trainer_pb2.TrajectoryPart()
     size = 0

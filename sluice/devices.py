@@ -15,18 +15,18 @@ _NVML = "libnvidia-ml.so.1"
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the devices that a process with this environment may use, as `CUDA_VISIBLE_DEVICES` has them."""
+    """Return the names of the devices that a process with this environment may use, as in `CUDA_VISIBLE_DEVICES`."""
     given = environment.get(VISIBLE)
     if given is None:
         return tuple(map(str, range(_installed())))
     names = [name.strip() for name in given.split(",")]
-    # CUDA ignores what stands behind the first name that is none.
+    # CUDA ignores everything after the first invalid name.
     end = next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
     return tuple(names[:end])
 
 
 def _installed() -> int:
-    """Devices that the driver knows; 0 where there is no driver."""
+    """Return the number of devices that the driver knows; 0 without a driver."""
     try:
         nvml = ctypes.CDLL(_NVML)
     except OSError:

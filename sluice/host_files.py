@@ -219,7 +219,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A directory beside the target to write into; it is renamed when the block ends, and removed if that raises.
+    """Yield a temporary directory beside the target. It is renamed when the block ends, and removed if the block raises.
 
     Raises:
         FileExistsError: if the target exists.

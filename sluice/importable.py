@@ -1,4 +1,4 @@
-"""Whether a module that the settings name is there, without importing it."""
+"""Whether a module that a setting names can be imported, found out without importing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["importable"]
 
 
 def importable(module: str) -> bool:
-    """Whether the package that a module belongs to is installed, on PYTHONPATH, or in the directory that services start in.
+    """Return whether a module's package is installed, on PYTHONPATH, or in the working directory of the services.
 
     Args:
         module: Its dotted name.

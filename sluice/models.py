@@ -27,11 +27,11 @@ TOKENIZERS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json
 """Files that hold a vocabulary, as the tokenizers of transformers name them."""
 
 INDEX = "model.safetensors.index.json"
-"""Names the shards of weights that are in several files."""
+"""Lists the files of weights that are split."""
 
 
 def check_model(model: str, setting: str = "model") -> None:
-    """Refuse what is neither a directory with a model nor the form of a hub id; the hub is not asked.
+    """Refuse a name that is neither a directory with a model nor has the form of a hub id. The hub is not asked.
 
     Args:
         model: What the setting names.
@@ -55,7 +55,7 @@ def check_model(model: str, setting: str = "model") -> None:
 
 
 def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -> None:
-    """Refuse a directory that holds a model's configuration but no whole weights, or no tokenizer; a hub id is taken.
+    """Refuse a directory with incomplete weights or without a tokenizer; accept every hub id.
 
     Args:
         model: What the setting names.
@@ -118,7 +118,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
-        """The sizes in the configuration of a text model, as transformers names them."""
+        """Read the sizes from the configuration of a text model."""
 
         def size(name: str) -> int | None:
             value = config.get(name)
@@ -135,7 +135,7 @@ class ModelSizes:
 
 
 def sizes_on_disk(model: str, setting: str = "model") -> ModelSizes | None:
-    """The sizes that the directory of a model names; None for a hub id, which is not asked for.
+    """Return the sizes of a model in a directory; None for a hub id. The hub is not asked.
 
     Args:
         model: What the setting names.
@@ -158,7 +158,7 @@ def sizes_on_disk(model: str, setting: str = "model") -> ModelSizes | None:
 
 
 def check_hub(model: str, setting: str = "model") -> None:
-    """Refuse the id of a model that is not there, or cannot be reached; a directory or a model in the cache is taken.
+    """Refuse the id of a model that the hub lacks, or a hub that cannot be reached; accept a directory or a cached model.
 
     One request, of at most `HF_HUB_ETAG_TIMEOUT` seconds (10). A hub that is merely busy is left to whoever loads the model.
 
@@ -188,7 +188,7 @@ def check_hub(model: str, setting: str = "model") -> None:
 
 
 def check_hub_dataset(name: str, setting: str = "data") -> None:
-    """Refuse the id of a dataset that is not there, or cannot be reached; as `check_hub`.
+    """Refuse the id of a dataset that the hub lacks, or a hub that cannot be reached; see `check_hub`.
 
     Raises:
         ConfigError: with what the hub says, and the remedy.
@@ -207,7 +207,7 @@ def check_hub_dataset(name: str, setting: str = "data") -> None:
 
 
 def _ask(name: str, setting: str, kind: str, file: str) -> None:
-    """Ask for a file once.
+    """Ask the hub for a file once.
 
     Raises:
         ConfigError: if it cannot be had.

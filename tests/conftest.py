@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import structlog
 
-
 _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
 """Folders in the order of their tests: two workers end together if the short files come last."""
 

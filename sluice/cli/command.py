@@ -1,4 +1,4 @@
-"""What a command of the `sluice` program is, and the parser of its options: a wrong option ends in one line, as a wrong setting does."""
+"""A command of the `sluice` program, and the parser of its options."""
 
 from __future__ import annotations
 

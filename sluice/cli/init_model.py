@@ -24,10 +24,10 @@ DEFAULT_CHARACTERS = "".join(chr(code) for code in range(0x20, 0x7F)) + "\n"
 """Printable ASCII and the line feed."""
 
 MOST = 1 << 20
-"""A size above this is a slip of the pen."""
+"""A larger size is a typing mistake."""
 
 ROW_MULTIPLE = 64
-"""The vocabulary is filled up to a multiple of this, as matrix kernels like it."""
+"""The vocabulary is padded to a multiple of this, which suits matrix kernels."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}

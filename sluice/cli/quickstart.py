@@ -28,7 +28,7 @@ __all__ = ["COMMAND", "Quickstart", "make_room", "run"]
 ENVIRONMENT_FILE = "env.py"
 
 MOST_STEPS = 1 << 20
-"""More steps or prompts than this are a slip of the pen."""
+"""More steps or prompts than this are a typing mistake."""
 
 _PARTS = (ENVIRONMENT_FILE, "rl.toml", "eval.toml")
 _WARM_UP_PARTS = ("demonstrations.py", "sft.toml")
@@ -102,7 +102,7 @@ class Quickstart:
         """The newest version of the weights, a Hugging Face directory.
 
         Raises:
-            StageError: if there is none.
+            StageError: if no version was written.
         """
         versions = {path: path.name.removeprefix("v").split(".") for path in (self.directory / "weights").glob("v*.*")}
         if not versions:
@@ -237,7 +237,7 @@ def _job(options: argparse.Namespace) -> Quickstart:
 
 
 def _flag(name: str, value: float | str | None) -> tuple[str, ...]:
-    """A flag with its value; nothing where the example's setting is to stay."""
+    """Return a flag with its value; nothing to keep the example's setting."""
     return () if value is None else (name, str(value))
 
 

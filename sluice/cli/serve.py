@@ -70,7 +70,7 @@ def serve(name: str, argv: list[str]) -> int:
         log.info("stopped before the end", reason=str(stop))
         return EXIT_UNFINISHED
     except FailedForGoodError as error:
-        log.error("gave up", reason=str(error))  # noqa: TRY400 - what ended the work is told by the message
+        log.error("gave up", reason=str(error))  # noqa: TRY400 - the message has the reason
         return EXIT_FOR_GOOD
     except SluiceError as error:
         log.error("service failed", code=error.code.name, reason=error.reason, message=error.message)  # noqa: TRY400 - a typed error says all

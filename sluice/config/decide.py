@@ -33,7 +33,7 @@ IN_BATCH = "batch"
 
 
 def allocation_of(run: CommonConfig) -> Allocation | None:
-    """The allocation that the settings name; None where they name none.
+    """Return the allocation that the settings name; None without one.
 
     Raises:
         ConfigError: if `allocation_mode` and a `backend` contradict each other.
@@ -55,7 +55,7 @@ def allocation_of(run: CommonConfig) -> Allocation | None:
 
 
 def allocated(run: _Run) -> _Run:
-    """Settings in which engines and trainer have the dimensions of the allocation; unchanged where there is none.
+    """Return the settings with the dimensions of the allocation in engines and trainer; unchanged without an allocation.
 
     Raises:
         ConfigError: if a setting that was given contradicts it; the message names both.
@@ -74,13 +74,13 @@ def allocated(run: _Run) -> _Run:
 
 
 def _section(run: CommonConfig, name: str) -> Section | None:
-    """The table of a service; None where its package is not installed."""
+    """Return the table of a service; None if its package is not installed."""
     section = getattr(run, name, None)
     return section if isinstance(section, Section) else None
 
 
 def _source(run: CommonConfig, role: str) -> str:
-    """The setting that speaks for a role, for messages."""
+    """Return the setting that sizes a role, for messages."""
     if run.allocation_mode is not None:
         return f"allocation_mode {run.allocation_mode!r}"
     return f"{role}.backend {getattr(_section(run, role), 'backend', None)!r}"
@@ -126,7 +126,7 @@ def _rollout(rollout: Section, side: Side, source: str) -> Section:
 
 
 def _checked(section: Section, source: str) -> Section:
-    """A table whose sizes the allocation set, with the rules applied that settings of a file go through."""
+    """Validate a table after the allocation set its sizes."""
     try:
         return type(section).model_validate(section.model_dump(exclude_unset=True))
     except ValidationError as error:
@@ -212,7 +212,7 @@ def _replaced(table: Section, path: str, values: Mapping[str, tuple[object, str]
 
 
 def check_tables_fit(run: CommonConfig) -> None:
-    """Refuse services that would not work together.
+    """Refuse settings with which the services would not work together.
 
     Raises:
         ConfigError: with the settings of both sides, and the remedy.
@@ -223,7 +223,7 @@ def check_tables_fit(run: CommonConfig) -> None:
 
 
 def _check_adapters(run: CommonConfig) -> None:
-    """Refuse a trainer whose versions no replica would serve."""
+    """Refuse a trainer that publishes adapters which the replicas do not serve."""
     trained = getattr(_section(run, "trainer"), "lora", None)
     served = getattr(_section(run, "rollout"), "lora", None)
     if trained is None or served is None or not trained.rank or trained.merge is True:
@@ -236,7 +236,7 @@ def _check_adapters(run: CommonConfig) -> None:
 
 
 def _check_estimators(run: CommonConfig) -> None:
-    """Refuse advantages that are estimated on both sides, or on none."""
+    """Refuse advantages that are estimated on both sides, or on neither."""
     objective = _objective(run)
     advantage = getattr(_section(run, "orchestrator"), "advantage", None)
     if objective is None or advantage is None:
@@ -253,7 +253,7 @@ def _check_estimators(run: CommonConfig) -> None:
 
 
 def _check_columns(run: CommonConfig) -> None:
-    """Refuse a trainer that waits for log-probabilities which the orchestrator's own workflows do not bring."""
+    """Refuse a trainer that expects log-probabilities which the orchestrator's workflows do not provide."""
     trainer = _section(run, "trainer")
     if getattr(_section(run, "orchestrator"), "workflow", None) not in OWN_WORKFLOWS:
         return
@@ -266,5 +266,5 @@ def _check_columns(run: CommonConfig) -> None:
 
 
 def _objective(run: CommonConfig) -> Any:  # noqa: ANN401 - a property of a package that this one does not import
-    """What the trainer's objective consists of; None where its package has none."""
+    """Return the parts of the trainer's objective; None if its package has none."""
     return getattr(getattr(_section(run, "trainer"), "objective", None), "resolved", None)

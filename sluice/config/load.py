@@ -187,7 +187,7 @@ def _describe(problem: ErrorDetails, layers: Sequence[Layer]) -> str:
 
 
 def _secrets(model: type[BaseModel], layers: Sequence[Layer]) -> Iterator[str]:
-    """Yield the secret texts of settings that were not validated."""
+    """Yield the secrets in settings that were not validated."""
     typed = [path for path, field in leaf_paths(model) if SecretStr in alternatives(field.annotation)]
     for layer in layers:
         yield from secret_values(layer.data)

@@ -1,4 +1,4 @@
-"""What the classes of settings say of a key, a table or a text; how tables merge; the error that settings raise."""
+"""The classes of settings: look up keys, parse texts, merge tables. Also the error that wrong settings raise."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _UNIONS = (Union, types.UnionType)
 
 
 class ConfigError(Exception):
-    """A setting is unknown, malformed or out of range; the message names the setting, where it came from and the remedy."""
+    """A setting is unknown, malformed or out of range. The message names the setting, its source and the remedy."""
 
 
 def reason_of(error: BaseException) -> str:
-    """What a library's error says, in one line: its first one, or its kind where it says nothing."""
+    """Return the first line of a library's error; its type if it has no message."""
     lines = (line.strip() for line in str(error).splitlines())
     return next(filter(None, lines), type(error).__name__).rstrip(".:")
 
 
 def deep_merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `upper` over `lower`: tables merge key by key, any other value (lists too) replaces what it covers."""
+    """Return `lower` with `upper` over it: tables merge key by key; any other value, lists included, replaces the one below."""
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)
@@ -68,22 +68,22 @@ def alternatives(annotation: FieldType) -> tuple[Any, ...]:
 
 
 def nested_models(annotation: FieldType) -> tuple[type[BaseModel], ...]:
-    """The tables that a field of this type may hold; empty for a plain value."""
+    """Return the classes of tables that a field of this type may hold; empty for a plain value."""
     return tuple(part for part in alternatives(annotation) if isinstance(part, type) and issubclass(part, BaseModel))
 
 
 def accepts_none(annotation: FieldType) -> bool:
-    """Whether the field may be unset: ``none`` in a file or a flag then means that."""
+    """Return whether the field may be unset, by ``none`` in a file or a flag."""
     return type(None) in alternatives(annotation)
 
 
 def is_flag(annotation: FieldType) -> bool:
-    """Whether a value is true or false and nothing else, so that ``--key`` without one means true."""
+    """Return whether the field is a boolean, so that ``--key`` without a value means true."""
     return set(alternatives(annotation)) - {type(None)} == {bool}
 
 
 def is_open(annotation: FieldType) -> bool:
-    """Whether the text of a value decides of which type it is, as in a table of a user's own keys."""
+    """Return whether the text of a value decides its type, as in a table with the user's own keys."""
     return annotation is Any or (bool in alternatives(annotation) and not is_flag(annotation))
 
 
@@ -102,7 +102,7 @@ def _is_sequence(annotation: FieldType) -> bool:
 
 
 def _item(annotation: FieldType) -> FieldType:
-    """The type of a list's items or a mapping's values, `Any` where there is none."""
+    """Return the type of a list's items or of a mapping's values; `Any` if it is not declared."""
     for part in alternatives(annotation):
         arguments = get_args(part)
         if arguments:
@@ -111,7 +111,7 @@ def _item(annotation: FieldType) -> FieldType:
 
 
 def resolve(model: type[BaseModel], path: Sequence[str]) -> FieldType:
-    """The type of the field at a dotted path.
+    """Return the type of the field at a dotted path.
 
     Raises:
         ConfigError: if there is no such field; the message suggests the nearest one.
@@ -132,7 +132,7 @@ def resolve(model: type[BaseModel], path: Sequence[str]) -> FieldType:
 
 
 def unknown_keys(model: type[BaseModel], data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Paths of keys that the table's class does not have, through nested tables and lists of tables."""
+    """Yield the paths of keys that the table's class does not have, in nested tables and lists of tables too."""
     return _unknown(model, data, ())
 
 
@@ -151,7 +151,7 @@ def _unknown(annotation: FieldType, value: Value, path: tuple[str, ...]) -> Iter
 
 
 def leaf_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
-    """Every field that holds a value rather than a table, with its path, in order of declaration."""
+    """Yield every field that holds a value, not a table, with its path, in order of declaration."""
     for name, field in model.model_fields.items():
         models = nested_models(field.annotation)
         if len(models) == 1:
@@ -161,7 +161,7 @@ def leaf_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator
 
 
 def suggestion(model: type[BaseModel], path: Sequence[str]) -> str:
-    """The end of a message about an unknown key: the nearest valid one, by name beside it, else anywhere by path."""
+    """Return the end of a message about an unknown key: the most similar key of its table, else of all tables."""
     table: Any = resolve(model, path[:-1])
     siblings = sorted({name for each in nested_models(table) for name in each.model_fields})
     near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
@@ -176,10 +176,10 @@ def suggestion(model: type[BaseModel], path: Sequence[str]) -> str:
 
 
 def parse_text(annotation: FieldType, text: str) -> Value:
-    """What a flag's or a variable's text means for a field: lists by commas or JSON, tables as JSON, the rest as text.
+    """Parse the text of a flag or a variable for a field: lists by commas or as JSON, tables as JSON, the rest as text.
 
     Raises:
-        ConfigError: if a text that must be JSON is not.
+        ConfigError: if a list or a table is malformed JSON.
     """
     if accepts_none(annotation) and text.lower() == "none":
         return None

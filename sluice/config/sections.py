@@ -1,4 +1,4 @@
-"""The tables that every service shares."""
+"""The tables that all services share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete_partial_tables(cls, data: Value) -> Value:
-        """Lay a partial table over the field's own default: ``[server] host = ...`` must not reset the port."""
+        """Merge a partial table with the field's default, so that ``[server] host = ...`` does not reset the port."""
         if not isinstance(data, Mapping):
             return data
         completed = dict(data)
@@ -38,9 +38,9 @@ class Section(BaseModel):
         return completed
 
     def check_start(self, run: CommonConfig) -> None:
-        """Refuse what the service of this table could not start with, as far as that is known without loading anything.
+        """Refuse settings that would make the service fail at its start, without loading anything.
 
-        Tables of services override it; the service calls it first, and `sluice rl` before it starts any.
+        Services override it. A service calls it first, and `sluice rl` calls all before it starts any.
 
         Args:
             run: The run's settings.
@@ -50,7 +50,7 @@ class Section(BaseModel):
         """
 
     def models_beside(self) -> dict[str, str]:
-        """The models that the service of this table loads beside the run's, by the settings that name them."""
+        """Return the models that the service loads besides the run's model, by the settings that name them."""
         return {}
 
 

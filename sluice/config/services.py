@@ -1,4 +1,4 @@
-"""What a service is, and how the services that are installed are found without importing them."""
+"""What a service is, and how to find the installed services without importing them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
 ]
 
 SERVICE_GROUP = "sluice.services"
-"""Entry points of this group name one `Service` each; the entry point's name is the name of its table."""
+"""Entry points of this group name one `Service` each. The name of the entry point is the name of the service's table."""
 
 
 class UnfinishedError(Exception):
-    """A signal ended a service whose work has an end, before that end; starting it again goes on from there."""
+    """A signal ended a service before its work was done. A restart continues the work."""
 
 
 class FailedForGoodError(Exception):
-    """A service gave its work up; starting it again would not help. The cause is the exception's ``__cause__``."""
+    """A service gave up, and a restart would not help. The exception's ``__cause__`` is the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 
 def service_names() -> list[str]:
-    """Names of the installed services, sorted; imports none of them."""
+    """Return the names of the installed services, sorted, without importing them."""
     return list(_entry_points())
 
 
 def service_configs() -> dict[str, type[Section] | None]:
-    """The config class per service name, from the light module ``<package>.config``; None where the package is absent.
+    """Return the config class of each service, from the light module ``<package>.config``; None if its package is absent.
 
     Raises:
         ConfigError: if a package does not follow the convention.
@@ -68,7 +68,7 @@ def service_configs() -> dict[str, type[Section] | None]:
 
 
 def load_service(name: str) -> Service:
-    """Import the service itself, with all that it needs.
+    """Import a service with everything that it needs.
 
     Raises:
         ConfigError: if no such service is installed or its entry point is something else.

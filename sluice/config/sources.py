@@ -1,4 +1,4 @@
-"""Where settings come from: TOML files, environment variables and the command line, each read into one layer.
+"""The sources of settings: TOML files, environment variables and the command line. Each is read into one layer.
 
 The command line of every program is ``@ file.toml``, ``--section @ file.toml`` and ``--dotted.key value``.
 """
@@ -42,10 +42,10 @@ _BOOLEANS = frozenset({"true", "false", "1", "0", "yes", "no", "on", "off"})
 PREFIX = "SLUICE_"
 
 NOT_SETTINGS = ("SLUICE_INTERNAL_", "SLUICE_TEST_")
-"""Variables that processes hand to their own children, and knobs of the test-suite: never settings."""
+"""Variables that processes set for their own children, and those of the tests: never settings."""
 
 _KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?$")
-"""Kubernetes describes every Service in each pod's environment; a Service named sluice-* must not stop the pod."""
+"""Variables in which Kubernetes describes its Services to each pod. A Service named sluice-* must not stop the pod."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Layer:
     """One source of settings.
 
     Attributes:
-        label: Where it came from, for messages.
-        data: Canonical keys, nested.
+        label: The source, for messages.
+        data: Nested tables with canonical keys.
     """
 
     label: str
@@ -84,12 +84,12 @@ class Layer:
 
 
 def canonical(key: str) -> str:
-    """Kebab-case is snake_case."""
+    """Return a key in snake_case."""
     return key.replace("-", "_")
 
 
 def nest(path: Iterable[str], value: Value) -> dict[str, Any]:
-    """A table with one value at a path."""
+    """Return nested tables with one value at a path."""
     *outer, last = path
     table: dict[str, Any] = {last: value}
     for key in reversed(outer):
@@ -98,7 +98,12 @@ def nest(path: Iterable[str], value: Value) -> dict[str, Any]:
 
 
 def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer:
-    """Read a TOML file, as a whole run's or as one section's flat table.
+    """Read a TOML file.
+
+    Args:
+        model: The class of the settings.
+        path: The file.
+        section: The table that the whole file belongs to; None if the file has tables of its own.
 
     Raises:
         ConfigError: if it cannot be read, is not TOML or has an unknown key.
@@ -118,12 +123,12 @@ def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer
 
 
 def _suggest(model: type[BaseModel], unknown: tuple[str, ...]) -> str:
-    """A suggestion, unless the key lies inside a list of tables, which has no dotted path."""
+    """Return a suggestion; empty inside a list of tables, which has no dotted path."""
     return "" if any(part.isdecimal() for part in unknown[:-1]) else suggestion(model, unknown)
 
 
 def _canonical_table(annotation: FieldType, value: Value) -> Value:
-    """Canonical keys in tables whose keys are ours; the keys of free-form tables are left as they are."""
+    """Return a value with canonical keys. The keys of free-form tables stay as they are."""
     models = nested_models(annotation)
     if value == "none" and accepts_none(annotation):
         return None
@@ -141,20 +146,20 @@ def _canonical_table(annotation: FieldType, value: Value) -> Value:
 
 
 def command_prefix(command: str) -> str:
-    """What the variables of a command with settings of its own begin with."""
+    """Return the prefix of the environment variables of a command with settings of its own."""
     return f"{PREFIX}{canonical(command).upper()}__"
 
 
 def environment_layer(
     model: type[BaseModel], environment: Mapping[str, str], *, prefix: str = PREFIX, foreign: tuple[str, ...] = ()
 ) -> Layer:
-    """Read ``SLUICE_A__B=value`` as key ``a.b``; empty variables count as unset, as compose files write them.
+    """Read ``SLUICE_A__B=value`` as key ``a.b``. Empty variables count as unset, since compose files write them.
 
     Args:
         model: The class of the settings.
         environment: Variables of the process.
-        prefix: What the variables begin with.
-        foreign: Beginnings of variables that are somebody else's.
+        prefix: Prefix of the variables.
+        foreign: Prefixes of variables that belong to other commands.
 
     Raises:
         ConfigError: if a variable names no setting.
@@ -179,11 +184,11 @@ def _is_foreign(variable: str, foreign: tuple[str, ...]) -> bool:
 
 @dataclass
 class CommandLine:
-    """What a command line says.
+    """A parsed command line.
 
     Attributes:
         files: One layer per file, left to right.
-        flags: The flags, later ones over earlier ones.
+        flags: The flags; later ones replace earlier ones.
         dry_run: Print the resolved settings and stop.
         help: Print every setting and stop.
     """
@@ -195,7 +200,12 @@ class CommandLine:
 
 
 def parse_command_line(model: type[BaseModel], argv: Sequence[str], service: str | None) -> CommandLine:
-    """Read a command line against the run's class; flags that name no top-level key belong to `service`.
+    """Parse a command line.
+
+    Args:
+        model: The class of the settings.
+        argv: The words.
+        service: The table of flags that name no top-level key; None if every flag names its table.
 
     Raises:
         ConfigError: if a word is not understood, a flag is unknown or a file is wrong.
@@ -218,7 +228,7 @@ def parse_command_line(model: type[BaseModel], argv: Sequence[str], service: str
 
 
 def _file_name(word: str, words: list[str]) -> Path:
-    """The path of ``@path`` or of ``@ path``."""
+    """Return the path of ``@path`` or ``@ path``."""
     name = word.removeprefix("@") or (words.pop(0) if words else "")
     if not name:
         raise ConfigError("`@` needs the path of a TOML file after it")
@@ -254,7 +264,7 @@ def _path(model: type[BaseModel], name: str, service: str | None) -> tuple[str, 
 
 
 def _value(name: str, annotation: FieldType, words: list[str]) -> str:
-    """The word after a flag; ``true`` where a boolean flag, or one of a free-form table, stands alone."""
+    """Return the word after a flag; ``true`` if a boolean flag, or a flag of a free-form table, stands alone."""
     follows = bool(words) and not words[0].startswith(("--", "@"))
     if is_flag(annotation) and not (follows and words[0].lower() in _BOOLEANS):
         return "true"

@@ -82,7 +82,7 @@ class _Setting:
 
 
 def help_text(model: type[BaseModel], service: str | None, program: str = "sluice rl") -> str:
-    """All settings of a run, or the common ones and those of one service, grouped by table."""
+    """Return the page of ``--help``: all settings, or the common ones and those of one service, by table."""
     order = "flags > `@ file.toml` (several, later wins) > SLUICE_A__B > defaults"
     lines = [
         f"Settings of `{program}`: {order}.",
@@ -99,7 +99,7 @@ def help_text(model: type[BaseModel], service: str | None, program: str = "sluic
 
 
 def markdown_reference(model: type[BaseModel]) -> str:
-    """The page docs/configuration.md, below its introduction."""
+    """Return the page docs/configuration.md without its introduction."""
     parts = []
     for title, description, settings in _tables(model, None):
         parts.append(f"## {f'`[{title}]`' if title else 'Common keys'}\n\n{description}\n")
@@ -149,7 +149,7 @@ def _walk(
 
 
 def _default(field: FieldInfo, table: object, name: str) -> str:
-    """The default as a file would write it; a table's own default instance goes before the class's."""
+    """Return the default as a file would write it. The default of a table's instance wins over that of its class."""
     missing = object()
     value = getattr(table, name, missing) if table is not None else missing
     if value is missing:
@@ -168,7 +168,7 @@ def _default(field: FieldInfo, table: object, name: str) -> str:
 
 
 def type_name(annotation: FieldType) -> str:
-    """A short name of a field's type: ``int``, ``float | none``, ``list[str]``, ``"a" | "b"``."""
+    """Return a short name of a field's type: ``int``, ``float | none``, ``list[str]``, ``"a" | "b"``."""
     origin: object = get_origin(annotation)
     if origin is Annotated:
         return type_name(get_args(annotation)[0])

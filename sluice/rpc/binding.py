@@ -18,7 +18,7 @@ UNIX = "unix:"
 
 
 def address(server: ServerConfig) -> str:
-    """What gRPC binds: ``host:port``, ``[v6]:port`` or ``unix:/path``."""
+    """Return the address that gRPC binds: ``host:port``, ``[v6]:port`` or ``unix:/path``."""
     if server.host.startswith(UNIX):
         return server.host
     host = f"[{server.host}]" if ":" in server.host and not server.host.startswith("[") else server.host
@@ -38,7 +38,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Return whether only this machine can reach the address."""
     if host.startswith(UNIX) or host == "localhost":
         return True
     try:
@@ -48,7 +48,7 @@ def is_local(host: str) -> bool:
 
 
 def check_exposure(server: ServerConfig, security: SecurityConfig) -> None:
-    """Refuse to show an unprotected server to the network.
+    """Refuse to expose an unprotected server to the network.
 
     Raises:
         ConfigError: if the address is not local, and TLS or tokens are missing, and `insecure` is not set.
@@ -71,7 +71,7 @@ def check_exposure(server: ServerConfig, security: SecurityConfig) -> None:
 
 
 def read_pem(path: Path) -> bytes:
-    """The bytes of a key or certificate file.
+    """Return the bytes of a key or certificate file.
 
     Raises:
         ConfigError: if it cannot be read.
@@ -83,7 +83,7 @@ def read_pem(path: Path) -> bytes:
 
 
 def server_credentials(server: ServerConfig, security: SecurityConfig) -> grpc.ServerCredentials | None:
-    """TLS for this server, mutual where asked; None on a unix socket or without a certificate."""
+    """Return the server's TLS credentials, mutual if configured; None on a unix socket or without a certificate."""
     if server.host.startswith(UNIX) or security.tls_cert is None or security.tls_key is None:
         return None
     authorities = read_pem(security.tls_ca) if security.tls_ca is not None else None

@@ -1,4 +1,4 @@
-"""What happens around every call of a server: admission, request id, errors, metrics, log, drain.
+"""What a server does around every call: admission, request id, errors, metrics, log, drain.
 
 One interceptor wraps the handler once per method and does its work at the beginning and the end of a call; the messages of
 a stream pass through the same loop that gRPC itself would run, so that streaming tokens costs nothing extra.
@@ -24,12 +24,12 @@ from sluice.rpc.tokens import Role, TokenCheck
 __all__ = ["REQUEST_ID_KEY", "CallInterceptor"]
 
 REQUEST_ID_KEY = "x-request-id"
-"""Metadata that names a call in the logs of both sides."""
+"""Metadata with the id of a call, for the logs of both sides."""
 
 _REQUEST_ID_CHARACTERS = 128
 
 _RETRY_AFTER_S = 1.0
-"""What a caller beyond the limit of concurrent calls is told to wait."""
+"""Seconds after which a caller beyond the limit of concurrent calls should retry."""
 
 Message: TypeAlias = Any
 """A request, a response or an iterator of them: the interceptor never looks inside."""
@@ -80,7 +80,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         return wrapped
 
     def end_watches(self) -> None:
-        """End the streams that would never end by themselves, so that a drain waits for work only."""
+        """End the streams that last until their client leaves, so that a drain waits for work only."""
         fresh = self._watchers - self._ended
         self._ended |= fresh
         for task in fresh:
@@ -198,7 +198,7 @@ class _ObservedMethod:
 
 
 def _identify(context: Context) -> tuple[str, str | bytes | None]:
-    """The call's id, made up where the caller gave none that can be logged, and its authorization."""
+    """Return the call's id, a new one if the caller gave none that can be logged, and its authorization."""
     request_id = ""
     authorization: str | bytes | None = None
     for key, value in context.invocation_metadata() or ():
@@ -210,7 +210,7 @@ def _identify(context: Context) -> tuple[str, str | bytes | None]:
 
 
 def _code_of(context: Context) -> grpc.StatusCode:
-    """The code that the servicer set on the context by itself, OK where it set none."""
+    """Return the code that the servicer set on the context; OK if it set none."""
     code: Any = context.code()
     return code if isinstance(code, grpc.StatusCode) else _CODES.get(code, grpc.StatusCode.OK)
 

@@ -25,7 +25,7 @@ __all__ = ["IDEMPOTENT_METHODS", "connect"]
 _DAY_S = 24 * 3600.0
 
 Anything: TypeAlias = Any
-"""What gRPC's callables take and give: any message, any call."""
+"""An argument or a result of gRPC's callables: any message, any call."""
 
 IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
     "sluice.v1.ServerInfoService": ("GetServerInfo",),
@@ -74,7 +74,7 @@ _RETRY_POLICY = {
 
 
 def service_config() -> str:
-    """GRPC service config: round robin over all addresses, retries for idempotent methods only."""
+    """Return the gRPC service config: round robin over all addresses, retries for idempotent methods only."""
     names = [
         {"service": service, "method": name} for service, methods in IDEMPOTENT_METHODS.items() for name in methods
     ]
@@ -216,6 +216,6 @@ class _BoundedChannel(grpc.aio.Channel):
 
 
 def _request_id() -> str:
-    """The id of the call being served, so that one name follows a request through the services; else a new one."""
+    """Return the id of the call that is being served, so that a request keeps its id across services; else a new id."""
     current = structlog.contextvars.get_contextvars().get("request_id")
     return current if isinstance(current, str) else uuid.uuid4().hex

@@ -62,7 +62,7 @@ class SluiceError(Exception):
         return f"{self.code.name} {self.reason}: {self.message}"
 
     def to_status(self) -> Status:
-        """The wire form: google.rpc.Status with ErrorInfo, and RetryInfo and BadRequest where there is something to say."""
+        """Return the wire form: google.rpc.Status with ErrorInfo, and with RetryInfo and BadRequest if they apply."""
         status = Status(code=self.code.value[0], message=self.message[:_MESSAGE_CHARACTERS])
         status.details.add().Pack(ErrorInfo(reason=self.reason, domain=DOMAIN, metadata=self.metadata))
         if self.retry_after_s is not None:
@@ -79,7 +79,7 @@ class SluiceError(Exception):
 
     @classmethod
     def from_rpc(cls, error: grpc.aio.AioRpcError) -> Self:
-        """Rebuild what the server raised; a failure without details (a lost connection) gets its code's name as reason."""
+        """Rebuild the error that the server raised. Without details, as for a lost connection, the reason is the code's name."""
         status = Status()
         try:
             status.ParseFromString(_details(error))

@@ -30,7 +30,7 @@ async def health_status(target: str, security: SecurityConfig, service: str = ""
         timeout_s: Seconds to wait for the answer.
 
     Raises:
-        grpc.aio.AioRpcError: if there is none.
+        grpc.aio.AioRpcError: if the server does not answer.
     """
     async with connect(target, security, role="agent") as channel:
         request = health_pb2.HealthCheckRequest(service=service)

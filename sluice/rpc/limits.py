@@ -24,7 +24,7 @@ TRANSPORT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
     ("grpc.max_metadata_size", _METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
-    # A peer that vanished without a word is noticed within 30 + 10 s, also on an idle watch stream.
+    # A peer that disappears is noticed within 30 + 10 s, also on an idle watch stream.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -1,4 +1,4 @@
-"""The server of every service: registers, binds, reports health, drains."""
+"""The gRPC server of every service: it registers servicers, binds, reports health, and drains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 
 class RpcServer:
-    """A gRPC server with everything that the contracts promise of each.
+    """A gRPC server with what the contracts promise of every server.
 
     Args:
         name: The service's name in logs and in GetServerInfo.
@@ -95,7 +95,7 @@ class RpcServer:
         self._unimplemented.extend(_missing_methods(service_name, servicer))
 
     def require(self, context: grpc.aio.ServicerContext[Any, Any], role: Role) -> None:
-        """Ask a call for a greater role than its service asks for.
+        """Require a higher role for one call than its service requires.
 
         Raises:
             SluiceError: as `TokenCheck.verify`.
@@ -159,7 +159,7 @@ class RpcServer:
         return port
 
     def set_serving(self, serving: bool) -> asyncio.Future[None]:
-        """Say by grpc.health.v1 whether the service is ready; from `start` on it is, unless told otherwise before.
+        """Report by grpc.health.v1 whether the service is ready. From `start` on it is, unless this was called before.
 
         Returns:
             Done when watchers of the health service were told; it need not be awaited.
@@ -265,7 +265,7 @@ class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
         )
 
     async def GetServerInfo(self, request: object, context: object) -> common_pb2.GetServerInfoResponse:  # noqa: N802
-        """Describe the server."""
+        """Return the facts."""
         del request, context
         return self._answer
 

@@ -14,7 +14,7 @@ from sluice.rpc.errors import SluiceError
 __all__ = ["Role", "TokenCheck", "client_token"]
 
 Role = Literal["agent", "admin"]
-"""`agent`: inference, episodes, environments. `admin`: all the rest, and all that an agent may do."""
+"""`agent`: inference, episodes, environments. `admin`: everything."""
 
 _SCHEME = "Bearer "
 
@@ -32,7 +32,7 @@ def _read(path: Path) -> str:
 
 
 def client_token(security: SecurityConfig, role: Role) -> str | None:
-    """The token that a client of this role sends, the other role's where only that is configured; None without any."""
+    """Return the token that a client of this role sends; the other role's if only that is configured; None without any."""
     preferred, other = security.admin_token_file, security.token_file
     if role == "agent":
         preferred, other = other, preferred
@@ -67,7 +67,7 @@ class TokenCheck:
             return
         given = authorization.encode() if isinstance(authorization, str) else authorization or b""
         scheme, token = given[: len(_SCHEME)], given[len(_SCHEME) :]
-        # Both comparisons always run, so that time tells nothing about which token was nearer.
+        # Both comparisons always run, so that the time does not reveal which token was closer.
         is_admin = hmac.compare_digest(token, self._admin)
         is_agent = self._agent is not None and hmac.compare_digest(token, self._agent)
         if scheme.lower() != _SCHEME.lower().encode() or not (is_admin or is_agent):

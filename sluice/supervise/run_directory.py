@@ -78,7 +78,7 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 def newest_checkpoint(directory: Path) -> str:
-    """Return the name of a run's newest complete checkpoint, such as ``step_50``; empty if there is none."""
+    """Return the name of a run's newest complete checkpoint, such as ``step_50``; empty without one."""
     complete = [path.parent.name for path in directory.glob("checkpoints/step_*/manifest.json")]
     return max(complete, key=lambda name: int(name.removeprefix("step_")), default="")
 

@@ -1,4 +1,4 @@
-"""A run while it goes on: a live panel on a terminal, plain lines elsewhere."""
+"""The view of a running run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from rich.text import Text
 from sluice.client import OrchestratorClient
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
-from sluice.supervise.child_logs import LEVELS, LogLine
+from sluice.supervise.child_logs import LEVELS, LogLine, RateLimit
 from sluice.supervise.supervisor import ChildState
 from sluice.v1 import orchestrator_pb2
 from sluice.view.progress import RunProgress, sparkline, step_line
-from sluice.view.rate_limit import RateLimit
 
 __all__ = ["RunView", "render"]
 

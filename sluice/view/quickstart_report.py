@@ -1,4 +1,4 @@
-"""What a quickstart came to: ``report.json``, the plot, and the table at the end."""
+"""The report of a quickstart: ``report.json``, the plot, and the table at the end."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _ROWS = {
     "greedy_reward_mean": "reward, greedy",
     "greedy_exact_share": "exact, greedy",
 }
-"""Metrics of `sluice eval` and what the table calls them."""
+"""Metrics of `sluice eval` and their labels in the table."""
 
 
 def read_evaluation(path: Path) -> dict[str, float]:
-    """The numbers of an evaluation by name."""
+    """Return the metrics of an evaluation by name."""
     numbers: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["metrics"]
     return numbers
 
 
 def describe_evaluation(path: Path) -> str:
-    """An evaluation in a few words."""
+    """Return an evaluation in one line."""
     numbers = read_evaluation(path)
     return f"reward {numbers['reward_mean']:.3f}, greedy {numbers['greedy_reward_mean']:.3f}"
 
@@ -71,7 +71,7 @@ def write(run_dir: Path, *, seed: int, wall_s: float, stages: Mapping[str, float
 
 
 def show(console: Console, run_dir: Path, model: Path, example: Path) -> None:
-    """Print the table, where everything lies, and how to go on."""
+    """Print the table, the places of all files, and commands to continue with."""
     report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
     before, after = report["evaluation_before"], report["evaluation_after"]
     title = f"{run_dir}: {report['steps']} steps, {report['wall_s']:.0f} s in all, seed {report['seed']}"

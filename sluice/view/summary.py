@@ -1,4 +1,4 @@
-"""What a finished run did, from the files that it left: its steps, their means, and a plot."""
+"""The summary of a finished run, read from its files: its steps, their means, and a plot."""
 
 from __future__ import annotations
 

@@ -5,12 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from sluice.supervise.child_logs import LogLine
+from sluice.supervise.child_logs import LogLine, RateLimit
 from sluice.supervise.supervisor import ChildState
 from sluice.v1 import orchestrator_pb2 as pb
 from sluice.view.live_view import RunView, render
 from sluice.view.progress import RunProgress, sparkline, step_line
-from sluice.view.rate_limit import RateLimit
 
 
 def step(number: int, at: float, **metrics: float) -> pb.RunEvent:
