@@ -329,6 +329,12 @@ class TestFailures:
             expected = recompute(models.second, PROMPT, sample.token_ids)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
 
+    async def test_a_request_whose_first_step_fails_is_told(self, models):
+        async with running(models.base) as engine:
+            engine._running.batch._cache.keys = torch.zeros(0)
+            with pytest.raises(EngineError, match="restart"):
+                await asyncio.wait_for(engine.agenerate(ask(n=2)), DEADLINE_S)
+
     @pytest.mark.parametrize("failures", [1, 2])
     async def test_a_copy_that_fails_half_way_is_recovered_by_the_engine(self, models, monkeypatch, failures):
         """The version before is copied back; if that fails too, nothing is sampled until a restart serves it."""

@@ -144,6 +144,7 @@ class SlotBatch:
         number = {id(active): position for position, active in enumerate(owners)}
         sources = [number[id(active)] for active, _ in admitted]
         longest = max(sample.most_positions for _, sample in (*self.rows, *admitted))
+        self.rows += admitted  # now, so that a failure in what follows reaches their callers
         self._cache.reserve(first + len(admitted), longest, used=first)
         wanted = [_wanted_positions(active) for active in owners]
         logits = self._model.prefill(
@@ -158,7 +159,6 @@ class SlotBatch:
         for active, each, end in zip(owners, wanted, ends, strict=True):
             if len(each) > 1:
                 active.prompt_logprobs = _prompt_logprobs(logits[end - len(each) : end - 1], active.request.prompt_ids)
-        self.rows += admitted
         self.prompt_tokens += sum(len(active.request.prompt_ids) for active, sample in admitted if sample.index == 0)
         return self._deliver(logits[torch.from_numpy(ends[sources] - 1).to(logits.device)], first, version)
 
