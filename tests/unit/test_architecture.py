@@ -1,11 +1,15 @@
 """The rules of the house that a reader cannot be trusted to keep by eye."""
 
 import ast
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from rollout_svc.config import ENGINES, RolloutConfig
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("rollout_svc", "trainer_svc", "orchestrator_svc", "weightsync")
@@ -88,6 +92,14 @@ def test_the_openai_dialect_needs_no_model() -> None:
         if name.startswith(heavy)
     ]
     assert not wrong, "a gateway serves it without a tokenizer"
+
+
+def test_every_engine_that_can_be_set_is_a_package() -> None:
+    assert set(get_args(RolloutConfig.model_fields["engine"].annotation)) == ENGINES.keys()
+    for package in ENGINES.values():
+        engine = importlib.import_module(package)
+        assert callable(engine.build), package
+        assert callable(engine.check), package
 
 
 def test_every_test_module_has_a_name_of_its_own() -> None:
