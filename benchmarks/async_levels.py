@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.async_fleet import Fleet, Placement, fleet
-from benchmarks.children import MODEL_2M, make_model
+from benchmarks.children import MODEL_2M, free_port, make_model, service
 from benchmarks.long_tail import QUESTION, lengths
 from benchmarks.overlap import EngineSpeed, Workload, finish_times
+from orchestrator_svc.recorder import read_metrics
 from sluice.client import RolloutClient
 from sluice.v1 import tokens_pb2
 
@@ -29,19 +31,21 @@ __all__ = ["run"]
 
 LEVELS = (0, 1, 2)
 FILL, DRAIN = 3, 3
-"""Steps of a session before and after the measured ones: the pipeline is neither filling nor running dry while we look."""
+"""Steps of a session before and after the measured ones, in which the pipeline fills and runs dry."""
 
 LONGEST = 480
 PROMPT_TOKENS = 8
-"""Of the question in the chat template."""
+"""Tokens of the question in the chat template."""
 
 WINDOW_FRACTION = 0.3
+
+SESSION_DEADLINE_S = 300.0
 
 Metrics = Mapping[str, float]
 
 
 def run(argv: list[str]) -> Mapping[str, Any]:
-    """Measure and print; returns what the JSON line holds."""
+    """Measure and print; return what the JSON line holds."""
     parser = argparse.ArgumentParser(prog="sluice bench async", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="sessions of each level")
     parser.add_argument("--steps", type=int, default=12, help="measured steps per session; a multiple of 6 is best")
@@ -97,7 +101,7 @@ def _orchestrator_settings(options: argparse.Namespace, answer_tokens: Sequence[
 async def _rounds(
     options: argparse.Namespace, apart: Fleet, together: Fleet, per_session: int
 ) -> tuple[dict[str, list[list[Metrics]]], EngineSpeed]:
-    """The measured steps of each session by kind (a level, or ``both_cores``), and the speed of the engine alone."""
+    """Return the measured steps of each session by kind (a level, or ``both_cores``), and the speed of the engine alone."""
     sessions: dict[str, list[list[Metrics]]] = {"0": [], "both_cores": [], "1": [], "2": []}
     speed: dict[int, float] = {}
     for number in range(options.rounds):
@@ -112,7 +116,7 @@ async def _rounds(
 
 
 async def _engine_speed(target: str) -> dict[int, float]:
-    """Tokens per second of the replica alone by number of samples, through the same RPC that the run uses."""
+    """Return tokens per second of the replica alone by number of samples, through the RPC that the run uses."""
     found: dict[int, float] = {}
     async with RolloutClient(target) as client:
         for samples in (1, 1, 2, 4, 8, 16, 32, 64, 128):  # the first one warms up
@@ -154,8 +158,8 @@ def _train_s(step: Metrics) -> float:
 def _bounds(
     options: argparse.Namespace, answer_tokens: Sequence[int], speed: EngineSpeed, synchronous: list[list[Metrics]]
 ) -> dict[str, float]:
-    """Least seconds per step by level, and of each side alone, over the same steps that were measured."""
-    # Tokens cost the trainer about the same wherever they are. Of the sessions the one that was disturbed least.
+    """Return the least seconds per step by level, and of each side alone, over the steps that were measured."""
+    # A token costs the trainer about the same in any batch; take the session that was disturbed least.
     per_token = min(statistics.median(1 / step["trainer/tokens_per_second"] for step in steps) for steps in synchronous)
     train_s = []
     for first in range(0, len(answer_tokens), options.batch):
@@ -201,5 +205,114 @@ def _results(
 
 
 def _paired(slow: list[list[Metrics]], fast: list[list[Metrics]]) -> float:
-    """Median ratio over the rounds: neighbours in time saw the same machine."""
+    """Return the median ratio over the rounds: sessions that follow each other saw the same machine."""
     return statistics.median(_step_s(one) / _step_s(other) for one, other in zip(slow, fast, strict=True))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who computes where.
+
+    Attributes:
+        name: Of the run.
+        rollout: Cores of the replica; None leaves all.
+        trainer: Cores of the trainer; None leaves all.
+        threads: Threads of each of the two.
+    """
+
+    name: str
+    rollout: set[int] | None
+    trainer: set[int] | None
+    threads: int
+
+
+@dataclass
+class Fleet:
+    """Weight sync, trainer and replica that stay up while one orchestrator after the other runs on them.
+
+    Each session is an orchestrator of its own with its own staleness bound, which resumes the run where the one before it
+    ended: all sessions meet the same warm engine and trainer, and no time is spent on starting them again.
+
+    Attributes:
+        rollout: Address of the replica.
+    """
+
+    rollout: str
+    _name: str
+    _directory: Path
+    _common: Sequence[str]
+    _orchestrator: Sequence[str]
+    _steps_so_far: int = 0
+
+    async def session(self, max_staleness: int, steps: int) -> list[Mapping[str, float]]:
+        """Run an orchestrator for some steps; returns the metrics of each.
+
+        Raises:
+            RuntimeError: if it fails.
+            TimeoutError: if it takes longer than its deadline.
+        """
+        first, self._steps_so_far = self._steps_so_far + 1, self._steps_so_far + steps
+        port = free_port()
+        arguments = [
+            *self._common,
+            *self._orchestrator,
+            f"--server.port={port}",
+            f"--max-staleness={max_staleness}",
+            f"--max-steps={self._steps_so_far}",
+        ]
+        log = self._directory / f"{self._name}-orchestrator-{first}.log"
+        async with service("orchestrator", *arguments, health=f"127.0.0.1:{port}", log=log) as child:
+            code = await asyncio.wait_for(child.wait(), SESSION_DEADLINE_S)
+        if code:
+            raise RuntimeError(f"the orchestrator ended with code {code}:\n{log.read_text(errors='replace')[-2000:]}")
+        metrics = await asyncio.to_thread(read_metrics, self._directory / self._name / "metrics.jsonl")
+        return [metrics[step] for step in range(first, self._steps_so_far + 1)]
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    placement: Placement, directory: Path, model: Path, *, orchestrator: Mapping[str, Any], lr: float
+) -> AsyncIterator[Fleet]:
+    """Start the services.
+
+    Args:
+        placement: Who computes where.
+        directory: For everything that they write.
+        model: The model.
+        orchestrator: Settings of the orchestrators to come.
+        lr: Learning rate.
+    """
+    targets = {name: f"127.0.0.1:{free_port()}" for name in ("weightsync", "trainer", "rollout")}
+    common = [f"--run={placement.name}", f"--output-dir={directory}", f"--model={model}", "--log-level=warning"]
+    common += [f"--peers.{name}={target}" for name, target in targets.items()]
+    own = {
+        "weightsync": [],
+        "trainer": [f"--lr={lr}", f"--threads={placement.threads}"],
+        "rollout": [
+            f"--threads={placement.threads}",
+            f"--server.http-port={free_port()}",
+        ],
+    }
+    cpus = {"rollout": placement.rollout, "trainer": placement.trainer}
+    # OpenMP reads the number of threads before any setting is read.
+    environment = {"OMP_NUM_THREADS": str(placement.threads), "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+    async with contextlib.AsyncExitStack() as stack:
+        for name, target in targets.items():
+            arguments = [*common, *own[name], f"--server.port={target.rpartition(':')[2]}"]
+            log = directory / f"{placement.name}-{name}.log"
+            await stack.enter_async_context(
+                service(
+                    name,
+                    *arguments,
+                    health=target,
+                    log=log,
+                    cpus=cpus.get(name),
+                    environment={**os.environ, **environment},
+                )
+            )
+        settings = [f"--{name}={_flag(value)}" for name, value in orchestrator.items()]
+        yield Fleet(targets["rollout"], placement.name, directory, common, settings)
+
+
+def _flag(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""How fast a run could be at a staleness bound, given its lengths and the speed of its two sides: no time for anything else.
+"""The least time that a run needs at a staleness bound, given its lengths and the speed of its two sides alone.
 
 The orchestrator's own scheduler decides what starts and what makes a batch; around it an engine that shares its speed
 among the samples under way, and a trainer that takes one batch after the other. Publishing, transport, scoring and
@@ -67,7 +67,7 @@ class Workload:
 
 
 def finish_times(work: Workload, speed: EngineSpeed, max_staleness: int) -> list[float]:
-    """Seconds from the start at which each batch is applied."""
+    """Return the seconds from the start at which each batch is applied."""
     return _Simulation(work, speed, max_staleness).run()
 
 
