@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from weightsync.codec import Encoded, Encoding, apply, encode
 from weightsync.codec.integers import step_codes, take_steps
 from weightsync.codec.slices import apply_delta, encode_delta
-from weightsync.format.dtypes import DTYPES
+from weightsync.format.safetensors import DTYPES
 
 Octets = NDArray[np.uint8]
 FLOATS = {"BF16": 2, "F16": 2, "F32": 4}

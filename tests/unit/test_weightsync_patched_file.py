@@ -19,9 +19,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import Encoding, encode
 from weightsync.format.chunks import RawChunk
-from weightsync.format.dtypes import DTYPES
 from weightsync.format.manifest import manifest_digest
-from weightsync.format.safetensors import Entry, place, render_header
+from weightsync.format.safetensors import DTYPES, Entry, place, render_header
 from weightsync.receive.patched_file import DeltaShard, PatchedFile, slice_digests
 from weightsync.receive.pull import StagingError
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from weightsync.format.dtypes import DTYPES, all_finite
-from weightsync.format.safetensors import LayoutError, Scan, parse_header, place, render_header
+from weightsync.format.safetensors import DTYPES, LayoutError, Scan, all_finite, parse_header, place, render_header
 from weightsync.publish.shards import ShardSource
 
 TENSORS = {

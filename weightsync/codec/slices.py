@@ -37,7 +37,7 @@ from weightsync.codec.streams import (
     write_codes,
     write_positions,
 )
-from weightsync.format.dtypes import DTYPES
+from weightsync.format.safetensors import DTYPES
 
 __all__ = ["apply", "apply_delta", "encode", "encode_delta"]
 

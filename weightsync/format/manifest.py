@@ -18,8 +18,8 @@ from google.protobuf import json_format
 
 from sluice.rpc import MAX_MESSAGE_BYTES
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.dtypes import DTYPES
 from weightsync.format.names import BadNameError, check_shard, check_tensor
+from weightsync.format.safetensors import DTYPES
 
 __all__ = [
     "MANIFEST_FILE",

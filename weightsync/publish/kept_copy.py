@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from sluice.host_files import close, open_private, remove_unlocked
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import Encoding, encode
-from weightsync.format.dtypes import DTYPES
-from weightsync.format.safetensors import Entry, place, render_header
+from weightsync.format.safetensors import DTYPES, Entry, place, render_header
 from weightsync.publish.shards import METADATA, TORCH_DTYPES, FileSource, LocalSlice, entry_name, tensor_bytes, to_proto
 
 __all__ = ["HOST_DIRECTORY", "Diff", "EncodedSlice", "KeptCopy", "KeptFile", "sweep"]

@@ -20,8 +20,8 @@ from google.rpc.status_pb2 import Status
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.dtypes import DTYPES
 from weightsync.format.manifest import Box, box, check_manifest
+from weightsync.format.safetensors import DTYPES
 
 __all__ = ["Agreement", "Frame", "Ranks", "agree", "assign_slices", "first_failure", "total_bytes"]
 

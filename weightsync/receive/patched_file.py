@@ -22,13 +22,14 @@ import xxhash
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import CodecError, Encoding, apply
 from weightsync.format.chunks import RawChunk
-from weightsync.format.dtypes import DTYPES, all_finite
 from weightsync.format.manifest import Box, ManifestError, box, check_manifest, entry_name, manifest_digest
 from weightsync.format.safetensors import (
+    DTYPES,
     HEADER_LENGTH_BYTES,
     MAX_HEADER_BYTES,
     Entry,
     LayoutError,
+    all_finite,
     parse_header,
     read_layout,
 )

@@ -20,8 +20,8 @@ import structlog
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
-from weightsync.format.dtypes import DTYPES
 from weightsync.format.manifest import box
+from weightsync.format.safetensors import DTYPES
 from weightsync.receive.link import UpdateTimings
 from weightsync.receive.patched_file import Digests, slice_digests
 from weightsync.receive.pull import PullLimits, StagingError, in_thread

@@ -21,9 +21,8 @@ import xxhash
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import CodecError, Encoding, apply
-from weightsync.format.dtypes import DTYPES, all_finite
 from weightsync.format.manifest import box, entry_name, is_whole, manifest_digest
-from weightsync.format.safetensors import Entry, LayoutError, place, read_layout, render_header
+from weightsync.format.safetensors import DTYPES, Entry, LayoutError, all_finite, place, read_layout, render_header
 from weightsync.service.stored import StoredForm
 from weightsync.service.upload import Upload
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.dtypes import DTYPES
 from weightsync.format.manifest import ManifestError, box, check_manifest, entry_name, manifest_digest
-from weightsync.format.safetensors import ScannedTensor
+from weightsync.format.safetensors import DTYPES, ScannedTensor
 
 __all__ = [
     "DigestMismatchError",
