@@ -59,7 +59,7 @@ class Serving:
         server: The server; `target` is where it listens.
         runs: What it keeps.
         relay: Follows the service behind, if this is a relay.
-        failed: Set when the service cannot go on; the end of `serving` says why.
+        failed: Set when the service cannot continue; the end of `serving` raises the reason.
     """
 
     server: RpcServer

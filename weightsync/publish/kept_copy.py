@@ -125,7 +125,7 @@ class KeptCopy:
         Args:
             tensors: Live memory of each of `rows`.
             compare: Whether to encode the difference; otherwise the copy is overwritten unread.
-            most_bytes: EncodedSlice size beyond which comparing is given up.
+            most_bytes: Size of the encoded slices beyond which comparing is given up.
         """
         started = time.perf_counter()
         threads = max(1, torch.get_num_threads())
