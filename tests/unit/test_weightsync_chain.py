@@ -12,7 +12,7 @@ from sluice.versions import Version
 from weightsync.service.chain import (
     Form,
     Forms,
-    PathStep,
+    VersionForm,
     anchors,
     delta_chain,
     find_path,
@@ -61,7 +61,7 @@ def subsets(versions: Versions) -> st.SearchStrategy[set[Version]]:
     return st.sets(st.sampled_from(sorted(versions)), max_size=3)
 
 
-def way_bytes(versions: Versions, way: list[PathStep]) -> int:
+def way_bytes(versions: Versions, way: list[VersionForm]) -> int:
     sizes = {Form.DENSE: "dense_bytes", Form.DELTA: "delta_bytes", Form.ADAPTER: "adapter_bytes"}
     return sum(getattr(versions[step.version], sizes[step.form]) for step in way)
 
@@ -159,7 +159,7 @@ def test_the_deltas_to_the_newest_stay_for_a_live_replica_while_they_are_smaller
 
 def test_the_next_dense_form_is_that_of_the_newest_that_can_be_reached() -> None:
     versions = {version(0): anchor(), version(1): delta(0), version(2): delta(1), version(3): delta(2)}
-    way = [PathStep(version(0), Form.DENSE), *(PathStep(version(n), Form.DELTA) for n in (1, 2, 3))]
+    way = [VersionForm(version(0), Form.DENSE), *(VersionForm(version(n), Form.DELTA) for n in (1, 2, 3))]
     assert next_dense(versions) == way
     versions[version(2)] = replace(versions[version(2)], damaged=True)
     assert next_dense(versions) == way[:2]

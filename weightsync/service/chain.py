@@ -17,7 +17,7 @@ __all__ = [
     "Form",
     "Forms",
     "Kept",
-    "PathStep",
+    "VersionForm",
     "anchors",
     "damaged_on_the_way",
     "delta_chain",
@@ -39,7 +39,7 @@ class Form(Enum):
     ADAPTER = "adapter"
 
 
-class PathStep(NamedTuple):
+class VersionForm(NamedTuple):
     """One form on the way to a version."""
 
     version: Version
@@ -109,7 +109,7 @@ def newest_model(versions: Versions) -> Version | None:
     return max((version for version, forms in versions.items() if not forms.is_adapter), default=None)
 
 
-def next_dense(versions: Versions) -> list[PathStep] | None:
+def next_dense(versions: Versions) -> list[VersionForm] | None:
     """Return the way to the newest version that can be reached, if it has no dense form yet.
 
     None if there is nothing to make.
@@ -125,7 +125,7 @@ def next_dense(versions: Versions) -> list[PathStep] | None:
 
 def find_path(
     versions: Versions, target: Version, held: Version | None = None, *, dense: Collection[Version] | None = None
-) -> list[PathStep] | None:
+) -> list[VersionForm] | None:
     """Return the way to a visible version that has the fewest bytes.
 
     Args:
@@ -140,18 +140,18 @@ def find_path(
     if target == held:
         return []
     if versions[target].is_adapter:
-        return [PathStep(target, Form.ADAPTER)]
-    best: list[PathStep] | None = None
+        return [VersionForm(target, Form.ADAPTER)]
+    best: list[VersionForm] | None = None
     best_bytes = float("inf")
-    chain: list[PathStep] = []
+    chain: list[VersionForm] = []
     chain_bytes = 0
     for version, forms in _towards_the_past(versions, target):
         usable = forms.dense_bytes is not None and (dense is None or version in dense)
         if usable and forms.dense_bytes is not None and chain_bytes + forms.dense_bytes < best_bytes:
-            best, best_bytes = [PathStep(version, Form.DENSE), *reversed(chain)], chain_bytes + forms.dense_bytes
+            best, best_bytes = [VersionForm(version, Form.DENSE), *reversed(chain)], chain_bytes + forms.dense_bytes
         if forms.delta_bytes is None or forms.damaged:
             break
-        chain.append(PathStep(version, Form.DELTA))
+        chain.append(VersionForm(version, Form.DELTA))
         chain_bytes += forms.delta_bytes
         if forms.base == held and chain_bytes < best_bytes:
             return list(reversed(chain))

@@ -18,7 +18,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkSums, fill_chunk, next_cut
 from weightsync.host import host_id
-from weightsync.service.chain import PathStep, damaged_on_the_way, find_path
+from weightsync.service.chain import VersionForm, damaged_on_the_way, find_path
 from weightsync.service.run import RELAY_PREFIX, Run
 from weightsync.service.runs import Runs
 from weightsync.service.stored import StoredForm
@@ -214,7 +214,7 @@ async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> Asyn
             quiet = True
 
 
-def _find_path(run: Run, wanted: Version | None, held: Version | None) -> list[PathStep]:
+def _find_path(run: Run, wanted: Version | None, held: Version | None) -> list[VersionForm]:
     """Return what leads from what the caller holds to a version, the newest if none is wanted.
 
     Raises:
@@ -232,7 +232,7 @@ def _find_path(run: Run, wanted: Version | None, held: Version | None) -> list[P
     return path
 
 
-def _describe_step(run: Run, step: PathStep) -> pb.GetUpdatePathResponse:
+def _describe_step(run: Run, step: VersionForm) -> pb.GetUpdatePathResponse:
     """Return one step with its files as this host sees them. Blocking."""
     form = run.find(step.version).form(step.form)
     if form is None:

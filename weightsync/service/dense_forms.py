@@ -18,7 +18,7 @@ from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end
 from weightsync.format.safetensors import LayoutError
 from weightsync.metrics import DENSE_SECONDS
-from weightsync.service.chain import PathStep, next_dense
+from weightsync.service.chain import VersionForm, next_dense
 from weightsync.service.dense_files import DamagedDeltaError, StoppedError, apply_deltas
 from weightsync.service.run import Run
 from weightsync.service.stored import StoredForm
@@ -108,7 +108,7 @@ class DenseForms:
         finally:
             del self._tasks[run.name]
 
-    async def _make(self, run: Run, path: list[PathStep]) -> bool:
+    async def _make(self, run: Run, path: list[VersionForm]) -> bool:
         """Make one dense form; return whether it was made, or a damaged delta makes that impossible."""
         forms = [form for step in path if (form := run.versions[step.version].form(step.form)) is not None]
         source, deltas = forms[0], _limited(forms[1:])
@@ -124,7 +124,7 @@ class DenseForms:
             build.ended.set()
             self._ended()
 
-    async def _attempt(self, run: Run, build: _Build, target: PathStep) -> bool:
+    async def _attempt(self, run: Run, build: _Build, target: VersionForm) -> bool:
         version, started = target.version, time.perf_counter()
 
         def work() -> StoredForm:
