@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import Dispatcher, EpisodeRunner, TaskStream
-from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
+from orchestrator_svc.envs.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment, Task
 from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.scoring import Scorer
@@ -128,9 +128,8 @@ async def _built(
             scorer = await stack.enter_async_context(
                 Scorer(config.environment, config.environment_args, **config.reward.model_dump())
             )
-        tasks = await asyncio.to_thread(environment.tasks, config.split, common.seed)
         try:
-            stream = TaskStream(tasks, common.seed)
+            stream = TaskStream(await _tasks(environment, config, config.split, common.seed), common.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         dispatcher = Dispatcher(
@@ -167,7 +166,7 @@ async def _built(
                 engine=engine,
                 workflow=workflow,
                 scorer=scorer,
-                tasks=await asyncio.to_thread(environment.tasks, config.evaluation.split, common.seed),
+                tasks=await _tasks(environment, config, config.evaluation.split, common.seed),
                 config=config,
                 request_prefix=request_prefix,
                 status=status,
@@ -197,6 +196,22 @@ async def _built(
             ),
         )
         yield run, status, OrchestratorServicer(common.run, run, status, history, pool)
+
+
+async def _tasks(environment: Environment, config: OrchestratorConfig, split: str, seed: int) -> Sequence[Task]:
+    """Let the environment list the tasks of a split.
+
+    Raises:
+        ConfigError: if it does not end in time.
+    """
+    limit_s = config.deadlines.start_s
+    try:
+        return await EnvironmentCalls(1, limit_s).run(environment.tasks, split, seed)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"environment {config.environment} did not list the tasks of split {split} within {limit_s:g} s: prepare its"
+            " data before the run, or raise orchestrator.deadlines.start_s"
+        ) from error
 
 
 def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:

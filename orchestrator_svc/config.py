@@ -128,7 +128,9 @@ class DeadlinesConfig(Section):
     """How long the orchestrator waits before something counts as failed."""
 
     start_s: float = Field(
-        900.0, gt=0, description="Seconds for the trainer and one replica to answer at the start of the run."
+        900.0,
+        gt=0,
+        description="Seconds at the start of the run for the environment to list its tasks, and for the trainer and one replica to answer.",
     )
     lost_s: float = Field(
         600.0, gt=0, description="Seconds that the trainer or all replicas may be away during the run before it fails."

@@ -47,7 +47,7 @@ class Turn:
 
     Attributes:
         messages: Messages that answer it; empty when the episode has ended.
-        reward: Reward of the turn; None where there is none.
+        reward: Reward of the turn; None if it has no reward.
         done: Whether the episode has ended.
         truncated: Whether it ended by a limit of the environment rather than by its rules.
         metrics: Measures to log, by name.

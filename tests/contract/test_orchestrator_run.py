@@ -442,6 +442,16 @@ async def test_a_split_without_tasks_is_a_wrong_setting(scene) -> None:
         await scene.run(environment=f"{scene.directory / 'empty.py'}:Empty")
 
 
+async def test_an_environment_that_never_lists_its_tasks_ends_the_run_at_its_start(scene) -> None:
+    (scene.directory / "endless.py").write_text(
+        "import threading\n"
+        "class Endless:\n    name = 'endless'\n    def tasks(self, split, seed):\n        threading.Event().wait()\n"
+        "    def messages(self, task):\n        return []\n    def score(self, task, completion):\n        return 0.0\n"
+    )
+    with pytest.raises(ConfigError, match=r"tasks of split train.*start_s"):
+        await scene.run(environment=f"{scene.directory / 'endless.py'}:Endless", deadlines={"start_s": 0.3})
+
+
 async def test_an_episode_beyond_its_deadline_is_dropped_and_counted(scene) -> None:
     scene.replicas[0].gate.clear()
     task = scene.start(deadlines={"episode_s": 0.2, "watchers_s": 0.5}, max_failed_groups=1000, max_steps=1)
