@@ -1,4 +1,4 @@
-"""What vLLM loads from us: the weight-transfer backend and the tie between its processes and ours.
+"""The plugin that vLLM loads: it registers the weight-transfer backend, and ends vLLM's processes when their owner dies.
 
 vLLM calls `register` in the front end and in every spawned worker (entry point ``vllm.general_plugins``). Forked
 workers inherit what the front end registered.
@@ -30,7 +30,7 @@ _registered = threading.Lock()
 
 
 def register() -> None:
-    """Register the backend and end this process when the engine's owner dies. Idempotent and cheap."""
+    """Register the backend, and end this process when the engine's owner dies. Idempotent and cheap."""
     if not _registered.acquire(blocking=False):
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - only under vLLM

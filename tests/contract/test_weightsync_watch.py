@@ -32,5 +32,5 @@ async def test_a_service_that_never_answers_is_named_once() -> None:
             task.cancel()
             await asyncio.wait({task})
     told = [each for each in logs if each["log_level"] == "warning"]
-    assert [each["event"] for each in told] == ["no weight service answers, it is asked on"]
+    assert [each["event"] for each in told] == ["weight service unreachable; retrying"]
     assert "UNAVAILABLE" in told[0]["reason"]

@@ -29,10 +29,10 @@ from weightsync.receive.pull import PullCost
 __all__ = ["Reporter", "UpdateTimings", "VersionWatch", "observe_update"]
 
 _SILENCE_S = 25.0
-"""The contract promises a sign of life every 10 s; two and a half of them missing is a dead stream."""
+"""Silence in seconds after which a stream counts as dead; the contract promises a heartbeat every 10 s."""
 
 _STREAM_S = 3600.0
-"""A stream is renewed after this time, so that no call is without a deadline."""
+"""Deadline of one stream in seconds; it is opened again after that."""
 
 _REMEDY = "start it, or see peers.weightsync (of a relay: weightsync.upstream) and the tokens and certificates"
 
@@ -85,7 +85,7 @@ class VersionWatch:
 
     async def run_forever(self) -> None:
         """Watch until cancelled, and open the stream again whenever it breaks."""
-        backoff, told = self._backoff, False
+        backoff, warned = self._backoff, False
         while True:
             try:
                 await self._watch_once()
@@ -96,12 +96,12 @@ class VersionWatch:
                 reason = f"no sign of life for {_SILENCE_S:g} s"
             if self.connected:
                 backoff.succeed()
-                told = False
+                warned = False
                 if not self._hurry.is_set():
-                    log.info("weight service lost, the version in service stays", reason=reason)
-            elif backoff.at_longest and not told:
-                told = True
-                log.warning("no weight service answers, it is asked on", run=self._run, reason=reason, remedy=_REMEDY)
+                    log.info("weight service unreachable; the version in service stays", reason=reason)
+            elif backoff.at_longest and not warned:
+                warned = True
+                log.warning("weight service unreachable; retrying", run=self._run, reason=reason, remedy=_REMEDY)
             self.connected = False
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(backoff.fail()):

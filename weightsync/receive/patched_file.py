@@ -45,7 +45,7 @@ _COPY_BYTES = 8 << 20
 
 
 class SliceKey(NamedTuple):
-    """Which elements of which tensor."""
+    """A box of elements of one tensor."""
 
     name: str
     offsets: tuple[int, ...]

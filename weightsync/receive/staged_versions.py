@@ -1,6 +1,6 @@
 """The staged versions of one host: each is made by one process, used by all, and removed by its last user.
 
-`StagedVersions` is what one receiver uses. `HostCopies` has a file ready on this host, whoever makes it.
+`StagedVersions` holds what one receiver uses. `HostCopies` makes a file, or waits for the process of this host that makes it.
 """
 
 from __future__ import annotations

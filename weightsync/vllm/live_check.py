@@ -33,7 +33,7 @@ _PIECE_BYTES = 8 << 20
 
 
 class LiveCheck:
-    """One comparison under way.
+    """One comparison in progress.
 
     Args:
         model: The model that samples.
@@ -66,7 +66,7 @@ class LiveCheck:
         self._steps = self._run([(name, by_parameter[name]) for name in chosen])
 
     def advance(self, budget_s: float) -> bool:
-        """Go on for so many seconds and at least one piece; whether it is done."""
+        """Compare for so many seconds and at least one piece. Return whether all is compared."""
         end = time.perf_counter() + budget_s
         for _ in self._steps:
             if time.perf_counter() >= end:
@@ -75,7 +75,7 @@ class LiveCheck:
         return True
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._files.close()
 
     def _run(self, parameters: Sequence[tuple[str, Sequence[PlannedCopy]]]) -> Iterator[None]:
@@ -121,7 +121,7 @@ def _open(paths: Sequence[str], stack: ExitStack) -> Mapping[str, torch.Tensor]:
 
 
 def _owner(model: torch.nn.Module, parameter: str) -> tuple[torch.nn.Module, str]:
-    """The module that computes with a parameter, inside of what adapters have put around it."""
+    """Return the module that computes with a parameter, without the wrappers of adapters."""
     *path, attribute = parameter.split(".")
     module = model
     for part in path:
@@ -131,7 +131,7 @@ def _owner(model: torch.nn.Module, parameter: str) -> tuple[torch.nn.Module, str
 
 
 def has_known_form(module: torch.nn.Module) -> bool:
-    """Whether its weights are as they were loaded, but for packing: other methods rearrange them."""
+    """Whether its weights are as they were loaded, apart from packing. Other methods rearrange them."""
     method = getattr(module, "quant_method", None)
     return method is None or type(method) in {UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
 
@@ -145,7 +145,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[slice | tuple[()]]:
 
 
 def _unpack(module: torch.nn.Module, values: torch.Tensor) -> Iterator[None]:
-    """Fill in what a packed kernel multiplies with, column by column of the weight [outputs, inputs]."""
+    """Recover the weight [outputs, inputs] of a packed kernel, some columns at a time."""
     inputs = values.shape[1]
     for begin in range(0, inputs, _IDENTITY_COLUMNS):
         count = min(_IDENTITY_COLUMNS, inputs - begin)
@@ -161,6 +161,6 @@ def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _same_values(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equality but for the sign of zero and values below the smallest normal one, which a product may lose."""
+    """Whether the values are equal, except for signs of zero and subnormal values, which a product may lose."""
     tiny = torch.finfo(expected.dtype).tiny
     return bool(((found == expected) | ((found.abs() < tiny) & (expected.abs() < tiny))).all())

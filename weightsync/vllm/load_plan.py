@@ -56,7 +56,7 @@ class LoadPlan:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def make_plan(vllm_config: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> LoadPlan:  # noqa: ANN401 - VllmConfig
-    """Run the loader.
+    """Run the model's loader and record its reads and copies.
 
     Args:
         vllm_config: The engine's configuration, in a worker that has loaded its model.
@@ -86,7 +86,7 @@ def make_plan(vllm_config: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> 
 
 @contextmanager
 def _model_beside(vllm_config: Any, prefix: str, device: torch.device) -> Iterator[torch.nn.Module]:  # noqa: ANN401
-    """A second model of a worker, of which nothing stays in vLLM's registries; its layers must never run."""
+    """Build a second model of a worker, and leave nothing of it in vLLM's registries. Its layers must never run."""
     layers = vllm_config.compilation_config.static_forward_context
     known, rotary = set(layers), dict(rotary_embedding._ROPE_DICT)  # noqa: SLF001 - embeddings shared between models
     try:
