@@ -19,7 +19,7 @@ from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
 from weightsync.format.names import run_resource
-from weightsync.relay.relay import Relay, RelayCycleError, RelaySyncServicer, advertised_address
+from weightsync.relay.relay import Relay, RelayCycleError, advertised_address
 from weightsync.service.delivery import WeightDeliveryServicer
 from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.runs import Runs
@@ -82,7 +82,7 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
         runs = build_runs(common, config, relay)
         stack.push_async_callback(runs.close)
         server = RpcServer("weightsync", config.server, common.security)
-        ingest = WeightSyncServicer(runs) if relay is None else RelaySyncServicer(runs, relay.target)
+        ingest = WeightSyncServicer(runs)
         stack.push_async_callback(ingest.close)
         _register(server, ingest, WeightDeliveryServicer(runs, partial(server.require, role="admin")))
         await _open_own_run(runs, common.run)

@@ -78,7 +78,7 @@ async def test_a_relay_changes_no_version(root: Node, relay: Node) -> None:
                 await call
             error = error_of(caught.value)
             assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "RELAY")
-            assert "ask 127.0.0.1:" in error.message
+            assert "call 127.0.0.1:" in error.message
 
 
 async def test_each_byte_crosses_the_link_once(root: Node, link: Link, relay: Node, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import AsyncIterator
 
 import grpc
 
@@ -13,11 +12,10 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.relay.follower import Follower
-from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.run import RELAY_PREFIX, Run
 from weightsync.service.runs import Runs
 
-__all__ = ["Relay", "RelayCycleError", "RelaySyncServicer", "advertised_address", "relay_name"]
+__all__ = ["Relay", "RelayCycleError", "advertised_address", "relay_name"]
 
 _WILDCARDS = {"0.0.0.0", "::", "[::]"}
 _LONGEST_ADDRESS = 120
@@ -137,46 +135,3 @@ class Relay:
     def _begin(self, group: asyncio.TaskGroup, follower: Follower) -> None:
         following = follower.run_forever(relay_name(self._address), self._address)
         self._following.append(group.create_task(following))
-
-
-class RelaySyncServicer(WeightSyncServicer):
-    """Serves the reads of `sluice.v1.WeightSyncService`; versions are changed at the service behind.
-
-    Args:
-        runs: The runs of this service.
-        upstream: Address of the service behind.
-    """
-
-    def __init__(self, runs: Runs, upstream: str) -> None:
-        super().__init__(runs)
-        self._upstream = upstream
-
-    async def PushWeights(  # noqa: N802 - gRPC's name
-        self,
-        request_iterator: AsyncIterator[pb.PushWeightsRequest],
-        context: grpc.aio.ServicerContext[pb.PushWeightsRequest, pb.PushWeightsResponse],
-    ) -> pb.PushWeightsResponse:
-        """Refuse."""
-        raise self._refusal()
-
-    async def CommitVersion(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.CommitVersionRequest,
-        context: grpc.aio.ServicerContext[pb.CommitVersionRequest, pb.CommitVersionResponse],
-    ) -> pb.CommitVersionResponse:
-        """Refuse."""
-        raise self._refusal()
-
-    async def DeleteVersion(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.DeleteVersionRequest,
-        context: grpc.aio.ServicerContext[pb.DeleteVersionRequest, pb.DeleteVersionResponse],
-    ) -> pb.DeleteVersionResponse:
-        """Refuse."""
-        raise self._refusal()
-
-    def _refusal(self) -> SluiceError:
-        return SluiceError.failed_precondition(
-            "RELAY",
-            f"this service is a relay and changes no version: ask {self._upstream}, whose versions it gives out",
-        )

@@ -39,7 +39,7 @@ _COPIED_AT_ONCE = 32 << 20
 
 
 class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
-    """Serves `sluice.v1.WeightSyncService`.
+    """Serves `sluice.v1.WeightSyncService`. A relay changes no version: it refuses to push, commit and delete.
 
     Args:
         runs: The runs of this service.
@@ -55,6 +55,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.PushWeightsRequest, pb.PushWeightsResponse],
     ) -> pb.PushWeightsResponse:
         """Take one shard in."""
+        self._check_no_relay()
         first = await _next(request_iterator, self._runs.config.chunk_idle_s)
         if first is None or first.WhichOneof("part") != "header":
             raise SluiceError.invalid_argument("header", "the first message of a push carries the header")
@@ -78,6 +79,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.CommitVersionRequest, pb.CommitVersionResponse],
     ) -> pb.CommitVersionResponse:
         """Make a version visible. The commit ends even if the caller leaves, so that the version is whole or not there."""
+        self._check_no_relay()
         run = await self._runs.open(request.manifest.run)
         task = asyncio.create_task(commit_version(self._runs, run, request.manifest))
         self._commits.add(task)
@@ -121,6 +123,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         context: grpc.aio.ServicerContext[pb.DeleteVersionRequest, pb.DeleteVersionResponse],
     ) -> pb.DeleteVersionResponse:
         """Delete a version that nobody needs."""
+        self._check_no_relay()
         run = await self._runs.find(request.run)
         try:
             await self._runs.delete(run, Version.from_proto(request.version))
@@ -132,6 +135,14 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         """Wait for the commits under way."""
         if self._commits:
             await asyncio.wait(self._commits)
+
+    def _check_no_relay(self) -> None:
+        if self._runs.upstream is not None:
+            raise SluiceError.failed_precondition(
+                "RELAY",
+                "this service is a relay and changes no version: call"
+                f" {self._runs.upstream.target}, whose versions it gives out",
+            )
 
     async def _receive(
         self, run: Run, header: pb.PushHeader, fill: Callable[[Upload, object], Awaitable[None]]

@@ -35,7 +35,13 @@ log = structlog.get_logger(__name__)
 
 
 class Upstream(Protocol):
-    """The service behind a relay, from which its versions come. Only `has` waits."""
+    """The service behind a relay, from which its versions come. Only `has` waits.
+
+    Attributes:
+        target: Its address, for messages.
+    """
+
+    target: str
 
     async def has(self, resource: str) -> bool:
         """Return whether it has the run named ``runs/{run}``.
