@@ -1,7 +1,7 @@
-"""How long a checkpoint holds training: the copy of the state, against the writing that goes on beside the steps.
+"""How long a checkpoint stops training (while the state is copied), and how long it is written beside the next steps.
 
-`python -m benchmarks.checkpoint` prints it. Weights and moments are those of a model of a given shape; the disk is the one
-below the temporary directory.
+`python -m benchmarks.checkpoint` prints both, for the weights and moments of a model of a given shape, on the disk of the
+temporary directory.
 """
 
 from __future__ import annotations

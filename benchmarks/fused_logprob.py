@@ -1,8 +1,8 @@
 """Forward and backward pass of an output layer: fused, against full logits, log_softmax and autograd.
 
-Both sides get the same states, weight and targets and give the gradients of both. Every measurement is a process of its
-own: its peak of resident memory, less what was resident when the inputs lay ready, and the time of its second pass. The
-sides take turns within each round; a ratio is the median of the rounds'.
+Both sides get the same states, weight and targets, and compute the gradients of states and weight. Every measurement runs in
+a process of its own. It takes the peak of resident memory above what the inputs need, and the time of the second pass. The
+sides take turns within each round; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--vocabulary", type=int, default=151_936, help="token ids; by default Qwen3's")
     parser.add_argument("--tokens", type=int, default=2048, help="loss tokens of a micro-batch")
     parser.add_argument("--width", type=int, default=1024, help="size of a hidden state")
-    parser.add_argument("--entropy", choices=("none", "measure", "train"), default="none", help="what of the entropy")
+    parser.add_argument(
+        "--entropy",
+        choices=("none", "measure", "train"),
+        default="none",
+        help="whether to compute the entropy: not, without, or with a gradient",
+    )
     parser.add_argument("--cells", type=int, default=3 << 24, help="logits that may stay alive")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each side")
     parser.add_argument("--accuracy", action="store_true", help="compare with float64 instead, for 64 tokens")

@@ -1,7 +1,7 @@
 """Advantage estimators as pure functions of rewards and group ids.
 
-Groups are data: an episode names its group, and neither position nor stride means anything. Statistics take one reward
-per episode, also where an episode forked into several trajectories.
+An episode names its group; positions in the batch mean nothing. Statistics take one reward per episode, also if an episode
+forked into several trajectories.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = [
 Rewards: TypeAlias = NDArray[np.float64]
 
 STD_OFFSET = 1e-6
-"""Reward units. Keeps quotients by a standard deviation finite for nearly equal rewards; groups of exactly equal ones have advantage 0 anyway."""
+"""Reward units. Keeps a division by the standard deviation finite for nearly equal rewards. Equal rewards give advantage 0 anyway."""
 
 TRAINER_ESTIMATORS = ("gae", "reinforce_pp", "process")
-"""Estimators that need a model or rewards per token: the trainer runs them before its epochs; `estimate` has none of them."""
+"""Estimators that need a model or rewards per token. The trainer runs them before its epochs; `estimate` refuses them."""
 
 
 def check_sides(advantage: str, own: str) -> None:
-    """Whether orchestrator and trainer agree on who estimates advantages.
+    """Check that orchestrator and trainer agree on which of them estimates advantages.
 
     Args:
         advantage: `orchestrator.advantage`.
-        own: The estimator that the trainer's objective runs by itself; empty for none.
+        own: The estimator that the trainer runs for its objective; empty for none.
 
     Raises:
         ValueError: with the remedy.
@@ -48,18 +48,18 @@ def check_sides(advantage: str, own: str) -> None:
     if advantage != own and (own or advantage in TRAINER_ESTIMATORS):
         raise ValueError(
             f"orchestrator.advantage is {advantage}, but the trainer's objective computes {own or 'no advantages by itself'}: "
-            f"set orchestrator.advantage to {own or 'an estimator that needs rewards alone'}, or choose another trainer.objective"
+            f"set orchestrator.advantage to {own or 'an estimator that needs only rewards'}, or choose another trainer.objective"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What an estimator needs to know about one attempt.
+    """What an estimator reads about one attempt at a task.
 
     Attributes:
         episode_id: Unique within the batch.
         group_id: Shared by the attempts that are compared with each other.
-        reward: Scalar reward; None where it is missing, which is not 0: the episode takes part in no statistic.
+        reward: Scalar reward. None if it is missing (which is not 0): the episode then enters no statistic.
         sampled_tokens: Tokens that the policy sampled in it; read by `opo`.
     """
 
@@ -71,13 +71,13 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages of a batch and what was odd about it.
+    """Advantages of a batch, and counts of groups and rewards to report.
 
     Attributes:
-        by_episode: Advantage per episode; broadcast it to the episode's sampled tokens. Episodes without a reward are absent.
+        by_episode: Advantage per episode, for all of its sampled tokens. Episodes without a reward are absent.
         groups: Groups with at least one reward.
-        degenerate_groups: Groups that teach nothing because one episode survived or all rewards are equal.
-        single_survivors: Groups with a single reward; part of the degenerate ones.
+        degenerate_groups: Groups without a signal: one episode survived, or all rewards are equal.
+        single_survivors: Groups with a single reward; they count as degenerate too.
         missing_rewards: Episodes without a reward.
     """
 
@@ -152,21 +152,21 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "reinforce_pp_baseline": centered,
     }
 )
-"""Estimators of one group's advantages from its rewards and sampled lengths; they see two or more rewards, not all equal."""
+"""Estimators of one group's advantages from its rewards and sampled lengths. They get two or more rewards, not all equal."""
 
 BATCH_SCALES: Mapping[str, BatchScale] = MappingProxyType(
     {"lite_ppo": by_batch_std, "reinforce_pp_baseline": whitened_over_tokens}
 )
-"""What follows over the whole batch, from its advantages, rewards and sampled lengths."""
+"""Scales that follow over the whole batch, from its advantages, rewards and sampled lengths."""
 
 
 def estimator_names() -> list[str]:
-    """Names that `estimate` takes."""
+    """Return the names that `estimate` takes."""
     return list(ESTIMATORS)
 
 
 def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:
-    """Advantages of every episode that has a reward, computed within its group.
+    """Return the advantage of every episode that has a reward, computed within its group.
 
     Args:
         name: An estimator of `ESTIMATORS`.
@@ -176,7 +176,9 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:
         ValueError: if the estimator is unknown, an episode occurs twice, or a reward is not finite.
     """
     if name in TRAINER_ESTIMATORS:
-        raise ValueError(f"{name} is computed by the trainer before its epochs, not from rewards alone: send none here")
+        raise ValueError(
+            f"{name} needs a model or rewards per token, so the trainer computes it before its epochs: do not ask for it here"
+        )
     if name not in ESTIMATORS:
         raise ValueError(f"there is no advantage estimator {name!r}; choose one of {', '.join(ESTIMATORS)}")
     groups = _by_group(episodes)
@@ -201,13 +203,13 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:
 def _within_group(name: str, members: Sequence[Episode]) -> Rewards:
     rewards, lengths = _columns(members)
     if (rewards == rewards[0]).all():
-        # Equal rewards say nothing about which attempt was better; rounding of the mean must not invent it.
+        # Equal rewards do not say which attempt was better, and rounding of the mean must not pretend that they do.
         return np.zeros_like(rewards)
     return ESTIMATORS[name](rewards, lengths)
 
 
 def _columns(episodes: Sequence[Episode]) -> tuple[Rewards, Rewards]:
-    """Rewards and sampled lengths."""
+    """Return rewards and sampled lengths."""
     rewards = np.array([episode.reward for episode in episodes], dtype=np.float64)
     return rewards, np.array([episode.sampled_tokens for episode in episodes], dtype=np.float64)
 

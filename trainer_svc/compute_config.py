@@ -98,31 +98,31 @@ def check_decay(config: OptimizerConfig) -> None:
 
 
 class ParallelConfig(Section):
-    """How many processes share the model and the batch; their product is the number of processes."""
+    """How many processes share the model and the batch. The product of the axes is the number of processes."""
 
     dp_replicate: int = Field(
         1,
         ge=1,
-        description="Copies of the model, each sharded over `dp_shard` processes; gradients are added over them.",
+        description="Copies of the model, each sharded over `dp_shard` processes; gradients are summed over the copies.",
     )
     dp_shard: int = Field(
         -1,
         ge=-1,
-        description="Processes that weights, gradients and optimizer state are cut into (FSDP2); -1: all that are left.",
+        description="Processes that weights, gradients and optimizer state are sharded over (FSDP2); -1: all that the other axes leave.",
     )
     tp: int = Field(1, ge=1, description="Processes that share each matrix product (tensor parallel).")
     cp: int = Field(1, ge=1, description="Processes that share each packed row of tokens (context parallel, Ulysses).")
-    pp: int = Field(1, ge=1, description="Stages that share the layers (pipeline parallel).")
+    pp: int = Field(1, ge=1, description="Pipeline stages that share the layers (pipeline parallel).")
     reshard: bool = Field(
         True,
-        description="Give gathered weights back after each layer and gather them again for its backward pass. false: keep them for the whole step, faster but with the memory of the whole model.",
+        description="Free gathered weights after each layer and gather them again for its backward pass. false: keep them for the whole step, which is faster and takes the memory of the whole model.",
     )
     accumulate: Literal["whole", "sharded"] = Field(
         "whole",
-        description="Gradients of a step's micro-batches: whole, every process adds up its own and they are summed over processes once, for 4 bytes per parameter (of its stage and its tp slice); sharded, they are summed after each micro-batch and each process keeps its slice.",
+        description="How gradients accumulate over a step's micro-batches. whole: every process accumulates its own (4 bytes per parameter of its stage and tp slice), and they are summed over processes once. sharded: they are summed after each micro-batch, and each process keeps its slice.",
     )
     timeout_s: float = Field(
-        600.0, gt=0, description="Seconds that a process waits for the others in one exchange before it gives up."
+        600.0, gt=0, description="Seconds that a process waits for the others in one collective before it fails."
     )
 
     @model_validator(mode="after")

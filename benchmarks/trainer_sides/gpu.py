@@ -45,13 +45,13 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class LongRows:
-    """Random sequences that share nothing, so that neither folding nor skipping helps.
+    """Random sequences without common prompts, so that neither prompt folding nor skipping helps.
 
     Attributes:
-        tokens: Length of each.
-        count: How many.
+        tokens: Tokens of each sequence.
+        count: Number of sequences.
         vocabulary: Token ids.
-        prompt_share: Share of a sequence that is not trained.
+        prompt_share: Share of a sequence's tokens that is not trained.
     """
 
     tokens: int
@@ -60,7 +60,7 @@ class LongRows:
     prompt_share: float = 1 / 16
 
     def draw(self) -> list[Sequence]:
-        """The sequences, with advantages of both signs."""
+        """Return the sequences, with advantages of both signs."""
         generator = torch.Generator().manual_seed(0)
         trained = torch.arange(self.tokens) >= max(1, int(self.tokens * self.prompt_share))
         behaviour = torch.full((self.tokens,), -float(torch.tensor(float(self.vocabulary)).log()))
@@ -76,7 +76,7 @@ class LongRows:
 
 
 def measure_gpu(lengths: Rows[int], *, rounds: int, compiled: bool = False) -> dict[str, Any]:
-    """Tokens per second, MFU and memory by length of the sequences.
+    """Measure tokens per second, MFU and memory by length of the sequences.
 
     Args:
         lengths: Tokens per sequence.
@@ -104,7 +104,7 @@ def measure_lengths(
     device: str = "cuda",
     compiled: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """As `measure_gpu`, for any Qwen3, size of batch and device.
+    """Measure as `measure_gpu` does, for any Qwen3, batch size and device.
 
     Args:
         sizes: Of the model, as its configuration names them.
@@ -130,7 +130,7 @@ def measure_lengths(
 def _without_recomputing(
     model: Path, rows: list[Sequence], rounds: int, *, device: str, compiled: bool
 ) -> dict[str, Any]:
-    """Measure with all activations kept if they fit into memory, else with activation checkpointing."""
+    """Keep all activations if they fit into memory, else use activation checkpointing."""
     for checkpointing in (False, True):
         try:
             return _measure(model, rows, rounds, device=device, compiled=compiled, checkpointing=checkpointing)

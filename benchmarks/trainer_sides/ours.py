@@ -32,8 +32,8 @@ from trainer_svc.update.policy import PolicyUpdate
 def main() -> None:
     """Update on command; under torchrun each process trains its share."""
     parser = side_arguments(__doc__)
-    parser.add_argument("--no-folding", action="store_true", help="forward each sample's prompt apart")
-    parser.add_argument("--replicate", type=int, default=1, help="copies of the model; other processes share one")
+    parser.add_argument("--no-folding", action="store_true", help="forward each sample's prompt separately")
+    parser.add_argument("--replicate", type=int, default=1, help="copies of the model; processes beyond that share one")
     arguments = parser.parse_args()
     commands = Commands()
     memory = PeakMemory()
@@ -77,7 +77,7 @@ def _go(commands: Commands, mesh: Mesh) -> bool:
 
 
 def config(*, threads: int, budget: int = 8192, fold: bool = True, replicate: int = 1) -> TrainerConfig:
-    """GRPO with the hyper-parameters of the other sides; all else as it comes."""
+    """Return GRPO with the hyper-parameters of the other sides; everything else is the default."""
     return TrainerConfig(
         objective=ObjectiveConfig(preset="grpo", eps_low=CLIP, eps_high=CLIP),
         lr=LEARNING_RATE,
@@ -93,7 +93,7 @@ def config(*, threads: int, budget: int = 8192, fold: bool = True, replicate: in
 
 
 def sequence(row: Row) -> Sequence:
-    """A sample as the trainer takes it."""
+    """Return a sample as the trainer takes it."""
     length = len(row.prompt) + len(row.completion)
     trained = torch.arange(length) >= len(row.prompt)
     return Sequence(

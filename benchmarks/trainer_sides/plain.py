@@ -49,7 +49,7 @@ def main() -> None:
 def _update(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Sequence[Row], size: int
 ) -> tuple[float, int]:
-    """One optimizer step; returns the loss and the tokens that were forwarded, padding included."""
+    """Make one optimizer step; return the loss and the forwarded tokens, padding included."""
     loss, cells = 0.0, 0
     for start in range(0, len(rows), size):
         part = _loss(model, rows[start : start + size], len(rows))
@@ -63,7 +63,7 @@ def _update(
 
 
 def _loss(model: torch.nn.Module, rows: Sequence[Row], batch_size: int) -> tuple[torch.Tensor, int]:
-    """The micro-batch's share of the mean over sequences, and its cells."""
+    """Return the micro-batch's share of the mean over sequences, and its tokens with padding."""
     prompts = _pad([row.prompt for row in rows], side="left")
     completions = _pad([row.completion for row in rows])
     behaviour = _pad([row.behaviour for row in rows])

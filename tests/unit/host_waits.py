@@ -18,6 +18,13 @@ from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import Passes, PolicyUpdate
 
 OBJECTIVES = {
+    "every mask": ObjectiveConfig(
+        preset="gspo",
+        aggregation="prompt",
+        correction={"kind": "k3_mask", "veto": 1e-4, "off_policy_sequence_mask": 0.5},
+        kl_coef=0.1,
+        kl_kind="k2",
+    ),
     "grpo": ObjectiveConfig(preset="grpo", kl_coef=0.1, entropy_coef=0.01),
     "aipo": ObjectiveConfig(preset="aipo", kl_coef=0.1),
     "recomputed": ObjectiveConfig(

@@ -69,7 +69,7 @@ SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
         ((*LORA, *SERVED, "8"), "set rollout.lora.enabled = true and rollout.lora.max_rank = 16"),
         ((*LORA, *SERVED, "16", "--rollout.lora.max-loras", "2"), "max_staleness = 2 needs 4"),
         ((*LORA, *SERVED, "16", "--allocation-mode", "d1+d1t3"), "set parallel.tp and parallel.pp to 1"),
-        (("--orchestrator.advantage", "gae"), "set orchestrator.advantage to an estimator that needs rewards alone"),
+        (("--orchestrator.advantage", "gae"), "set orchestrator.advantage to an estimator that needs only rewards"),
         (("--trainer.objective.advantage", "process"), "set orchestrator.advantage to process"),
         (("--orchestrator.advantage", "none"), "objective grpo reads advantages: set it to grpo"),
         (("--trainer.objective.kl-coef", "0.1"), "set reference.model to base"),

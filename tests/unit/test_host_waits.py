@@ -19,7 +19,7 @@ def measured(*arguments: str) -> object:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "aipo", "recomputed"])
+@pytest.mark.parametrize("preset", ["grpo", "aipo", "recomputed", "every mask"])
 def test_the_host_waits_for_the_device_as_often_for_many_micro_batches_as_for_few(tmp_path, preset):
     few, many = measured(str(tiny_model(tmp_path)), preset)
     assert not few["skipped"]
