@@ -205,6 +205,11 @@ class ComputeConfig(OptimizerConfig):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where to compute; auto takes CUDA where there is one."
     )
+    device_memory_gb: float | None = Field(
+        None,
+        gt=0,
+        description="Memory of one device in GB (10^9 bytes). Settings whose estimated memory is above it are refused at the start and by `--dry-run`. Unset: that of the smallest CUDA device here; no check on a CPU.",
+    )
     threads: int = Field(
         0, ge=0, le=1024, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
     )

@@ -9,10 +9,17 @@ from pydantic import Field, field_validator, model_validator
 from sluice.allocation import Allocation
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.importable import importable
-from trainer_svc.compute_config import ComputeConfig, OptimizerConfig, Precision, check_decay
+from trainer_svc.compute_config import (
+    ComputeConfig,
+    OptimizerConfig,
+    Precision,
+    check_decay,
+    frozen_precision,
+    on_device,
+)
 from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
-from trainer_svc.start_check import check_compiler, check_models
+from trainer_svc.start_check import check_compiler, check_memory, check_models
 
 __all__ = [
     "BASE",
@@ -242,12 +249,12 @@ class TrainerConfig(ComputeConfig):
         named = {f"trainer.{name}.model": getattr(self, name).model for name in ("reference", "teacher", "critic")}
         return {setting: model for setting, model in named.items() if model not in ("", BASE, IN_BATCH)}
 
-    def check_start(self, run: CommonConfig) -> None:
+    def check_start(self, run: CommonConfig) -> tuple[str, ...]:
         """Refuse settings that would make the trainer fail while it loads; see `Section.check_start`.
 
         Raises:
-            ConfigError: if a model is not there or cannot be shared out as `parallel` says, there is no compiler for `compile`,
-                or the module of an objective of the user's own is not there.
+            ConfigError: if a model is not there or cannot be shared out as `parallel` says, a step does not fit on a device, there
+                is no compiler for `compile`, or the module of an objective of the user's own is not there.
         """
         check_models({"model": run.model, **self.models_beside()}, self.parallel)
         check_compiler(self)
@@ -256,6 +263,25 @@ class TrainerConfig(ComputeConfig):
             raise ConfigError(
                 f"trainer.objective.preset: there is no module {module!r}: install it, or put its directory on PYTHONPATH"
             )
+        return check_memory(run.model, self, frozen=self._frozen_bytes(run.model), critic=self._own_critic(run.model))
+
+    def _frozen_bytes(self, base: str) -> dict[str, int]:
+        """Bytes of one weight of each model that only computes, by its directory."""
+        resolved = on_device(self, "cuda" if self.device != "cpu" else "cpu")
+        widths = {"float32": 4, "bfloat16": 2}
+        return {
+            base if table.model == BASE else table.model: widths[
+                frozen_precision(table.dtype, resolved.dtype, self.device if self.device != "auto" else "cuda")
+            ]
+            for table in (self.reference, self.teacher)
+            if table.model not in ("", IN_BATCH)
+        }
+
+    def _own_critic(self, base: str) -> str:
+        """Directory of the critic's own model; empty without one."""
+        if not self.objective.resolved.needs_critic or self.critic.shared:
+            return ""
+        return base if self.critic.model == BASE else self.critic.model
 
 
 CONFIG = TrainerConfig

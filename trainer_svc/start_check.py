@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.config import ConfigError
+from sluice.devices import smallest_memory, visible_devices
 from sluice.models import check_files, check_model, sizes_on_disk
+from trainer_svc.memory import Decoder, estimate
 from trainer_svc.parallel.dims import check_fits
 
 if TYPE_CHECKING:
     from trainer_svc.compute_config import ComputeConfig, ParallelConfig
 
-__all__ = ["check_compiler", "check_models", "check_sizes"]
+__all__ = ["check_compiler", "check_memory", "check_models", "check_sizes"]
 
 COMPILERS = ("g++", "clang++", "gcc", "clang")
 """Compilers that `torch.compile` looks for."""
@@ -62,3 +66,63 @@ def check_sizes(model: str, setting: str, parallel: ParallelConfig) -> None:
         check_fits(sizes, parallel)
     except ValueError as error:
         raise ConfigError(f"{setting} {model}: {error}") from error
+
+
+def check_memory(
+    model: str, config: ComputeConfig, *, frozen: Mapping[str, int] | None = None, critic: str = ""
+) -> tuple[str, ...]:
+    """Refuse settings with which a training step cannot fit on a device.
+
+    Args:
+        model: Directory of the model that is trained; nothing is known of a hub id.
+        config: The settings.
+        frozen: Bytes of one weight of each model beside it that only computes, by its directory.
+        critic: Directory of a critic with a model of its own; empty: none.
+
+    Returns:
+        A line that says what a device must hold; none if that is not known.
+
+    Raises:
+        ConfigError: with the largest uses and the settings that lower them.
+    """
+    sizes = _decoder(model)
+    if sizes is None:
+        return ()
+    cuda = config.device == "cuda" or (config.device == "auto" and bool(visible_devices(os.environ)))
+    axes = config.parallel
+    fixed = axes.dp_replicate * axes.tp * axes.cp * axes.pp
+    processes = fixed * axes.dp_shard if axes.dp_shard > 0 else max(fixed, int(os.environ.get("WORLD_SIZE", "1")))
+    beside = [(found, width) for name, width in (frozen or {}).items() if (found := _decoder(name)) is not None]
+    try:
+        held = estimate(
+            sizes,
+            config,
+            device="cuda" if cuda else "cpu",
+            processes=processes,
+            frozen=beside,
+            critic=_decoder(critic) if critic else None,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    capacity = _capacity(config, cuda=cuda)
+    if capacity is not None and held.total > capacity:
+        raise ConfigError(
+            f"a training step needs {held} on each device, which has {capacity / 2**30:.1f} GiB: lower token_budget, set"
+            " gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or share the model over more devices"
+            " (parallel.dp_shard)"
+        )
+    return (f"memory of one trainer device, estimated: {held}",)
+
+
+def _decoder(model: str) -> Decoder | None:
+    path = Path(model) / "config.json"
+    try:
+        return Decoder.of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    except (OSError, ValueError):
+        return None  # `check_models` says what is wrong with it
+
+
+def _capacity(config: ComputeConfig, *, cuda: bool) -> int | None:
+    if config.device_memory_gb is not None:
+        return int(config.device_memory_gb * 1e9)
+    return smallest_memory() if cuda else None

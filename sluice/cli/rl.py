@@ -86,8 +86,8 @@ def _warn_of_crowding(view: RunView, places: Mapping[str, Place]) -> None:
         )
 
 
-def _check(asked: int | None, config: RunConfig) -> None:
-    """Refuse settings that would make a service fail, before any is started.
+def _check(asked: int | None, config: RunConfig) -> list[str]:
+    """Refuse settings that would make a service fail, before any is started; return what a dry run says beside them.
 
     Raises:
         ConfigError: with the remedy.
@@ -99,12 +99,12 @@ def _check(asked: int | None, config: RunConfig) -> None:
         )
     check_model(config.model)
     replicas = replicas_of(asked, config)
-    for name in NEEDED:
-        config.section(name).check_start(config)
+    notes = [line for name in NEEDED for line in config.section(name).check_start(config) or ()]
     check_tables_fit(config)
     TokenCheck(config.security)
     server_credentials(ServerConfig(), config.security)
     _places(config, replicas)
+    return notes
 
 
 def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:

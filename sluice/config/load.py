@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,7 +68,10 @@ def run_config_class() -> type[RunConfig]:
 
 
 def load_run(
-    argv: Sequence[str], service: str | None = None, *, check: Callable[[RunConfig], object] = lambda _: None
+    argv: Sequence[str],
+    service: str | None = None,
+    *,
+    check: Callable[[RunConfig], Iterable[str] | None] = lambda _: None,
 ) -> RunConfig:
     """Resolve the settings of a run: flags > files (later wins) > environment > defaults.
 
@@ -76,7 +79,7 @@ def load_run(
         argv: The command line after the program's and the command's name.
         service: The one service that this process runs; flags that are not common keys mean its table.
         check: Raises a `ConfigError` for settings that do not fit each other or this machine. Called before a dry run
-            prints them.
+            prints them. It may return lines that the dry run prints.
 
     Raises:
         ConfigError: if anything is unknown, malformed or out of range.
@@ -85,8 +88,8 @@ def load_run(
 
     def complete(config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
         config, decisions = decided(allocated(config), cuda=bool(visible_devices(os.environ)))
-        check(config)
-        return config, decisions
+        notes = check(config) or ()
+        return config, [*(f"decided: {decision}" for decision in decisions), *notes]
 
     commands = tuple(command_prefix(point.name) for point in entry_points(group=COMMAND_GROUP))
     return _load(run_config_class(), argv, service or "rl", complete, service=service, foreign=commands)
@@ -135,7 +138,7 @@ def _load(
         model: The class of the settings.
         argv: The command line.
         command: The word after `sluice`.
-        complete: Decides and checks what concerns several settings; returns the settings and what was decided.
+        complete: Decides and checks what concerns several settings; returns the settings and lines for a dry run.
         service: The one service that this process runs.
         prefix: Beginning of the environment variables.
         foreign: Beginnings of environment variables that belong to others.
@@ -150,12 +153,12 @@ def _load(
         raise ConfigError(redact_text(str(error))) from None
     layers = [Layer("command line", line.flags), *reversed(line.files), environment]
     try:
-        config, decisions = complete(_validated(model, layers))
+        config, notes = complete(_validated(model, layers))
     except ConfigError as error:
         # Without the cause: pydantic's own message repeats the values.
         raise ConfigError(redact_text(str(error), _secrets(model, layers))) from None
     if line.dry_run:
-        sys.stdout.write("".join(f"# decided: {decision}\n" for decision in decisions) + dump_toml(config))
+        sys.stdout.write("".join(f"# {note}\n" for note in notes) + dump_toml(config))
         raise SystemExit(0)
     return config
 

@@ -37,7 +37,7 @@ class Section(BaseModel):
                 completed[name] = deep_merge(default.model_dump(exclude_unset=True), given)
         return completed
 
-    def check_start(self, run: CommonConfig) -> None:
+    def check_start(self, run: CommonConfig) -> tuple[str, ...] | None:
         """Refuse settings that would make the service fail at its start, without loading anything.
 
         Services override it. A service calls it first, and `sluice rl` calls all before it starts any.
@@ -45,9 +45,13 @@ class Section(BaseModel):
         Args:
             run: The run's settings.
 
+        Returns:
+            Lines that a dry run prints, if any.
+
         Raises:
             ConfigError: with the remedy.
         """
+        return None
 
     def models_beside(self) -> dict[str, str]:
         """Return the models that the service loads besides the run's model, by the settings that name them."""

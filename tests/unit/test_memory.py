@@ -1,0 +1,121 @@
+"""The estimate of what a training step holds: against measured peaks, in the documentation, and at the start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sluice.cli.serve import serve
+from sluice.config import ConfigError
+from trainer_svc.compute_config import ComputeConfig
+from trainer_svc.memory import PUBLISHED, Decoder, estimate, markdown_table
+
+ROOT = Path(__file__).parents[2]
+
+CHARACTERS = "".join(chr(0x4E00 + number) for number in range(4000))
+SHAPES = {
+    "5 M": {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32, "mlp": 768},
+    "16 M": {"hidden": 384, "layers": 6, "heads": 6, "kv_heads": 2, "head_dim": 64, "mlp": 1152},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_estimate_is_within_15_percent_of_the_allocators_peak(tmp_path, name, recompute):
+    shape = {**SHAPES[name], "vocabulary_characters": CHARACTERS, "max_positions": 1024}
+    settings = {"token_budget": 2048, "logit_cells": 1 << 21, "gradient_checkpointing": recompute, "dtype": "float32"}
+    script = Path(__file__).with_name("memory_peak.py")
+    told = json.dumps({"shape": shape, "settings": settings})
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "model", told], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    measured = json.loads(done.stdout.splitlines()[-1])
+    sizes = Decoder.of(measured["model"])
+    assert sizes is not None
+    held = estimate(sizes, ComputeConfig(**settings), device="cpu")
+    assert held.total == pytest.approx(measured["peak_bytes"], rel=0.15)
+
+
+def test_the_table_in_the_documentation_is_what_the_formula_prints():
+    assert markdown_table() in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+def test_the_published_sizes_have_the_parameters_that_the_models_are_named_after():
+    parameters = {name: sizes.parameters / 1e9 for name, sizes in PUBLISHED.items()}
+    assert parameters == pytest.approx(
+        {"Qwen3-0.6B": 0.596, "Qwen3-4B": 4.02, "Qwen3-8B": 8.19, "Qwen3-32B": 32.76}, rel=0.005
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "use"),
+    [
+        ({"optimizer_offload": True}, "moments"),
+        ({"token_budget": 4096}, "activations"),
+        ({"logit_cells": 1 << 20}, "logits"),
+        ({"parallel": {"dp_shard": 8}}, "weights"),
+        ({"parallel": {"tp": 8}}, "gradients"),
+        ({"parallel": {"pp": 4}}, "weights"),
+        ({"parallel": {"cp": 8}}, "activations"),
+        ({"lora": {"rank": 16}}, "gradients"),
+    ],
+)
+def test_each_setting_lowers_the_use_that_it_is_for(change, use):
+    model = PUBLISHED["Qwen3-8B"]
+    axes = change.get("parallel", {})
+    processes = axes.get("dp_shard", 1) * axes.get("tp", 1) * axes.get("cp", 1) * axes.get("pp", 1)
+    before = estimate(model, ComputeConfig(parallel={"accumulate": "sharded"}))
+    changed = ComputeConfig(**change | {"parallel": {"accumulate": "sharded", **axes}})
+    assert getattr(estimate(model, changed, processes=processes), use) < getattr(before, use)
+
+
+def test_recomputed_activations_are_most_of_what_long_rows_cost():
+    model, row = PUBLISHED["Qwen3-0.6B"], {"token_budget": 65_536}
+    kept = estimate(model, ComputeConfig(gradient_checkpointing=False, **row)).activations
+    assert kept > 100e9  # more than an H100 has
+    assert estimate(model, ComputeConfig(**row)).activations < kept / 5
+
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    (tmp_path / "tokenizer.json").touch()
+    return tmp_path
+
+
+def test_a_dry_run_prints_the_estimate_and_refuses_what_cannot_fit(model, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words = ["--model", str(model), "--dtype", "bfloat16", "--dry-run"]
+    with pytest.raises(SystemExit) as stopped:
+        serve("trainer", words)
+    assert stopped.value.code == 0
+    assert "# memory of one trainer device, estimated: 1" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"needs 1\d\d\.\d GiB .*moments.*which has 131\.3 GiB: lower token_budget"):
+        serve("trainer", [*words, "--device-memory-gb", "141"])
+    with pytest.raises(SystemExit):
+        serve("trainer", [*words, "--device-memory-gb", "141", "--lora.rank", "16", "--gradient-checkpointing", "true"])
+
+
+def test_experts_have_no_estimate():
+    assert Decoder.of(LLAMA) is not None
+    assert Decoder.of(LLAMA | {"num_experts": 8}) is None
+    assert Decoder.of({"model_type": "gpt2"}) is None
