@@ -7,19 +7,33 @@ from typing import Any
 
 import pytest
 import structlog
+from rank_programs import RankPrograms
 
 _COSTLY_FIRST = ("integration", "chaos", "contract", "unit")
 """Folders in the order of their tests: two workers end together if the short files come last."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order tests by folder; the order within a folder stays."""
+    """Order tests by folder; the order within a folder stays.
+
+    Tests of forking come first: they need a process that has not used gRPC, and are skipped in any other.
+    """
 
     def place(item: pytest.Item) -> int:
+        if item.path.name == "test_forking.py":
+            return -1
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         return _COSTLY_FIRST.index(folder) if folder in _COSTLY_FIRST else len(_COSTLY_FIRST)
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def rank_programs() -> Iterator[RankPrograms]:
+    """Starts the ranks of test programs without a new import of PyTorch for each."""
+    programs = RankPrograms()
+    yield programs
+    programs.close()
 
 
 @pytest.fixture(autouse=True)

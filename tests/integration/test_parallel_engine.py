@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_programs import RankPrograms
 from transformers import AutoModelForCausalLM, LlamaConfig, SmolLM3Config
 
 from sluice.cli.init_model import ModelShape, init_model
@@ -82,27 +83,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run_ranks(count: int, models: Path, results: Path, *layouts: str) -> Found:
+def run_ranks(programs: RankPrograms, count: int, models: Path, results: Path, *layouts: str) -> Found:
     """Start the ranks, wait for all, and read what rank 0 found."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = str(listening.getsockname()[1])
-    paths = os.pathsep.join([str(TESTS), str(TESTS / "unit"), os.environ.get("PYTHONPATH", "")])
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": paths}
-    shared["TORCHDYNAMO_DISABLE"] = "0"  # an engine of vLLM in this process may have switched the compiler off
-    arguments = [sys.executable, str(TESTS / "parallel_rank.py"), str(models), str(results), *layouts]
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     logs = [results.with_suffix(f".{rank}.log") for rank in range(count)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            environment = os.environ | shared | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(arguments, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    arguments = (str(models), str(results), *layouts)
+    ranks = [
+        programs.start("parallel_rank", *arguments, environment=shared | {"RANK": str(rank)}, output=log)
+        for rank, log in enumerate(logs)
+    ]
     try:
         codes = [rank.wait(DEADLINE_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
     assert not any(codes), "\n".join(log.read_text()[-3000:] for log in logs)
     found: Found = json.loads(results.read_text())
     return found
@@ -113,13 +110,13 @@ def named(layouts: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def two(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(2, models, tmp_path_factory.mktemp("two") / "found.json", *named(TWO), "checks")
+def two(rank_programs: RankPrograms, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(rank_programs, 2, models, tmp_path_factory.mktemp("two") / "found.json", *named(TWO), "checks")
 
 
 @pytest.fixture(scope="module")
-def four(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run_ranks(4, models, tmp_path_factory.mktemp("four") / "found.json", *named(FOUR))
+def four(rank_programs: RankPrograms, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run_ranks(rank_programs, 4, models, tmp_path_factory.mktemp("four") / "found.json", *named(FOUR))
 
 
 def assert_exact(differences: dict[str, float]) -> None:

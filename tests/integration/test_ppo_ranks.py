@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_programs import RankPrograms
 from trainer_programs import free_port
 
 from sluice.cli.init_model import ModelShape, init_model
 
-PROGRAM = Path(__file__).parents[1] / "ppo_rank.py"
 DEADLINE_S = 180.0
 TOLERANCE = 2e-5
 """Largest relative difference in float32: six steps of AdamW add up what one matrix product rounds differently."""
@@ -21,18 +18,17 @@ TOLERANCE = 2e-5
 pytestmark = pytest.mark.slow
 
 
-def test_critics_references_and_selections_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
+def test_critics_references_and_selections_do_not_depend_on_the_number_of_processes(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     init_model(tmp_path / "model", ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48), seed=3)
     place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(PROGRAM.parent / "unit"),
     }
-    command = [sys.executable, str(PROGRAM), str(tmp_path / "model"), str(tmp_path / "found.json")]
-    ranks = [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(2)]
+    arguments = (str(tmp_path / "model"), str(tmp_path / "found.json"))
+    ranks = [rank_programs.start("ppo_rank", *arguments, environment=place | {"RANK": str(rank)}) for rank in range(2)]
     try:
         assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0]
     finally:

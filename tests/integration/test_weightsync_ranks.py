@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import socket
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_programs import Rank, RankPrograms
 from safetensors.torch import load_file
 from trainer_rank import VERSIONS, whole_state
 from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack
@@ -22,7 +21,6 @@ from sluice.versions import Version
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parents[1] / "trainer_rank.py"
 DEADLINE_S = 150.0
 
 
@@ -33,29 +31,26 @@ def free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def ranks(count: int, *arguments: str) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+async def ranks(programs: RankPrograms, count: int, *arguments: str) -> AsyncIterator[list[Rank]]:
     port = str(free_port())
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, str(PROGRAM), *arguments), env=os.environ | shared | {"RANK": str(rank)}
-        )
-        for rank in range(count)
+        programs.start("trainer_rank", *arguments, environment=shared | {"RANK": str(rank)}) for rank in range(count)
     ]
     try:
         yield processes
     finally:
         for process in processes:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+            process.kill()
+            await asyncio.to_thread(process.wait, 10)
 
 
-async def published(stack: Stack, tmp_path: Path, layout: str, count: int, scenario: str) -> list[list[dict[str, Any]]]:
+async def published(
+    programs: RankPrograms, stack: Stack, tmp_path: Path, layout: str, *, count: int, scenario: str
+) -> list[list[dict[str, Any]]]:
     """What each rank noted; one that was killed noted nothing."""
-    async with ranks(count, layout, stack.target, str(tmp_path), scenario) as processes:
-        async with asyncio.timeout(DEADLINE_S):
-            await asyncio.gather(*(process.wait() for process in processes))
+    async with ranks(programs, count, layout, stack.target, str(tmp_path), scenario) as processes:
+        await asyncio.gather(*(asyncio.to_thread(process.wait, DEADLINE_S) for process in processes))
     notes = [tmp_path / f"{rank}.json" for rank in range(count)]
     return [json.loads(path.read_text()) if path.exists() else [] for path in notes]
 
@@ -76,9 +71,11 @@ async def check_newest(stack: Stack, number: int) -> None:
 
 
 @pytest.mark.parametrize(("layout", "count"), [("fsdp", 2), ("fsdp", 4), ("tp", 2), ("both", 4)])
-async def test_slices_of_all_ranks_become_the_whole_model(layout: str, count: int, tmp_path: Path) -> None:
+async def test_slices_of_all_ranks_become_the_whole_model(
+    layout: str, count: int, tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     async with running_stack(tmp_path, dense_delay_s=0, keep=VERSIONS) as stack:
-        notes = await published(stack, tmp_path, layout, count, "all is well")
+        notes = await published(rank_programs, stack, tmp_path, layout, count=count, scenario="all is well")
         assert all([note.get("kind") for note in rank] == ["anchor", "delta", "delta"] for rank in notes), notes
         assert all(rank == notes[0] for rank in notes), "every rank learns the same outcome"
         assert await stack.visible() == [Version(1, number) for number in range(VERSIONS, 0, -1)]
@@ -94,9 +91,11 @@ async def test_slices_of_all_ranks_become_the_whole_model(layout: str, count: in
         assert largest < 2 * smallest, "no rank sends for the others"
 
 
-async def test_a_failure_of_one_rank_is_one_of_all_and_the_next_version_is_an_anchor(tmp_path: Path) -> None:
+async def test_a_failure_of_one_rank_is_one_of_all_and_the_next_version_is_an_anchor(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
-        notes = await published(stack, tmp_path, "fsdp", 2, "refuses")
+        notes = await published(rank_programs, stack, tmp_path, "fsdp", count=2, scenario="refuses")
         assert notes[0][1]["error"] == "ENCODE_FAILED"
         assert "complex64" in notes[1][1]["error"]
         assert [rank[2].get("kind") for rank in notes] == ["anchor", "anchor"]
@@ -104,24 +103,30 @@ async def test_a_failure_of_one_rank_is_one_of_all_and_the_next_version_is_an_an
         await check_newest(stack, 3)
 
 
-async def test_a_killed_rank_ends_the_publication_of_the_others_and_nothing_is_committed(tmp_path: Path) -> None:
+async def test_a_killed_rank_ends_the_publication_of_the_others_and_nothing_is_committed(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
-        notes = await published(stack, tmp_path, "fsdp", 2, "dies")
+        notes = await published(rank_programs, stack, tmp_path, "fsdp", count=2, scenario="dies")
         assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
         assert notes[1] == []
         assert await stack.visible() == [Version(1, 1)]
 
 
-async def test_ranks_at_different_versions_do_not_take_each_others_words(tmp_path: Path) -> None:
+async def test_ranks_at_different_versions_do_not_take_each_others_words(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
-        notes = await published(stack, tmp_path, "fsdp", 2, "interrupted")
+        notes = await published(rank_programs, stack, tmp_path, "fsdp", count=2, scenario="interrupted")
         assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
         assert [note.get("error") for note in notes[1]] == [None, "interrupted", "RANK_LOST"]
         assert await stack.visible() == [Version(1, 1)]
 
 
-async def test_a_rank_that_says_nothing_ends_the_publication_at_its_deadline(tmp_path: Path) -> None:
+async def test_a_rank_that_says_nothing_ends_the_publication_at_its_deadline(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
-        notes = await published(stack, tmp_path, "fsdp", 2, "silent")
+        notes = await published(rank_programs, stack, tmp_path, "fsdp", count=2, scenario="silent")
         assert [note.get("error") for note in notes[0]] == [None, "RANK_LOST", "RANK_LOST"]
         assert await stack.visible() == [Version(1, 1)]
