@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_rank import CONFIG, step
+from rank_programs import RankPrograms
 from safetensors.torch import load_file
 from trainer_programs import free_port
 
@@ -21,7 +19,6 @@ from trainer_svc.checkpoint.saver import EngineCheckpoints
 from trainer_svc.checkpoint.state import stored_tensors
 from trainer_svc.engine.engine import TrainEngine
 
-PROGRAM = Path(__file__).parents[1] / "checkpoint_rank.py"
 DEADLINE_S = 120.0
 TOLERANCE = 1e-7
 """Largest difference of weights and moments between a step on whole matrices and one on their parts."""
@@ -40,12 +37,16 @@ UP_PROJ = {
 """What rank 0 holds of a matrix of 47 or 48 rows, by model and by the axis that has two processes."""
 
 
-def test_one_two_and_one_rank_share_checkpoints_and_a_death_costs_none_of_them(tmp_path: Path) -> None:
+def test_one_two_and_one_rank_share_checkpoints_and_a_death_costs_none_of_them(
+    tmp_path: Path, rank_programs: RankPrograms
+) -> None:
     straight = {"tied": one_process(tmp_path / "tied", mlp=47, tie=True)}
     straight["untied"] = one_process(tmp_path / "untied", mlp=48, tie=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PROGRAM), str(tmp_path), *UP_PROJ]
-    ranks = [subprocess.Popen(command, env={**os.environ, **place, "RANK": str(rank)}) for rank in range(2)]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    arguments = (str(tmp_path), *UP_PROJ)
+    ranks = [
+        rank_programs.start("checkpoint_rank", *arguments, environment=place | {"RANK": str(rank)}) for rank in range(2)
+    ]
     try:
         assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, -signal.SIGKILL]
     finally:

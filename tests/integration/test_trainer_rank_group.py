@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from rank_programs import RankPrograms
 from trainer_programs import free_port
 
-PROGRAM = Path(__file__).parents[1] / "group_rank.py"
 DEADLINE_S = 120.0
 
 pytestmark = pytest.mark.slow
 
 
-def test_ranks_share_rows_wait_beyond_a_timeout_and_fail_together(tmp_path: Path) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+def test_ranks_share_rows_wait_beyond_a_timeout_and_fail_together(tmp_path: Path, rank_programs: RankPrograms) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen([sys.executable, str(PROGRAM), str(tmp_path)], env={**os.environ, **place, "RANK": str(rank)})
-        for rank in range(2)
+        rank_programs.start("group_rank", str(tmp_path), environment=place | {"RANK": str(rank)}) for rank in range(2)
     ]
     try:
         assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0]
