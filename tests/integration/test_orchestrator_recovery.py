@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sluice.cli.init_model import ModelShape, init_model
-from sluice.client import OrchestratorClient
+from sluice.client import OrchestratorClient, TrainerClient
 from sluice.rpc import SluiceError
 
 pytestmark = pytest.mark.slow
@@ -160,6 +160,35 @@ async def test_a_run_survives_the_death_of_its_orchestrator_and_of_its_trainer(s
     ]
     assert len(trained) == len({row["trajectory_id"] for row in trained}) == report["trajectories_trained"]
     assert all(row["staleness"] <= 2 for row in trained)
+
+
+async def saved_without_an_orchestrator(services) -> int:
+    """Let the trainer apply what it has and write a checkpoint; return the number of its version."""
+    async with TrainerClient(f"127.0.0.1:{services.ports['trainer']}") as client:
+        while (await client.state("recovery")).queued_batches:  # noqa: ASYNC110 - the state is polled on purpose
+            await asyncio.sleep(0.05)
+        return (await client.save_checkpoint("recovery", 0, timeout_s=60)).checkpoint.policy_version.number
+
+
+async def test_batches_that_only_a_checkpoint_knows_are_accounted_for(services) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        for name in services.ports:
+            await services.start(name)
+        await services.reaches(7)
+        await services.kill("orchestrator")
+        saved = await saved_without_an_orchestrator(services)
+        await services.kill("trainer")
+        for name in ("trainer", "orchestrator"):
+            await services.start(name)
+        code = await services.processes["orchestrator"].wait()
+    assert code == 0, services.log("orchestrator")
+    report = json.loads((services.run_dir / "report.json").read_text())
+    assert (report["state"], report["steps"], report["epochs"]) == ("succeeded", STEPS, 2)
+    assert saved >= 7
+    assert "REPORT_LOST" not in report["trajectories_dropped"]
+    dropped = sum(report["trajectories_dropped"].values())
+    assert report["trajectories_accepted"] == report["trajectories_trained"] + dropped
+    assert sorted(step for step, _ in report["reward_curve"]) == list(range(1, STEPS + 1)), "none is left out"
 
 
 def rows(run_dir: Path, step: int) -> list[dict]:
