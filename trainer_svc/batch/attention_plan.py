@@ -27,7 +27,7 @@ STEPS = 8
 
 
 class Crossing(NamedTuple):
-    """Samples that attend their prompt; stretches of the packed row.
+    """Samples that attend to their prompt, as ranges of the packed row.
 
     Attributes:
         keys: First token of the prompt.
@@ -42,12 +42,12 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlan:
-    """The packed row as parts that are causal in themselves, and prompts that samples attend.
+    """The packed row as parts that are causal in themselves, and prompts that samples attend to.
 
     Attributes:
         blocks: Packed indices of parts of similar length, one part a row, -1 behind its end.
         sources: For each packed token, its place in the concatenation of the flattened blocks.
-        crossings: Which samples attend which prompt.
+        crossings: Which samples attend to which prompt.
     """
 
     blocks: tuple[Block, ...]
@@ -70,7 +70,7 @@ class PrefixPlan:
             shared = shares[segment] > 1
             prefix = len(segment) if shared.all() else int(np.argmin(shared))
             own = segment[prefix:]
-            if not _stretch(segment[:prefix]) or not _stretch(own) or shared[prefix:].any():
+            if not _is_range(segment[:prefix]) or not _is_range(own) or shared[prefix:].any():
                 return None
             if len(own):
                 parts[int(own[0])] = len(own)
@@ -90,7 +90,7 @@ class PrefixPlan:
         return sum(block.numel() for block in self.blocks)
 
 
-def _stretch(indices: NDArray[np.int64]) -> bool:
+def _is_range(indices: NDArray[np.int64]) -> bool:
     return bool((np.diff(indices) == 1).all())
 
 

@@ -80,9 +80,9 @@ def pack(
 
 
 def empty_batch(ranks: int = 1) -> MicroBatch:
-    """Tokens without sequences or loss tokens: for a rank that has no rows left while others have.
+    """Return a micro-batch without sequences or loss tokens, for a rank that has no rows left while others have.
 
-    Two for each process, as layers that are compiled for any number of tokens are compiled once more for a single one.
+    It has two tokens for each process, because layers compiled for any number of tokens are compiled again for a single one.
 
     Args:
         ranks: Processes that share a row of tokens.
@@ -128,7 +128,7 @@ def _units(
 
 
 def _fold(members: list[int], inputs: list[Ids], prefix: int, budget: int) -> Iterable[_Unit]:
-    """Cut one group into units that share the group's common beginning and fit the budget."""
+    """Split one group into units that share the group's common beginning and fit the budget."""
     unit = _Unit([], prefix, prefix)
     for index in members:
         own = len(inputs[index]) - prefix
@@ -142,18 +142,18 @@ def _fold(members: list[int], inputs: list[Ids], prefix: int, budget: int) -> It
 
 def _micro_batch(sequences: Rows[Sequence], inputs: list[Ids], units: list[_Unit]) -> MicroBatch:
     order: list[int] = []
-    pieces: list[Ids] = []
+    token_ids: list[Ids] = []
     positions: list[Ids] = []
     segments: list[Ids] = []
     filled = 0
     for unit in units:
         shared = np.arange(filled, filled + unit.prefix)
-        pieces.append(inputs[unit.members[0]][: unit.prefix])
+        token_ids.append(inputs[unit.members[0]][: unit.prefix])
         positions.append(np.arange(unit.prefix))
         filled += unit.prefix
         for index in unit.members:
             own = inputs[index][unit.prefix :]
-            pieces.append(own)
+            token_ids.append(own)
             positions.append(np.arange(unit.prefix, unit.prefix + len(own)))
             segments.append(np.concatenate([shared, np.arange(filled, filled + len(own))]))
             order.append(index)
@@ -162,7 +162,7 @@ def _micro_batch(sequences: Rows[Sequence], inputs: list[Ids], units: list[_Unit
     return MicroBatch(
         sequences=members,
         order=tuple(order),
-        input_ids=torch.from_numpy(np.concatenate(pieces)).unsqueeze(0),
+        input_ids=torch.from_numpy(np.concatenate(token_ids)).unsqueeze(0),
         position_ids=torch.from_numpy(np.concatenate(positions)).unsqueeze(0),
         attention=AttentionPlan.of(segments, filled),
         **_loss_tokens(members, segments),
@@ -170,7 +170,7 @@ def _micro_batch(sequences: Rows[Sequence], inputs: list[Ids], units: list[_Unit
 
 
 def _loss_tokens(members: tuple[Sequence, ...], segments: list[Ids]) -> dict[str, Any]:
-    """What the loss needs about each loss token, sequence by sequence."""
+    """Return what the loss reads about each loss token, sequence by sequence."""
     places = [np.flatnonzero(sequence.loss_mask.numpy()) for sequence in members]
     counts = torch.tensor([len(place) for place in places])
     of_groups = torch.tensor([s.group_loss_tokens or len(p) for s, p in zip(members, places, strict=True)])

@@ -1,4 +1,4 @@
-"""Sums over the processes that each train a share of the batch."""
+"""The data-parallel ranks: sums and exchanges between them, and `agree`, by which a failure of one becomes one of all."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The data-parallel ranks, as one of them sees them.
+    """A group of ranks, seen from one of them.
 
     Attributes:
-        group: A CPU group of one process per data-parallel rank; None: this process is alone.
+        group: A CPU group of one process per rank; None: this process is alone.
     """
 
     group: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of ranks."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     @property
     def index(self) -> int:
-        """This process's place among them."""
+        """This process's place among the ranks."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sums over the ranks; of names that begin with ``max_`` the maximum. All ranks give the same names.
+        """Return the sums over the ranks; for names that begin with ``max_`` the maximum. All ranks give the same names.
 
         Raises:
             RuntimeError: if a rank is gone or does not answer within the group's timeout.
@@ -52,7 +52,7 @@ class Ranks:
         return {name: float(each[place]) for place, (name, each) in enumerate(zip(names, chosen, strict=True))}
 
     def combine(self, values: Mapping[str, float]) -> dict[str, float]:
-        """As `total`, of names that may differ between ranks: a rank that lacks one counts nothing for it.
+        """Return `total` for names that may differ between ranks; a rank that lacks a name adds nothing to it.
 
         Raises:
             RuntimeError: if a rank is gone or does not answer within the group's timeout.
@@ -63,7 +63,7 @@ class Ranks:
         return self.total({name: values.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names})
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks, those of rank 0 first; ranks may have different numbers of them.
+        """Return the rows of all ranks in the order of ranks, which may have different numbers of rows.
 
         Args:
             rows: A CPU tensor; beyond the first dimension its shape and its dtype are the same on every rank.
