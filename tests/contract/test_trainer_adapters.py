@@ -30,7 +30,7 @@ def assert_computes(model: Path, adapter: Path, learner: Learner) -> None:
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter).eval()
     ids = torch.arange(8, 40)[None]
     policy = AutoModelForCausalLM.from_pretrained(model)
-    policy.load_state_dict(learner.weights())
+    policy.load_state_dict(learner.engine.named_tensors(learner.publish_dtype))
     with torch.no_grad():
         torch.testing.assert_close(loaded(input_ids=ids).logits, policy(input_ids=ids).logits, atol=1e-5, rtol=0.0)
 
@@ -47,7 +47,8 @@ async def test_the_versions_of_a_run_are_adapters(model: Path, tmp_path: Path) -
             while running.trainer.published != Version(1, 3):  # noqa: ASYNC110 - the trainer tells nobody
                 await asyncio.sleep(0.02)
         assert report.metrics["weights/bytes_sent"] < 0.5 * sum(
-            each.nbytes for each in running.trainer.learner.weights().values()
+            each.nbytes
+            for each in running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype).values()
         )
         assert_computes(model, versions / "v1.3", running.trainer.learner)
         with pytest.raises(AssertionError, match="not close"):

@@ -76,7 +76,7 @@ async def test_a_restarted_trainer_goes_on_from_its_checkpoint_bit_for_bit(model
     async with stack(model, tmp_path / "one") as running:
         await running.client.begin_epoch(RUN, 1)
         await trained(running, 1, 2, 3, 4)
-        expected = running.trainer.learner.weights()
+        expected = running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype)
 
     async with stack(model, tmp_path / "two") as running:
         await running.client.begin_epoch(RUN, 1)
@@ -97,7 +97,7 @@ async def test_a_restarted_trainer_goes_on_from_its_checkpoint_bit_for_bit(model
         assert refused.value.reason == "BATCH_CONTENT_DIFFERS"
         await resend(running, 3)
         await resend(running, 4)
-        for name, tensor in running.trainer.learner.weights().items():
+        for name, tensor in running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype).items():
             assert torch.equal(tensor, expected[name]), name
 
 
@@ -138,7 +138,7 @@ async def resend(running: Stack, number: int) -> None:
 async def test_a_live_trainer_rolls_back_when_a_new_epoch_begins(model: Path, tmp_path: Path) -> None:
     async with stack(model, tmp_path) as running:
         await running.client.begin_epoch(RUN, 1)
-        fresh = running.trainer.learner.weights()
+        fresh = running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype)
         watch = running.client.watch_steps(RUN, 2, timeout_s=60)
         await trained(running, 1)
         waiting = asyncio.ensure_future(anext(watch))
@@ -147,14 +147,14 @@ async def test_a_live_trainer_rolls_back_when_a_new_epoch_begins(model: Path, tm
         with pytest.raises(SluiceError) as ended:
             await waiting
         assert ended.value.reason == "EPOCH_CHANGED"
-        for name, tensor in running.trainer.learner.weights().items():
+        for name, tensor in running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype).items():
             assert torch.equal(tensor, fresh[name]), name
 
 
 async def test_a_step_in_progress_is_abandoned_when_a_new_epoch_begins(model: Path, tmp_path: Path) -> None:
     async with stack(model, tmp_path, token_budget=16) as running:
         await running.client.begin_epoch(RUN, 1)
-        fresh = running.trainer.learner.weights()
+        fresh = running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype)
         passes: list[str] = []
         entered, release = threading.Event(), threading.Event()
 
@@ -172,7 +172,7 @@ async def test_a_step_in_progress_is_abandoned_when_a_new_epoch_begins(model: Pa
             release.set()
             assert (await opening).next_sequence_no == 1
         assert passes == ["forward"], "the batch has several micro-batches, but no second one was forwarded"
-        for name, tensor in running.trainer.learner.weights().items():
+        for name, tensor in running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype).items():
             assert torch.equal(tensor, fresh[name]), name
         await trained(running, 1, epoch=2)
 

@@ -64,7 +64,7 @@ def reasons(report: trainer_pb2.StepReport) -> list[str]:
 
 
 async def test_a_batch_becomes_a_version_that_weight_sync_serves(running: Stack) -> None:
-    before = running.trainer.learner.weights()
+    before = running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype)
     accepted = await running.submit(1)
     report = await running.report(1)
     assert (accepted.batch_id, accepted.duplicate, accepted.queued_batches) == ("batch-1", False, 1)
@@ -82,7 +82,7 @@ async def test_a_batch_becomes_a_version_that_weight_sync_serves(running: Stack)
 
 async def test_the_first_version_of_an_epoch_is_the_base_model(running: Stack) -> None:
     served = load_file(running.output_dir / RUN / "weights" / "v1.0" / "model.safetensors")
-    for name, tensor in running.trainer.learner.weights().items():
+    for name, tensor in running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype).items():
         assert torch.equal(served[name], tensor)
 
 
@@ -101,7 +101,7 @@ async def test_small_steps_travel_as_differences_and_arrive_bit_for_bit(model: P
             while not (directory / "manifest.json").exists():  # noqa: ASYNC110 - a directory of another service
                 await asyncio.sleep(0.02)
         served = load_file(directory / "model.safetensors")
-        weights = running.trainer.learner.weights()
+        weights = running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype)
         assert served.keys() == weights.keys()
         assert all(torch.equal(served[name], tensor) for name, tensor in weights.items())
 
@@ -270,14 +270,14 @@ async def test_on_policy_training_takes_only_tokens_of_the_present_weights(runni
 
 
 async def test_a_step_that_is_not_finite_is_skipped_and_counted(running: Stack) -> None:
-    before = running.trainer.learner.weights()
+    before = running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype)
     poisoned = [trajectory(f"t{index}", seed=index, advantages=[3e38]) for index in range(4)]
     await running.submit(1, poisoned, advantage_estimator="")
     report = await running.report(1)
     assert report.skipped
     assert reasons(report) == ["NON_FINITE_STEP"] * 4
     assert report.metrics["skipped"] == 1
-    for name, tensor in running.trainer.learner.weights().items():
+    for name, tensor in running.trainer.learner.engine.named_tensors(running.trainer.learner.publish_dtype).items():
         assert torch.equal(tensor, before[name])
     state = await running.client.state(RUN)
     assert (state.policy_version.number, state.optimizer_steps) == (1, 0)

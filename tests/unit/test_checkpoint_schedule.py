@@ -38,7 +38,7 @@ def writer(output_dir: Path, compute: ComputeThread, ranks: RankGroup) -> Checkp
 
 async def test_one_process_notes_it_and_goes_on(tmp_path: Path, busy: ComputeThread) -> None:
     alone = writer(tmp_path, busy, RankGroup())
-    await alone.begin_or_log()
+    await alone.begin_scheduled()
     assert "copying the state for a checkpoint took longer" in alone.last_error
 
 
@@ -46,5 +46,5 @@ async def test_several_ranks_end_since_none_knows_how_far_the_others_are(tmp_pat
     with lone_link() as link:
         several = writer(tmp_path, busy, RankGroup(link))
         with pytest.raises(SluiceError, match="copying the state for a checkpoint took longer") as refused:
-            await several.begin_or_log()
+            await several.begin_scheduled()
     assert refused.value.reason == "COMPUTE_DEADLINE"

@@ -93,10 +93,10 @@ def test_the_next_checkpoint_waits_for_the_one_before_as_long_as_it_may(
     first = policy.begin_save(0)
     train(policy, 2)
     with pytest.raises(TimeoutError, match=r"still being written after 0\.05 s: is the disk hanging"):
-        policy.save(0)
+        policy.begin_save(0).result()
     gate.open.set()
     assert first.result(WAIT_S).name == "step_1"
-    assert policy.save(0).name == "step_2"
+    assert policy.begin_save(0).result().name == "step_2"
     assert names(policy) == ["step_2", "step_1"]
 
 

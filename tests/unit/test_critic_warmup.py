@@ -116,7 +116,7 @@ def test_a_run_resumed_within_the_warm_up_is_the_uninterrupted_one(model: Path, 
     first = learner(model, tmp_path / "two", **SETTINGS)
     first.restore(1, "")
     train(first, 1)
-    first.save(journal_position=17)
+    first.begin_save(journal_position=17).result()
     train(first, 2)
     assert_same(everything(first)["policy"], fresh)
 

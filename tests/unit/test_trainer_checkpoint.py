@@ -40,7 +40,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(model:
     first = learner(model, tmp_path / "two")
     first.restore(1, "")
     train(first, 1, 2, 3)
-    first.save(journal_position=17)
+    first.begin_save(journal_position=17).result()
     train(first, 4)
 
     second = learner(model, tmp_path / "two")
@@ -55,7 +55,7 @@ def test_the_random_state_goes_on_where_it_was(model: Path, tmp_path: Path) -> N
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     torch.rand(3)
-    policy.save(0)
+    policy.begin_save(0).result()
     drawn = torch.rand(3)
     policy.restore(2, "")
     assert torch.equal(torch.rand(3), drawn)
@@ -86,7 +86,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(model: Path, tmp_path: Path) -> Non
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     train(policy, 1)
-    policy.save(0)
+    policy.begin_save(0).result()
     files = [path for path in (tmp_path / "test").rglob("*") if path.is_file()]
     assert any(path.name == "manifest.json" for path in files)
     for path in files:
@@ -108,10 +108,10 @@ def test_the_export_beside_it_is_the_model(model: Path, tmp_path: Path) -> None:
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     train(policy, 1)
-    name = policy.save(0).name
+    name = policy.begin_save(0).result().name
     directory = tmp_path / "test" / "checkpoints" / name / "hf"
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    for key, tensor in policy.weights().items():
+    for key, tensor in policy.engine.named_tensors(policy.publish_dtype).items():
         assert torch.equal(loaded.state_dict()[key], tensor), key
     assert AutoTokenizer.from_pretrained(directory).chat_template
 
@@ -120,7 +120,7 @@ def test_a_directory_without_a_readable_manifest_is_not_a_checkpoint(model: Path
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     train(policy, 1)
-    policy.save(0)
+    policy.begin_save(0).result()
     directory = tmp_path / "test" / "checkpoints"
     (directory / "step_9").mkdir()
     (directory / ".step_7.partial").mkdir()
@@ -136,12 +136,12 @@ def test_the_newest_are_kept_and_an_interrupted_write_leaves_them_alone(model: P
     policy.restore(1, "")
     for number in (1, 2, 3):
         train(policy, number)
-        policy.save(0)
+        policy.begin_save(0).result()
     assert names(policy) == ["step_3", "step_2"]
     train(policy, 4)
     policy.engine.model_dir = str(tmp_path / "gone")  # the export fails half-way
     with pytest.raises(OSError, match="gone"):
-        policy.save(0)
+        policy.begin_save(0).result()
     assert names(policy) == ["step_3", "step_2"]
     assert sorted(path.name for path in policy.checkpoints.directory.iterdir()) == ["step_2", "step_3"]
 
@@ -153,7 +153,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(
     policy.restore(1, "")
     for number in (1, 2):
         train(policy, number)
-        policy.save(0)
+        policy.begin_save(0).result()
     train(policy, 3)
 
     def killed(path: Path) -> bool:
@@ -164,7 +164,7 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_nothing_of_it(
     with monkeypatch.context() as patched:
         patched.setattr(checkpoints, "remove_tree", killed)
         with pytest.raises(SystemExit):
-            policy.save(0)
+            policy.begin_save(0).result()
     again = learner(model, tmp_path)
     assert names(again) == ["step_3", "step_2"]
     assert sorted(path.name for path in again.checkpoints.directory.iterdir()) == ["step_2", "step_3"]
@@ -174,7 +174,7 @@ def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     train(policy, 1)
-    policy.save(0)
+    policy.begin_save(0).result()
     path = next((tmp_path / "test" / "checkpoints" / "step_1" / "state").glob("*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
@@ -190,11 +190,11 @@ def test_saving_a_version_twice_keeps_the_files_and_the_later_journal_position(m
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     train(policy, 1)
-    first = policy.save(5)
-    second = policy.save(9)
+    first = policy.begin_save(5).result()
+    second = policy.begin_save(9).result()
     assert (first.create_time, second.journal_position) == (second.create_time, 9)
     assert policy.checkpoints.complete()[0].checkpoint.journal_position == 9
-    assert policy.save(3).journal_position == 9
+    assert policy.begin_save(3).result().journal_position == 9
 
 
 def test_what_an_operator_rolled_back_is_not_resumed(model: Path, tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_what_an_operator_rolled_back_is_not_resumed(model: Path, tmp_path: Path
     policy.restore(1, "")
     for number in (1, 2):
         train(policy, number)
-        policy.save(0)
+        policy.begin_save(0).result()
     assert policy.restore(2, "step_1").version == Version(2, 1)
     again = learner(model, tmp_path)
     assert again.restore(3, "").origin == Version(1, 1), "step_2 was left behind on purpose"
     train(again, 2)
-    again.save(0)
+    again.begin_save(0).result()
     assert Version.from_proto(again.checkpoints.complete()[0].checkpoint.policy_version) == Version(3, 2)
     assert names(again) == ["step_2", "step_1"], "the new step_2 took the place of the retired one"
 
@@ -218,10 +218,10 @@ def test_a_rollback_costs_no_checkpoint_that_the_weights_build_upon(model: Path,
     for number in (1, 2, 3):
         train(policy, number)
         if number != 2:
-            policy.save(0)
+            policy.begin_save(0).result()
     policy.restore(2, "step_1")
     train(policy, 2)
-    policy.save(0)
+    policy.begin_save(0).result()
     assert names(policy) == ["step_2", "step_1"], "step_3 is on no line that is trained, step_1 is the fallback"
     assert learner(model, tmp_path).restore(3, "step_1").origin == Version(1, 1)
 
@@ -231,11 +231,11 @@ def test_a_periodic_and_a_final_checkpoint_of_one_version_leave_the_one_before(m
     policy.restore(1, "")
     for number in (1, 2):
         train(policy, number)
-        policy.save(0)
-    policy.save(7)
+        policy.begin_save(0).result()
+    policy.begin_save(7).result()
     assert names(policy) == ["step_2", "step_1"]
     policy.restore(2, "")
-    policy.save(9)
+    policy.begin_save(9).result()
     assert names(policy) == ["step_2", "step_1"], "the same weights under the next epoch"
 
 
@@ -270,7 +270,7 @@ def test_an_unknown_checkpoint_is_refused_with_the_names_of_the_known(model: Pat
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     train(policy, 1)
-    policy.save(0)
+    policy.begin_save(0).result()
     with pytest.raises(SluiceError, match="step_1") as error:
         policy.restore(2, "step_7")
     assert error.value.reason == "NO_CHECKPOINT"

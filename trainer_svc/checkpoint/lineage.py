@@ -27,7 +27,7 @@ __all__ = ["Lineage", "from_proto", "read", "to_proto", "write"]
 class Lineage:
     """The version from which each epoch began.
 
-    An epoch that is not known counts as begun from the base model, which never makes a token younger than it is.
+    An unknown epoch counts as begun from the base model, which never makes a token younger than it is.
 
     Attributes:
         origins: Version by epoch; always of an older epoch.
@@ -37,11 +37,11 @@ class Lineage:
 
     @property
     def newest_epoch(self) -> int:
-        """The newest epoch known; 0 without any."""
+        """The newest known epoch; 0 if there is none."""
         return max(self.origins, default=0)
 
     def begin(self, epoch: int, origin: Version) -> Self:
-        """The lineage with one more epoch.
+        """Return the lineage with one more epoch.
 
         Raises:
             ValueError: if the origin is not of an older epoch.
@@ -51,20 +51,20 @@ class Lineage:
         return type(self)(MappingProxyType({**self.origins, epoch: origin}))
 
     def merged(self, other: Self) -> Self:
-        """Both lineages' epochs; those of `other` where they differ."""
+        """Return the epochs of both lineages; where they differ, those of `other`."""
         return type(self)(MappingProxyType({**self.origins, **other.origins}))
 
     def staleness(self, token: Version, now: Version) -> int:
-        """Versions between the one that sampled a token and the one that is trained."""
+        """Return the versions between the one that sampled a token and the one that is trained."""
         fork = self._fork(token, now)
         return (token.number - fork) + (now.number - fork)
 
     def is_retired(self, version: Version, now: Version) -> bool:
-        """Whether `now` does not build upon this version."""
+        """Return whether `now` does not build upon this version."""
         return self._fork(version, now) < version.number
 
     def _fork(self, one: Version, other: Version) -> int:
-        """Number of the newest version that both build upon."""
+        """Return the number of the newest version that both build upon."""
         path = self._path(one)
         for epoch, number in self._path(other).items():
             if epoch in path:
@@ -72,7 +72,7 @@ class Lineage:
         return 0
 
     def _path(self, version: Version) -> dict[int, int]:
-        """For each epoch on the way back to the base model, the number at which the way leaves it; newest first."""
+        """Return, newest first, each epoch on the way back to the base model and the number at which the way leaves it."""
         path = {}
         while version.epoch > 0:
             path[version.epoch] = version.number
@@ -105,7 +105,7 @@ def write(path: Path, lineage: Lineage) -> None:
 
 
 def to_proto(lineage: Lineage) -> checkpoint_pb2.EpochLineage:
-    """The wire form."""
+    """Return the wire form."""
     return checkpoint_pb2.EpochLineage(
         origins=[
             checkpoint_pb2.EpochOrigin(epoch=epoch, restored_version=origin.to_proto())

@@ -36,7 +36,7 @@ class CheckpointDamagedError(Exception):
 
 
 def read_manifest(path: Path) -> CheckpointManifest | None:
-    """The manifest; None, with a warning, if it is not one: then the directory is no complete checkpoint."""
+    """Read a manifest. Return None, with a warning, if it is not one: the directory is then not a complete checkpoint."""
     try:
         return json_format.Parse(path.read_text(encoding="utf-8"), CheckpointManifest(), ignore_unknown_fields=True)
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def read_manifest(path: Path) -> CheckpointManifest | None:
 
 
 def write_manifest(manifest: CheckpointManifest, directory: Path) -> None:
-    """Put the manifest into its directory; on return it is on disk."""
+    """Write the manifest of a checkpoint; on return it is on disk."""
     text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
     write_durably(directory / MANIFEST, text.encode())
 
@@ -57,7 +57,7 @@ def describe_files(paths: Iterable[Path], directory: Path) -> list[CheckpointFil
 
     Args:
         paths: The files.
-        directory: The checkpoint's directory, which they lie below.
+        directory: The checkpoint's directory, above the files.
     """
     described = []
     for path in sorted(paths):
@@ -71,7 +71,7 @@ def describe_files(paths: Iterable[Path], directory: Path) -> list[CheckpointFil
 
 
 def check_files(files: Iterable[CheckpointFile], directory: Path) -> None:
-    """Compare files with what the manifest says of them.
+    """Compare files with their digests in the manifest.
 
     Raises:
         CheckpointDamagedError: if one is missing or not as it was written.

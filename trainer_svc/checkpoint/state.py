@@ -50,19 +50,19 @@ SCALARS = "scalars"
 
 
 class Trained(Protocol):
-    """What has weights and an optimizer: a `TrainEngine`."""
+    """An object with weights and an optimizer, such as a `TrainEngine`."""
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The live tensors, by name."""
+        """Return the live tensors, by name."""
 
     def state_scalars(self) -> dict[str, int]:
-        """The numbers, by name."""
+        """Return the scalars, by name."""
 
     def state_room(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """The live tensors that saved ones of these names and global shapes are read into."""
+        """Return the live tensors to read saved tensors of these names and global shapes into."""
 
     def restore_scalars(self, scalars: Mapping[str, int]) -> None:
-        """Put the numbers back."""
+        """Put the scalars back."""
 
 
 def training_state(engines: Mapping[str, Trained], rank: int) -> dict[str, torch.Tensor]:

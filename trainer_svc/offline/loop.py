@@ -169,7 +169,7 @@ def _added(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands.
+    """Progress of a run.
 
     Attributes:
         step: Optimizer steps done.
@@ -200,7 +200,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The held-out examples under the weights after a step.
+    """Loss of the held-out examples after a step.
 
     Attributes:
         step: Optimizer steps done.
@@ -242,7 +242,7 @@ Report: TypeAlias = Callable[[Progress | Evaluation | Resumed], None]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run did.
+    """Summary of a finished run.
 
     Attributes:
         output: The model directory.

@@ -1,4 +1,4 @@
-"""The one thread in which the model lives: PyTorch blocks, and the event loop must not."""
+"""The one thread that uses the model: PyTorch blocks, and the event loop must not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class ComputeThread:
-    """Runs jobs one after another, in the order they were given.
+    """Run jobs one after another, in the order in which they were given.
 
     The thread is a daemon: a job that hangs in a kernel cannot be ended, and must not keep the process from exiting.
     """
@@ -34,13 +34,12 @@ class ComputeThread:
         """Run a job and wait for it.
 
         Args:
-            work: The job; it must not be cancelled half-way, and is not. One that has not begun is left out when the
-                caller is cancelled.
-            deadline_s: Seconds to wait, jobs before it included.
-            what: Names the job in the error.
+            work: The job. It is never cancelled half-way; if the caller is cancelled before it begins, it is skipped.
+            deadline_s: Seconds to wait, including for the jobs before it.
+            what: Name of the job, for the error.
 
         Raises:
-            SluiceError: DEADLINE_EXCEEDED if it takes longer; the job goes on, and later ones wait for it.
+            SluiceError: DEADLINE_EXCEEDED if it takes longer. The job continues, and later jobs wait for it.
         """
         future: Future[Result] = Future()
         self._jobs.put((future, work))
@@ -50,7 +49,7 @@ class ComputeThread:
         finally:
             if not awaited.done():
                 future.cancel()
-                awaited.cancel()  # nobody is left to hear what a running job comes to
+                awaited.cancel()  # nobody waits for the outcome of a running job any more
         if awaited.cancelled():
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -60,7 +59,7 @@ class ComputeThread:
         return awaited.result()
 
     async def stop(self, timeout_s: float) -> bool:
-        """Let the job in progress end and stop.
+        """Stop after the running job.
 
         Returns:
             Whether the thread ended in time.

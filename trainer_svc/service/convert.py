@@ -1,4 +1,4 @@
-"""From the wire's trajectories to training rows, with every fault named by the trajectory's index."""
+"""Check the trajectories of a batch and convert them to training rows. Pure; a fault names the index and the field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 262_144
 """Most tokens of a trajectory; the limit is the contract's."""
 
 MAX_NAME = 256
-"""Most characters of an id; reports repeat it."""
+"""Most characters of an id, which reports repeat."""
 
 LOGPROB_ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: rounding of a low-precision softmax, no more."""
@@ -53,13 +53,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """What the trainer's model and the batch's header demand of each trajectory.
+    """What the trainer and the batch's header require of each trajectory.
 
     Attributes:
-        vocabulary: Token ids lie below it.
-        newest: Version of the weights that the batch is applied to; no token can be newer.
-        has_estimator: Whether advantages may be absent: the header names an estimator, or the objective reads none.
-        estimates: Estimator that the trainer itself runs; empty if it runs none.
+        vocabulary: Upper bound of token ids, exclusive.
+        newest: Version of the weights that the batch is applied to, which no token can be newer than.
+        has_estimator: Whether advantages may be absent, because the header names an estimator or the objective reads none.
+        estimates: The estimator that the trainer runs; empty if it runs none.
         needs_reference: Whether trajectories must bring reference log-probabilities.
         needs_teacher: Whether they must bring a teacher's.
     """
@@ -92,7 +92,7 @@ def convert(trajectories: Rows[tokens_pb2.Trajectory], expected: Expectations) -
 
 
 def _trained(trajectory: tokens_pb2.Trajectory) -> Mask:
-    """Which tokens are trained, as far as the runs reach."""
+    """Return which tokens are trained, as far as the runs reach."""
     runs = np.array(trajectory.mask_runs, dtype=np.int64)
     if int(runs.sum()) > MAX_TOKENS:  # refused below; a hostile run length must not allocate memory first
         return np.zeros(0, dtype=np.bool_)
@@ -220,14 +220,14 @@ def _missing(trajectory: tokens_pb2.Trajectory, expected: Expectations) -> Itera
 
 
 def _contradictions(trajectories: Iterable[tokens_pb2.Trajectory]) -> dict[str, str]:
-    """Trajectories of one batch that do not go together."""
+    """Return the faults of trajectories that contradict others of the batch."""
     violations: dict[str, str] = {}
     names: set[str] = set()
     episodes: dict[str, tuple[str, float | None]] = {}
     for index, trajectory in enumerate(trajectories):
         if trajectory.trajectory_id in names:
             violations[f"trajectories[{index}].trajectory_id"] = (
-                f"{trajectory.trajectory_id!r} occurs twice in the batch"
+                f"{trajectory.trajectory_id!r} occurs twice in the batch; give each trajectory its own id"
             )
         names.add(trajectory.trajectory_id)
         facts = (trajectory.group_id, _reward(trajectory))
@@ -274,12 +274,12 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
 
 
 def _column(values: Any, places: NDArray[np.int64], length: int) -> torch.Tensor | None:  # noqa: ANN401  a protobuf container
-    """An optional column of log-probabilities; None where the trajectory does not have it."""
+    """Return an optional column of log-probabilities; None if the trajectory does not have it."""
     return _spread(values, places, length, np.nan) if len(values) else None
 
 
 def _token_rewards(trajectory: tokens_pb2.Trajectory, places: NDArray[np.int64], length: int) -> torch.Tensor | None:
-    """Reward at each trained token; None where the environment rewards the episode as a whole.
+    """Return the reward at each trained token; None if the environment rewards the episode as a whole.
 
     A turn's reward stands at its last trained token. What the episode's reward has beyond its turns' stands at the last one.
     """
@@ -297,7 +297,7 @@ def _token_rewards(trajectory: tokens_pb2.Trajectory, places: NDArray[np.int64],
 
 
 def _spread(values: Any, places: NDArray[np.int64], length: int, elsewhere: float) -> torch.Tensor:  # noqa: ANN401  a protobuf container
-    """Values of the trained tokens at their places; one value goes to all of them, none leaves `elsewhere`."""
+    """Put the values of the trained tokens at their places. One value is for all of them; without values all are `elsewhere`."""
     row = np.full(length, elsewhere, dtype=np.float32)
     if len(values):
         row[places] = np.array(values, dtype=np.float32)

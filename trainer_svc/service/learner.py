@@ -83,7 +83,7 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where an epoch begins.
+    """The state that an epoch begins from.
 
     Attributes:
         version: Version from which training continues.
@@ -207,7 +207,7 @@ class Learner:
 
         Args:
             epoch: Its number.
-            checkpoint: Name of the checkpoint; empty for the newest one, or the base model if there is none.
+            checkpoint: Name of the checkpoint; empty for the newest one, or for the base model if there are no checkpoints.
 
         Raises:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
@@ -265,7 +265,7 @@ class Learner:
 
     def _advise(self, metrics: StepMetrics, filtered: FilteredBatch, batch: Batch) -> None:
         """Warn once of each setting that a step shows to be a poor choice."""
-        rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self._publish_dtype())
+        rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self.publish_dtype)
         oldest = int(filtered.metrics["staleness_max"])
         objective = self.update.objective.resolved
         advices = (
@@ -292,10 +292,6 @@ class Learner:
         if not self.ranks.several:
             self._abandoned.set()
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights under their Hugging Face names, as CPU copies in the published precision."""
-        return self.engine.named_tensors(self._publish_dtype())
-
     def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Offer:
         """Encode what is published: the difference from the version before, or the adapter. Later steps do not change it.
 
@@ -307,15 +303,7 @@ class Learner:
             SluiceError: DEADLINE_EXCEEDED if that push takes longer.
         """
         with self.ranks.on_all_ranks("encode", deadline_s=deadline_s, **self._standing()):
-            return publisher.encode(self.engine, self.version, dtype=self._publish_dtype(), deadline_s=deadline_s)
-
-    def save(self, journal_position: int) -> Checkpoint:
-        """Write a checkpoint of the present version, if there is none, and wait until it is on disk.
-
-        Raises:
-            OSError: if the disk is full or not writable, or the checkpoint before takes too long.
-        """
-        return self.begin_save(journal_position).result()
+            return publisher.encode(self.engine, self.version, dtype=self.publish_dtype, deadline_s=deadline_s)
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
         """Copy the state of the present version on every rank and write it in the background, if there is no checkpoint of it.
@@ -353,7 +341,7 @@ class Learner:
             batch_record=self.record.sync() if self.ranks.leads else None,
         )
         state = training_state(self.engines, self.mesh.rank)
-        export = partial(export_state, self.engine, dtype=self._publish_dtype())
+        export = partial(export_state, self.engine, dtype=self.publish_dtype)
         return self.checkpoints.begin(manifest, state, export)
 
     def _saved(self, written: Future[checkpoint_pb2.CheckpointManifest], done: Future[Checkpoint]) -> None:
@@ -428,7 +416,9 @@ class Learner:
         except ValueError as error:
             raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
 
-    def _publish_dtype(self) -> torch.dtype:
+    @property
+    def publish_dtype(self) -> torch.dtype:
+        """Precision of the published weights."""
         if self.config.publish_dtype == "auto":
             return torch.bfloat16 if self.engine.device.type == "cuda" else torch.float32
         return PUBLISH_DTYPES[self.config.publish_dtype]

@@ -127,7 +127,7 @@ class TrainingLoop:
         every = self._config.checkpoint.every_steps
         if every and version.number % every == 0:
             self.phase = trainer_pb2.TRAINER_PHASE_SAVING
-            await self._checkpoints.begin_or_log()
+            await self._checkpoints.begin_scheduled()
 
     async def _publish(self) -> float:
         """Encode the new version when the one before is pushed, and offer it. Return the seconds of waiting."""
@@ -136,12 +136,12 @@ class TrainingLoop:
         await self._publication.idle()
         waited_s = perf_counter() - start
         deadlines = self._config.deadlines
-        update = await self._compute.run(
+        offer = await self._compute.run(
             partial(self._learner.encode, self._publication.publisher, deadlines.push_s),
             deadline_s=deadlines.step_s,
             what="comparing the weights with the version before",
         )
-        self._publication.offer(update)
+        self._publication.offer(offer)
         return waited_s
 
 
@@ -189,7 +189,7 @@ class CheckpointWriter:
             raise self._too_slow(self._deadlines.save_s)
         return writing.result()
 
-    async def begin_or_log(self) -> None:
+    async def begin_scheduled(self) -> None:
         """Begin a scheduled checkpoint and return when the state is copied. A failure is noted in `last_error`.
 
         Raises:
@@ -254,7 +254,7 @@ class CheckpointWriter:
     def _note(self, error: BaseException | None) -> None:
         self.last_error = "" if error is None else str(error)
         if error is not None:
-            log.error("checkpoint failed, training goes on", error=str(error), exc_info=error)
+            log.error("checkpoint failed; training continues", error=str(error), exc_info=error)
 
     def _too_slow(self, waited_s: float) -> SluiceError:
         return SluiceError(

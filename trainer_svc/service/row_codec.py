@@ -1,6 +1,6 @@
-"""Training rows as bytes for the other ranks: a safetensors file whose tensors are the columns, end to end.
+"""Encode training rows for the other ranks: a safetensors file with one tensor per column, all rows end to end.
 
-What is no tensor (ids, temperature, reward, version spans) stands as JSON in the file's metadata.
+Fields that are not tensors (ids, temperature, reward, version spans) are JSON in the file's metadata.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from trainer_svc.batch.rows import Sequence
 __all__ = ["decode_rows", "encode_rows"]
 
 ROWS = "rows"
-"""Key of the metadata that holds what is no tensor."""
+"""Metadata key of the fields that are not tensors."""
 
 HOLDERS = "rows."
-"""Before a column's name: which rows have it, where not all do."""
+"""Prefix of the tensor that says which rows have a column, if not all do."""
 
 
 def encode_rows(rows: Rows[Sequence]) -> bytes:
-    """Rows as bytes.
+    """Encode rows.
 
     Raises:
         ValueError: if a column has different dtypes in different rows.
@@ -52,10 +52,10 @@ def encode_rows(rows: Rows[Sequence]) -> bytes:
 
 
 def decode_rows(data: bytes) -> list[Sequence]:
-    """What `encode_rows` was given.
+    """Decode what `encode_rows` returned.
 
     Raises:
-        ValueError: if the bytes are something else.
+        ValueError: if the bytes are not encoded rows.
     """
     plain = _plain(data)
     lengths = [row.pop("tokens") for row in plain]
@@ -75,14 +75,14 @@ def _columns(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tens
 
 
 def _plain(data: bytes) -> list[dict[str, Any]]:
-    """The JSON in a safetensors file's header; the library reads it from paths alone."""
+    """Return the JSON in a safetensors header, which the library reads from paths only."""
     try:
         (length,) = struct.unpack_from("<Q", data)
         rows = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ROWS])
     except (struct.error, ValueError, KeyError) as error:
-        raise ValueError(f"these bytes are no rows: {error}") from error
+        raise ValueError(f"these bytes are not encoded rows: {error}") from error
     if not isinstance(rows, list):
-        raise TypeError("these bytes are no rows")
+        raise TypeError("these bytes are not encoded rows")
     return rows
 
 

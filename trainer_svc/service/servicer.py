@@ -45,7 +45,7 @@ RETRY_AFTER_S = 0.5
 
 
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Answers for one trainer.
+    """Serve one trainer.
 
     Args:
         trainer: The trainer; it may still be loading.
@@ -142,7 +142,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         found = await asyncio.to_thread(self._trainer.learner.checkpoints.complete)
         names = [manifest.checkpoint.name for manifest in found]
         if request.page_token and request.page_token not in names:
-            raise SluiceError.invalid_argument("page_token", "names no checkpoint that is still kept: list anew")
+            raise SluiceError.invalid_argument(
+                "page_token", "names a checkpoint that is gone: list from the first page"
+            )
         begin = names.index(request.page_token) + 1 if request.page_token else 0
         page = found[begin : begin + (request.page_size or PAGE_SIZE)]
         more = begin + len(page) < len(found)
@@ -296,7 +298,7 @@ def _expectations(
 
 def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> None:
     if header.on_stale not in {policy.value for policy in OnStale}:
-        raise SluiceError.invalid_argument("header.on_stale", "say what happens to stale trajectories")
+        raise SluiceError.invalid_argument("header.on_stale", "is not set: choose what happens to stale trajectories")
     if not 0 < header.trajectory_count <= MAX_TRAJECTORIES:
         raise SluiceError.invalid_argument(
             "header.trajectory_count", f"is {header.trajectory_count}; give 1 to {MAX_TRAJECTORIES}"

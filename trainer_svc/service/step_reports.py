@@ -146,7 +146,7 @@ class StepLog:
 
     @property
     def first_number(self) -> int:
-        """Number of the oldest report kept, or of the next one if there is none."""
+        """Number of the oldest report that is kept, or of the next one if none is kept."""
         return self._next - len(self._reports)
 
     def append(self, report: StepReport) -> None:
@@ -176,7 +176,7 @@ class StepLog:
                 if number < self.first_number:
                     raise SluiceError.not_found(
                         "REPORT_NOT_KEPT",
-                        f"the report of version {number} is no longer kept: watch from {self.first_number} on",
+                        f"the report of version {number} is not kept any more: watch from {self.first_number} on",
                     )
                 yield self._reports[number - self.first_number]
                 number += 1

@@ -85,7 +85,7 @@ class Trainer:
 
     @property
     def last_error(self) -> str:
-        """What ended the epoch, or why the last checkpoint was not written; empty if nothing did."""
+        """Why the epoch ended, or why the last checkpoint was not written; empty if neither happened."""
         return str(self._failure) if self._failure is not None else self.checkpoints.last_error
 
     @property

@@ -20,8 +20,8 @@ KEY_BYTES = 7
 def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[int]]:
     """Cut this rank's share of a batch into minibatches.
 
-    Groups go from large to small to the minibatch with the fewest loss tokens; groups of about one size go in an order
-    that the seed draws. Every rank cuts alike, also where a group's sequences lie on several.
+    Groups are assigned from large to small, each to the minibatch with the fewest loss tokens; the seed decides the order
+    of groups of about the same size. Every rank makes the same assignment, also if a group lies on several ranks.
 
     Args:
         sequences: This rank's share.
@@ -48,7 +48,7 @@ def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: R
 
 
 def _places(tokens: Counter[int], count: int, seed: str) -> dict[int, int]:
-    """The minibatch of each group."""
+    """Return the minibatch of each group."""
     drawn = sorted(tokens, key=lambda key: (-tokens[key].bit_length(), _digest(f"{seed}/{key}".encode())))
     filled = [0] * min(count, len(drawn))
     held = [0] * len(filled)
@@ -62,7 +62,7 @@ def _places(tokens: Counter[int], count: int, seed: str) -> dict[int, int]:
 
 
 def _key(sequence: Sequence) -> int:
-    """A number for a sequence's group; a sequence without one is known by its name, or by its tokens."""
+    """Return a number for a sequence's group; without a group, for its id, or for its tokens."""
     if sequence.group_id:
         return _digest(b"group/" + sequence.group_id.encode())
     if sequence.trajectory_id:
