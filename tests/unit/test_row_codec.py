@@ -68,5 +68,5 @@ def test_rows_arrive_as_they_were_sent(sent: list[Sequence]) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"\x08\0\0\0\0\0\0\0{}", b"\xff" * 64])
 def test_bytes_that_are_no_rows_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="not encoded rows"):
         decode_rows(data)
