@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,13 +36,34 @@ from weightsync.receive.pull import (
     is_on_this_host,
     pull_call,
 )
-from weightsync.receive.update_path import PathError, PathStep, check_path, direct_step
 
-__all__ = ["DeltaBase", "VersionBuilder", "VersionFile"]
+__all__ = ["DeltaBase", "PathError", "PathStep", "VersionBuilder", "VersionFile", "check_path", "direct_step"]
 
 _DEADLINE_S = 30.0
 
 log = structlog.get_logger(__name__)
+
+
+class PathError(Exception):
+    """The steps do not lead to the version that is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """One form to apply.
+
+    Attributes:
+        manifest: What to apply.
+        files: Its shards as files of the service's host, by name; they may be of another host than this.
+    """
+
+    manifest: pb.Manifest
+    files: Mapping[str, pb.LocalFile] = field(default_factory=dict)
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether it is based on the version before."""
+        return self.manifest.kind == pb.VERSION_KIND_DELTA
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,3 +278,38 @@ def _note_fallback(target: pb.Manifest, failure: Exception, start: DeltaBase | N
     FALLBACKS.labels(way).inc()
     version = str(Version.from_proto(target.version))
     log.warning("trying another way to a version", version=version, way=way, local=local, error=str(failure))
+
+
+def direct_step(announced: pb.Manifest, held: Version | None) -> PathStep | None:
+    """Return the announced form if it is all that is needed to get to its version."""
+    is_delta = announced.kind == pb.VERSION_KIND_DELTA
+    if is_delta and (held is None or Version.from_proto(announced.base) != held):
+        return None
+    return PathStep(announced)
+
+
+def check_path(steps: Sequence[PathStep], wanted: Version, held: Version | None) -> None:
+    """Check that each step follows from the one before, the first from what is held, and the last is what is wanted.
+
+    Raises:
+        PathError: if not.
+    """
+    if not steps:
+        raise PathError(f"the service named no way to version {wanted}")
+    current = held
+    for step in steps:
+        version = Version.from_proto(step.manifest.version)
+        if step.is_delta:
+            base = Version.from_proto(step.manifest.base)
+            if base != current:
+                raise PathError(f"the delta to {version} is based on {base}, held is {current or 'nothing'}")
+        elif step is not steps[0] or not _may_be_first(step, alone=len(steps) == 1):
+            raise PathError(f"version {version} is not weights of the model, or a dense form behind others")
+        current = version
+    if current != wanted:
+        raise PathError(f"the update path ends at version {current}, wanted was {wanted}")
+
+
+def _may_be_first(step: PathStep, *, alone: bool) -> bool:
+    """Whether a path may begin with it. An adapter stands alone: no delta is based on one."""
+    return step.manifest.kind == pb.VERSION_KIND_ANCHOR or (step.manifest.kind == pb.VERSION_KIND_ADAPTER and alone)
