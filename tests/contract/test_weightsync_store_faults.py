@@ -18,7 +18,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.names import version_directory
 from weightsync.receive.pull import pull_call, pull_range
-from weightsync.relay.follower import FetchError, fetch_version
+from weightsync.relay import FetchError, fetch_version
 from weightsync.service.store import RunStore
 
 V1, V2 = Version(1, 1), Version(1, 2)

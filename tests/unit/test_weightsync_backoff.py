@@ -18,7 +18,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.backoff import Backoff
 from weightsync.receive.pull import PullError, PullLimits, ShardRange, pull_range
-from weightsync.relay.follower import FetchError, fetch_version
+from weightsync.relay import FetchError, fetch_version
 
 
 @given(first_s=st.floats(0.001, 5), failures=st.integers(1, 5000))

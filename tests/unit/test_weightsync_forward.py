@@ -10,7 +10,7 @@ from weightsync_stack import eventually
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
-from weightsync.relay.follower import Forwarder
+from weightsync.relay import Forwarder
 
 LEASE_S = 60.0
 

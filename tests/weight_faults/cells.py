@@ -94,7 +94,7 @@ _ENGINE = (
 _RELAY = (
     Cell("push", "relay", _PUSH, at="service", relay=True),
     Cell("commit", "relay", _COMMIT, at="service", relay=True),
-    Cell("watch", "relay", Point("weightsync.relay.follower:Follower._try"), relay=True),
+    Cell("watch", "relay", Point("weightsync.relay:Follower._try"), relay=True),
     Cell("fetch", "relay", _PUSH, relay=True),
     Cell("keep", "relay", _COMMIT, relay=True),
     Cell("kept", "relay", _COMMITTED, relay=True),
@@ -102,7 +102,7 @@ _RELAY = (
     Cell("pull", "relay", _SEND, relay=True),
     Cell("stage", "relay", _STAGE, at="engine", relay=True),
     Cell("apply", "relay", _APPLY, at="engine", relay=True),
-    Cell("report", "relay", Point("weightsync.relay.follower:Forwarder.put"), relay=True),
+    Cell("report", "relay", Point("weightsync.relay:Forwarder.put"), relay=True),
     Cell("materialize", "relay", Point("os:rename", match=_DENSE_NAME), relay=True),
     Cell("fetch", "service", _SEND, relay=True),
     Cell("keep", "service", _COMMIT, at="relay", relay=True),

@@ -1,1 +1,0 @@
-"""Services behind services, and how engines find the nearest."""
