@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
 from tiny_policy import policy_step, ragged_batch, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from sluice.v1 import checkpoint_pb2
+from trainer_svc.checkpoint import saver
+from trainer_svc.checkpoint.state import read_below, training_state
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.config import TrainerConfig
+from trainer_svc.engine import offload
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.muon import ShardedMuon
 from trainer_svc.engine.offload import OffloadedAdamW
+from trainer_svc.engine.optimizers import Optimizers
 from trainer_svc.engine.schedule import learning_rate
 
 
@@ -151,3 +162,75 @@ def test_state_of_another_optimizer_is_refused_and_changes_nothing(model_dir: Pa
     with pytest.raises(ValueError, match="is incomplete"):
         muon.load_state(missing, {"optimizer_steps": 1})
     assert all(torch.equal(before[name], tensor) for name, tensor in muon.state_tensors().items())
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make and that are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each._base is None:
+                self.made[each.untyped_storage().data_ptr()] = weakref.ref(each)
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their storages."""
+        alive = (each() for each in self.made.values())
+        return sum(each.untyped_storage().nbytes() for each in alive if each is not None)
+
+
+def offloaded_engine(model_dir: Path) -> TrainEngine:
+    """An engine on the CPU with the optimizer that is meant for a GPU."""
+    trainer = engine(model_dir)
+    parameters = list(trainer.network.model.parameters())
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
+    offloaded = OffloadedAdamW([{"params": parameters, "weight_decay": 0.0}], **options)
+    trainer.optimizer = Optimizers(trainer.config, [offloaded])
+    return trainer
+
+
+def test_host_memory_of_offload_is_the_moments_and_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "BUFFER_ELEMENTS", 100)
+    parameters = [torch.nn.Parameter(torch.randn(100)) for _ in range(50)]
+    for each in parameters:
+        each.grad = torch.randn(100)
+    optimizer = OffloadedAdamW([{"params": parameters, "weight_decay": 0.0}], lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
+    with Allocated() as allocated:
+        optimizer.step()
+        gc.collect()
+        assert 8 * 50 * 100 <= allocated.nbytes < 1.1 * 8 * 50 * 100
+
+
+def test_a_checkpoint_reads_offloaded_moments_where_they_lie_before_the_next_step(model_dir, tmp_path, monkeypatch):
+    trainer = offloaded_engine(model_dir)
+    policy_step(trainer, ragged_batch(seed=1))
+    before = {name: tensor.clone() for name, tensor in trainer.state_tensors().items()}
+    write, may_write, written = saver.write_slices, Event(), {}
+
+    def late(slices, directory, rank):
+        assert may_write.wait(60)
+        written.update(slices)
+        return write(slices, directory, rank)
+
+    monkeypatch.setattr(saver, "write_slices", late)
+    writing = saver.Saver().begin(
+        tmp_path / "step_1", checkpoint_pb2.CheckpointManifest(), training_state({"policy": trainer}, 0)
+    )
+    with ThreadPoolExecutor() as pool:
+        stepping = pool.submit(policy_step, trainer, ragged_batch(seed=2))
+        may_write.set()
+        writing.result(60)
+        stepping.result(60)
+    live = trainer.state_tensors()
+    moments = {name for name in before if name.startswith("optimizer.exp_avg")}
+    places = {each.name.removeprefix("policy."): tensor.data_ptr() for each, tensor in written.items()}
+    assert {name for name in moments if places[name] == live[name].data_ptr()} == moments
+    assert not any(torch.equal(live[name], before[name]) for name in moments)
+    stored = read_below("policy.", tmp_path / "step_1" / "state")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in before.items())

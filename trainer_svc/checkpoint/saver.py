@@ -35,6 +35,7 @@ from trainer_svc.checkpoint.manifest import (
 )
 from trainer_svc.checkpoint.state import (
     POLICY,
+    LiveState,
     TensorSlice,
     Trained,
     assign_slices,
@@ -71,7 +72,8 @@ class _Snapshot:
     Attributes:
         target: The checkpoint's directory.
         manifest: All facts except the files and the size.
-        slices: Copies in host memory.
+        slices: What it writes, in host memory: copies, and state that stays as it is until it was read.
+        read: Set when the slices are written, or cannot be.
         export: Makes the Hugging Face directory.
         after: Called when everything is in place.
     """
@@ -79,6 +81,7 @@ class _Snapshot:
     target: Path
     manifest: checkpoint_pb2.CheckpointManifest
     slices: Mapping[TensorSlice, torch.Tensor]
+    read: threading.Event
     export: Export | None
     after: Callable[[], None]
 
@@ -135,13 +138,15 @@ class Saver:
         """
         future: Future[checkpoint_pb2.CheckpointManifest] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels a write
+        read = threading.Event()
         try:
-            copies = self._copies(self._assigned(target, tensors))
+            slices = self._copies(self._assigned(target, tensors), tensors, read)
         except (OSError, ValueError, RuntimeError) as error:
+            read.set()
             future.set_exception(error)
             return future
         self._pending = future
-        snapshot = _Snapshot(target, manifest, copies, export, after)
+        snapshot = _Snapshot(target, manifest, slices, read, export, after)
         # A daemon: a disk that hangs must not keep the process from exiting.
         threading.Thread(target=self._run, args=(snapshot, future), name="checkpoint", daemon=True).start()
         return future
@@ -206,27 +211,38 @@ class Saver:
         assigned = assign_slices([decode_slices(each) for each in self._ranks.exchange(encode_slices(held))])
         return {each: tensor for each, tensor in held.items() if each in assigned[self._ranks.index]}
 
-    def _copies(self, slices: Mapping[TensorSlice, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
-        """Copy into host memory that is used again for the next checkpoint: new memory takes five times as long to fill."""
-        copies: dict[TensorSlice, torch.Tensor] = {}
+    def _copies(
+        self, slices: Mapping[TensorSlice, torch.Tensor], state: Mapping[str, torch.Tensor], read: threading.Event
+    ) -> dict[TensorSlice, torch.Tensor]:
+        """Copy into host memory that is used again for the next checkpoint: new memory takes five times as long to fill.
+
+        What lies in host memory already, and stays as it is until `read` is set, is not copied.
+        """
+        given: dict[TensorSlice, torch.Tensor] = {}
+        copied: dict[TensorSlice, torch.Tensor] = {}
 
         def copy() -> None:
+            lent = state.lend(read) if isinstance(state, LiveState) else set()
             for each, tensor in slices.items():
+                if each.name in lent:
+                    given[each] = tensor
+                    continue
                 buffer = self._buffers.get(each)
                 if buffer is None or buffer.dtype != tensor.dtype:
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                copies[each] = buffer.copy_(tensor, non_blocking=True)
+                copied[each] = buffer.copy_(tensor, non_blocking=True)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
         _agreed(self._ranks, copy)
-        self._buffers = copies
-        return copies
+        self._buffers = copied
+        return copied | given
 
     def _run(self, snapshot: _Snapshot, future: Future[checkpoint_pb2.CheckpointManifest]) -> None:
         try:
             result = self._write(snapshot)
         except BaseException as error:  # noqa: BLE001  whoever awaits the future gets it
+            snapshot.read.set()
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -245,7 +261,10 @@ class Saver:
 
     def _write_share(self, snapshot: _Snapshot) -> checkpoint_pb2.CheckpointManifest:
         building = _building(snapshot.target)
-        paths = write_slices(snapshot.slices, building / STATE, self._writing_ranks.index)
+        try:
+            paths = write_slices(snapshot.slices, building / STATE, self._writing_ranks.index)
+        finally:
+            snapshot.read.set()
         return checkpoint_pb2.CheckpointManifest(files=describe_files(paths, building))
 
     def _complete(self, snapshot: _Snapshot, shares: list[bytes]) -> bytes:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ from trainer_svc.engine.local_part import local_part
 
 __all__ = [
     "POLICY",
+    "LiveState",
     "TensorSlice",
     "Trained",
     "assign_slices",
@@ -64,8 +66,28 @@ class Trained(Protocol):
     def restore_scalars(self, scalars: Mapping[str, int]) -> None:
         """Put the scalars back."""
 
+    def lend(self, read: Event) -> set[str]:
+        """Leave the state that lies in host memory as it is until `read` is set, and return its names."""
 
-def training_state(engines: Mapping[str, Trained], rank: int) -> dict[str, torch.Tensor]:
+
+class LiveState(dict[str, torch.Tensor]):
+    """The live tensors that a process has to save, by name.
+
+    Args:
+        tensors: The tensors.
+        engines: Their engines, by the first part of the names.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], engines: Mapping[str, Trained]) -> None:
+        super().__init__(tensors)
+        self._engines = engines
+
+    def lend(self, read: Event) -> set[str]:
+        """Return the names of tensors that stay as they are until `read` is set; they need no copy."""
+        return {f"{prefix}.{name}" for prefix, engine in self._engines.items() for name in engine.lend(read)}
+
+
+def training_state(engines: Mapping[str, Trained], rank: int) -> LiveState:
     """Return the live tensors that a process has to save; the next step changes them.
 
     Args:
@@ -76,7 +98,7 @@ def training_state(engines: Mapping[str, Trained], rank: int) -> dict[str, torch
     for prefix, engine in engines.items():
         state |= {f"{prefix}.{name}": tensor for name, tensor in engine.state_tensors().items()}
         state |= {f"{prefix}.{SCALARS}.{name}": torch.tensor(value) for name, value in engine.state_scalars().items()}
-    return state | _random_state(rank)
+    return LiveState(state | _random_state(rank), engines)
 
 
 def restore_state(engines: Mapping[str, Trained], directory: Path, rank: int) -> None:

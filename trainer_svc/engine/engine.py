@@ -8,6 +8,7 @@ from collections.abc import Sequence as Rows
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -281,6 +282,15 @@ class TrainEngine:
         Tensors are the live ones: copy or write them before the next step.
         """
         return state_tensors(self.network.model, self.optimizer)
+
+    def lend(self, read: Event) -> set[str]:
+        """Leave the state that lies in host memory as it is until `read` is set.
+
+        Returns:
+            The names among those of `state_tensors`; the next step waits until `read` is set.
+        """
+        named = [each for each in self.network.model.named_parameters() if each[1].requires_grad]
+        return {f"optimizer.{name}" for name in self.optimizer.lend(named, read)}
 
     def state_scalars(self) -> dict[str, int]:
         """The numbers that a checkpoint must hold."""

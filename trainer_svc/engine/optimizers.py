@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from threading import Event
 from typing import Any
 
 import structlog
@@ -75,6 +76,16 @@ class Optimizers:
             if parameter in owners
             for moment, tensor in owners[parameter].state.get(parameter, {}).items()
         }
+
+    def lend(self, named: Iterable[tuple[str, torch.nn.Parameter]], read: Event) -> set[str]:
+        """Leave the state in host memory as it is until `read` is set; return its names, as of `tensors`."""
+        names: set[str] = set()
+        given = list(named)
+        for part in self.parts:
+            if isinstance(part, OffloadedAdamW):
+                part.lend(read)
+                names |= {f"{moment}.{name}" for name, each in given for moment in part.state.get(each, {})}
+        return names
 
     def make_room(
         self, named: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, torch.Size]
