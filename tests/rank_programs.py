@@ -19,15 +19,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-PRELOADED = (
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "transformers",
-    "trainer_svc.engine.engine",
-)
-"""Modules that the programs import and that take long; none of them starts a thread."""
-
 POLL_S = 0.02
 TESTS = Path(__file__).parent
 
@@ -171,8 +162,8 @@ ranks: set[int] = set()
 
 def serve() -> None:
     """Fork ranks until the input ends."""
-    for name in PRELOADED:
-        importlib.import_module(name)
+    import trainer_svc.engine.engine  # noqa: F401 - with PyTorch and transformers, which start no thread
+
     rest = b""
     while True:
         ready, _, _ = select.select([0], [], [], POLL_S)
