@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def killed_in_step(number: int, settings: SftConfig) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fine_tune(settings, report)
+    for thread in threading.enumerate():  # a checkpoint that was being written is whole
+        if thread.name == "checkpoint":
+            thread.join()
 
 
 def killed_before_its_checkpoints_go(settings: SftConfig, monkeypatch: pytest.MonkeyPatch) -> None:
