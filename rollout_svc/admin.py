@@ -19,7 +19,7 @@ from rollout_svc.pauses import PauseHeldError, Pauses
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import ReplicaWeights
-from rollout_svc.wire import loaded_adapters
+from rollout_svc.wire import MAX_NAME, loaded_adapters
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import Version
@@ -36,6 +36,9 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 LOOK_S = 0.1
 """Seconds between two checks whether a pause is over."""
+
+MAX_ABORTED = 16_384
+"""Maximum number of request ids in one AbortRequests call."""
 
 log = structlog.get_logger()
 
@@ -66,19 +69,19 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             owner = self._pauses.owner
             if self._pauses.expire(time.monotonic()):
                 log.warning("pause ended by its time to live", owner=owner)
-                await self._let_go()
+                await self._resume_engine()
             elif owner and self._engine.restarts != self._restarts_seen:
-                await self._freeze_anew(owner)
+                await self._pause_again(owner)
             self._restarts_seen = self._engine.restarts
 
-    async def _let_go(self) -> None:
+    async def _resume_engine(self) -> None:
         """Resume the engine if it is alive. One that was restarted samples anyway."""
         try:
             await self._engine.current.resume()
         except EngineError as error:
             log.warning("the engine could not resume", error=str(error))
 
-    async def _freeze_anew(self, owner: str) -> None:
+    async def _pause_again(self, owner: str) -> None:
         """Pause the restarted engine: a pause lasts longer than the engine that it began on."""
         try:
             await self._engine.serving.pause(PauseMode.KEEP)
@@ -152,6 +155,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         mode = PAUSE_MODES.get(request.mode)
         if mode is None:
             raise SluiceError.invalid_argument("mode", "set ABORT, WAIT or KEEP")
+        if len(request.owner) > MAX_NAME:
+            raise SluiceError.invalid_argument("owner", f"at most {MAX_NAME} characters")
         engine = self._engine.serving
         try:
             self._pauses.begin(request.owner, request.ttl.ToNanoseconds() / 1e9, time.monotonic())
@@ -163,7 +168,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             await engine.pause(mode)
         except BaseException as error:  # also when the caller disconnects: the engine must not stay half paused
             self._pauses.release()
-            await asyncio.shield(asyncio.create_task(self._let_go()))
+            await asyncio.shield(asyncio.create_task(self._resume_engine()))
             if isinstance(error, EngineError):
                 raise SluiceError.unavailable("PAUSE_FAILED", f"{error}; the replica keeps sampling") from error
             raise
@@ -217,6 +222,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
     ) -> rollout_pb2.AbortRequestsResponse:
         """End requests in progress."""
         del context
+        if len(request.request_ids) > MAX_ABORTED:
+            raise SluiceError.invalid_argument("request_ids", f"at most {MAX_ABORTED} in one call")
         engine = self._engine.serving
         names = list(request.request_ids) or self._requests.request_ids
         try:

@@ -141,8 +141,8 @@ class Events:
         return [self._chunk(self._responses.chunk(index, new, visible) | extras, {})]
 
     def _chunk(self, choice: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
-        told = {"usage": None} if self._include_usage else {}
-        return {**self._head, "choices": [choice], **told, **extras}
+        no_usage = {"usage": None} if self._include_usage else {}
+        return {**self._head, "choices": [choice], **no_usage, **extras}
 
 
 def _event(content: Mapping[str, Any]) -> bytes:

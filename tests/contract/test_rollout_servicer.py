@@ -260,7 +260,7 @@ class TestRefusals:
                 assert served.replica.servicer.samples == 0
 
 
-class TestRepeats:
+class TestRetries:
     async def test_a_repeat_gets_the_first_answer(self, served):
         first = await served.generate(sampled(request_id="r1"))
         assert await served.generate(sampled(request_id="r1")) == first
@@ -419,6 +419,12 @@ class TestAdministration:
         [
             (rollout_pb2.PauseRequest(owner="a", ttl=Duration(seconds=1)), "mode"),
             (rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, ttl=Duration(seconds=1)), "owner"),
+            (
+                rollout_pb2.PauseRequest(
+                    mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a" * 3_000_000, ttl=Duration(seconds=1)
+                ),
+                "owner",
+            ),
             (rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a"), "ttl"),
             (rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a", ttl=Duration(seconds=3601)), "ttl"),
         ],
