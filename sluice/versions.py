@@ -87,7 +87,7 @@ def spans_between(spans: Sequence[VersionSpan], first: int, end: int) -> list[Ve
     stops = [span.start for span in spans[1:]] + [end]
     return [
         VersionSpan(max(span.start, first), span.version)
-        for span, stop in zip(spans, stops, strict=True)
+        for span, stop in zip(spans, stops, strict=False)  # before the first token there is no span, but a stop
         if max(span.start, first) < min(stop, end)
     ]
 

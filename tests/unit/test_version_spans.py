@@ -46,3 +46,7 @@ def test_spans_join_in_a_message_too() -> None:
     append_spans(trajectory.version_spans, [VersionSpan(0, Version(1, 2)).to_proto()], 0)
     append_spans(trajectory.version_spans, [VersionSpan(0, Version(1, 3)).to_proto()], 4)
     assert [span.start for span in trajectory.version_spans] == [0, 4]
+
+
+def test_before_the_first_token_there_are_no_spans():
+    assert spans_between([], 0, 0) == []
