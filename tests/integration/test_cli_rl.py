@@ -130,7 +130,7 @@ def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_n
     assert "run small failed after" in said
     assert "trainer ended with signal SIGKILL" in said
     assert "trainer | model loaded" in said
-    assert "whole log:" in said
+    assert "full log:" in said
     _, alive = psutil.wait_procs(others, timeout=5)
     assert not alive
 
