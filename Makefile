@@ -9,7 +9,7 @@ SEED ?= 0
 PYTORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # Processes that run tests side by side, one file at a time each; more than cores make tests with deadlines fail.
 TEST_WORKERS ?= 2
-PYTEST := $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
+PYTEST := $(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Compute processes share few cores: spinning OpenMP threads slow each other down by an order of magnitude.
 export OMP_WAIT_POLICY ?= passive
