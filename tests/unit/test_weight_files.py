@@ -24,7 +24,7 @@ from trainer_svc.compute_config import LoraConfig
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import Head, Network
-from trainer_svc.engine.weight_files import read_weights
+from trainer_svc.engine.weight_files import WeightFiles, read_weights
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -101,6 +101,29 @@ def test_a_model_whose_weights_are_made_of_several_tensors_is_read_whole(models)
 def test_packing_is_checked_with_weights_that_stay_in_their_files(models):
     with pytest.raises(ValueError, match="mix tokens outside of softmax attention"):
         loaded(models["mamba"], read=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_process_checks_its_own_layers_and_reads_no_others(models, monkeypatch, rank):
+    names: list[str] = []
+    read = WeightFiles.read
+
+    def noting(files, name, *box):
+        names.append(name)
+        return read(files, name, *box)
+
+    monkeypatch.setattr(WeightFiles, "read", noting)
+    network = load_network(str(models["qwen3"]), CPU, read=False, rank=rank, ranks=2)
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {str(rank)}
+    monkeypatch.undo()
+    read_weights(network.model, network.files, CPU)
+    assert_the_same(network, loaded(models["qwen3"], read=True))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_packing_is_refused_by_each_share_of_the_layers(models, rank):
+    with pytest.raises(ValueError, match="mix tokens outside of softmax attention"):
+        load_network(str(models["mamba"]), CPU, read=False, rank=rank, ranks=3)
 
 
 def test_a_missing_tensor_is_named(models, tmp_path):

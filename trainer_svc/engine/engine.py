@@ -32,6 +32,7 @@ from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
 from trainer_svc.engine.throughput import Meter
 from trainer_svc.parallel.fsdp import clip, total_norm
 from trainer_svc.parallel.mesh import SINGLE, Mesh
+from trainer_svc.parallel.ranks import Ranks, agree
 from trainer_svc.parallel.tensor import sum_partial_gradients
 
 if TYPE_CHECKING:  # training needs no gRPC
@@ -77,7 +78,8 @@ class TrainEngine:
         self.model_dir = str(model_dir)
         self.device = mesh.device or resolve_device(config.device)
         self.config = config = on_device(config, torch.device(self.device).type)
-        network = load_network(
+        load = partial(
+            load_network,
             self.model_dir,
             self.device if mesh.weights is None else torch.device("cpu"),
             head=head,
@@ -85,7 +87,10 @@ class TrainEngine:
             logit_cells=config.logit_cells,
             gradient_checkpointing=config.gradient_checkpointing is True and frozen is None,
             read=mesh.weights is None,
+            rank=mesh.rank,
+            ranks=mesh.dims.world_size,
         )
+        network = agree(Ranks(mesh.everyone), load)  # each rank checks other layers: what one refuses, all refuse
         if frozen is not None:
             freeze(network, DTYPES[frozen_precision(frozen, config.dtype, torch.device(self.device).type)])
         network, self.adapter = attach_adapter(network, config.lora)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,8 @@ def load_network(
     logit_cells: int = 3 << 24,
     gradient_checkpointing: bool = False,
     read: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Network:
     """Load a causal transformer with float32 weights and check that packed training is exact for it.
 
@@ -45,11 +49,13 @@ def load_network(
         gradient_checkpointing: Recompute activations in the backward pass.
         read: Whether to read the weights. False leaves them in their files where that can be done: then `Network.files`
             says where they are, and the check reads them one by one.
+        rank: This process, among those that load the same model.
+        ranks: How many they are. Each checks its share of the layers of a model whose weights stay in their files.
 
     Raises:
         ValueError: if the architecture cannot be trained packed.
     """
-    unread = None if read else _unread(path, head)
+    unread = None if read else _unread(path, head, rank, ranks)
     if unread is None:
         model, files = _load(path, head).to(device), None
         model.eval()
@@ -69,7 +75,7 @@ def load_network(
     )
 
 
-def _unread(path: str, head: Head) -> tuple[PreTrainedModel, WeightFiles, bool] | None:
+def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedModel, WeightFiles, bool] | None:
     """A model on the "meta" device, where its weights are, and whether its output embedding alone makes the logits.
 
     None where the weights cannot stay in their files; then it is as if it had not been tried.
@@ -82,8 +88,7 @@ def _unread(path: str, head: Head) -> tuple[PreTrainedModel, WeightFiles, bool] 
         if head == "value":
             read_weights(model.score, files, CPU, below="score")
         try:
-            with streaming(model, files):
-                own_head = check_packing(model, CPU, language=head != "value")
+            own_head = _checked(model, files, head, rank, ranks)
         except RuntimeError:  # a module computes with weights of another one, which are not there
             found = None
     if found is None:
@@ -91,6 +96,42 @@ def _unread(path: str, head: Head) -> tuple[PreTrainedModel, WeightFiles, bool] 
         log.warning("weights cannot stay in their files: every process reads the whole model", model=path)
         return None
     return model, files, own_head
+
+
+def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, ranks: int) -> bool:
+    """Check packing with this process's share of the layers; where that fails, with all of them, which decides."""
+    language = head != "value"
+    layers = getattr(model.base_model, "layers", None)
+    if ranks > 1 and isinstance(layers, torch.nn.ModuleList) and len(layers) > 1:
+        original = model.config._attn_implementation  # noqa: SLF001 - the check sets the packed one
+        try:
+            with _only(layers, rank % len(layers), ranks), streaming(model, files):
+                return bool(check_packing(model, CPU, language=language))
+        except (ValueError, TypeError, IndexError, RuntimeError):
+            model.set_attn_implementation(original)
+    with streaming(model, files):
+        return bool(check_packing(model, CPU, language=language))
+
+
+class _Skipped(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """Stands for a layer that another process checks."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Return the hidden states unchanged."""
+        return hidden_states
+
+
+@contextmanager
+def _only(layers: torch.nn.ModuleList, first: int, step: int) -> Iterator[None]:
+    """Leave every `step`-th layer from `first` on, and put the others back in the end."""
+    skipped = {place: layer for place, layer in enumerate(layers) if place % step != first % step}
+    for place in skipped:
+        layers[place] = _Skipped()
+    try:
+        yield
+    finally:
+        for place, layer in skipped.items():
+            layers[place] = layer
 
 
 def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: ANN401  those of `from_pretrained`
