@@ -41,6 +41,11 @@ def test_spans_that_follow_each_other_join_and_no_version_is_repeated(before: li
     assert [VersionSpan.from_proto(span) for span in joined] == spans_of(before + after)
 
 
+def test_before_the_first_token_there_is_no_span() -> None:
+    assert spans_between([], 0, 0) == []
+    assert span_lengths([], 0) == []
+
+
 def test_spans_join_in_a_message_too() -> None:
     trajectory = tokens_pb2.Trajectory()
     append_spans(trajectory.version_spans, [VersionSpan(0, Version(1, 2)).to_proto()], 0)
