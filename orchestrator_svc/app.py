@@ -155,7 +155,7 @@ async def _built(
             trajectories=trajectories,
             status=status,
             trainer=trainer,
-            tokenizer_digest=pool.tokenizer_digest,
+            pool=pool,
             requeue=dispatcher.requeue,
             changed=changed,
         )

@@ -82,7 +82,7 @@ class Journal:
 
         def record(index: JournalIndex, _segments: SegmentWriter) -> None:
             index.draw(number, position)
-            index.set_meta("next_group", str(number + 1))
+            index.raise_meta("next_group", number + 1)  # an older group may be drawn again
             index.set_meta("next_position", str(next_position))
 
         self._record(record)

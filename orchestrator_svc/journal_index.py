@@ -151,6 +151,12 @@ class JournalIndex:
         """Write one value of the table `meta`."""
         self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
+    def raise_meta(self, key: str, value: int) -> None:
+        """Write one number of the table `meta`, unless it holds a greater one."""
+        held = self.connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        if held is None or int(held[0]) < value:
+            self.set_meta(key, str(value))
+
     def has_run(self) -> bool:
         """Return whether a run began with this journal."""
         return bool(self.connection.execute("SELECT EXISTS (SELECT 1 FROM epochs)").fetchone()[0])

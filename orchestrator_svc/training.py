@@ -18,6 +18,7 @@ import structlog
 from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, OrchestratorConfig
 from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories, Recovery
 from orchestrator_svc.notifier import Notifier
+from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.step_summary import AppliedStep, summarise
@@ -69,7 +70,7 @@ class Training:
         trajectories: Has the trajectories of live groups.
         status: Shows the time in which the trainer had nothing to do.
         trainer: The trainer.
-        tokenizer_digest: Returns the digest that the replicas share; empty until one answered.
+        pool: Knows the tokenizer and the precision of the replicas.
         requeue: Draws the task at a position again.
         changed: Wakes the loops that wait for something to change.
     """
@@ -84,13 +85,13 @@ class Training:
         trajectories: LiveTrajectories,
         status: RunStatus,
         trainer: TrainerLink,
-        tokenizer_digest: Callable[[], str],
+        pool: ReplicaPool,
         requeue: Callable[[int], None],
         changed: Notifier,
     ) -> None:
         self._common, self._config, self._scheduler, self._journal = common, config, scheduler, journal
         self._trajectories, self._status, self._trainer, self._requeue = trajectories, status, trainer, requeue
-        self._tokenizer_digest, self._changed = tokenizer_digest, changed
+        self._pool, self._changed = pool, changed
         self._at_trainer: set[int] = set()
 
     async def check_trainer(self) -> None:
@@ -266,7 +267,7 @@ class Training:
             await self._changed.wait()
         records = [record for group in batch.groups for record in await self._trajectories.get(group)]
         _give_advantages(self._config.advantage, records)
-        while not (digest := self._tokenizer_digest()):
+        while not (digest := self._pool.tokenizer_digest()):
             await self._changed.wait(1.0)
         header = trainer_pb2.BatchHeader(
             run=f"runs/{self._common.run}",
@@ -277,6 +278,7 @@ class Training:
             on_stale=_STALE_POLICIES[self._config.on_stale],
             trajectory_count=len(records),
             tokenizer_digest=digest,
+            sampler_dtype=self._pool.sampler_dtype(),
             advantage_estimator="" if self._config.advantage == NO_ADVANTAGE else self._config.advantage,
         )
         # The trainer gets only what the journal can give it again.

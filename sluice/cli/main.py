@@ -38,6 +38,7 @@ ADDED_HELP = {
     "objective": "evaluate an objective and its gradient on given numbers",
     "eval": "score a model directory or a running server on an environment",
     "bench": "measure a part of the system side by side with its alternative",
+    "weights": "list, show, verify and compare the weight versions of a run",
 }
 """Help line of each command that the services add, so that `sluice --help` imports none of them."""
 

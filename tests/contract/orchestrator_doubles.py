@@ -113,7 +113,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
         return rollout_pb2.TokenizeResponse(token_ids=[*request.continues.ids, *new, 0], tokenizer_digest=DIGEST)
 
     async def GetModel(self, request, context):
-        return rollout_pb2.GetModelResponse(model="double", tokenizer_digest=DIGEST)
+        return rollout_pb2.GetModelResponse(model="double", tokenizer_digest=DIGEST, dtype="bfloat16")
 
     async def GetStatus(self, request, context):
         if self.status_failure is not None:

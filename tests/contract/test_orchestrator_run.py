@@ -607,6 +607,11 @@ async def test_a_search_for_replicas_that_breaks_ends_the_run_with_its_reason(sc
     assert (report["state"], report["error"]) == ("failed", "the search broke")
 
 
+async def test_batches_name_the_precision_of_the_weights_that_sampled(scene) -> None:
+    await scene.run()
+    assert {header.sampler_dtype for header in scene.trainer.headers} == {"bfloat16"}
+
+
 async def test_where_the_trainer_estimates_rewards_travel_without_advantages(scene) -> None:
     scene.trainer.estimator = "gae"
     await scene.run(advantage="gae", group_size=1, batch_size=4)

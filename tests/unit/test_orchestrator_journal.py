@@ -52,6 +52,17 @@ async def test_drawn_tasks_without_trajectories_are_drawn_again(tmp_path) -> Non
     assert (recovery.next_group, recovery.next_position) == (4, 3)
 
 
+async def test_an_older_group_that_is_drawn_again_gives_no_number_away_twice(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+    for number in (1, 2, 3):
+        journal.draw(number, number - 1, number)
+    await killed(journal)
+    again = open_journal(tmp_path)
+    again.draw(1, 0, 3)
+    await killed(again)
+    assert (await open_journal(tmp_path).recover()).next_group == 4
+
+
 async def test_accepted_trajectories_come_back_whole(tmp_path) -> None:
     journal = open_journal(tmp_path)
     versions = [Version(1, 4), Version(1, 5)]
