@@ -13,9 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_learner import assert_same, learner, names, state, train
+from thread_ranks import Meeting, ThreadRanks, on_ranks
 from tiny_policy import policy_step, ragged_batch, tiny_model
 from transformers import AutoModelForCausalLM
 
+from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
@@ -31,6 +33,8 @@ from trainer_svc.checkpoint.state import (
 )
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.loop import CheckpointWriter
 
 WAIT_S = 30.0
 
@@ -122,6 +126,55 @@ def test_a_failed_write_is_told_and_leaves_nothing_behind(
     with failing_disk(monkeypatch), pytest.raises(OSError, match="No space left"):
         checkpoints.save(tmp_path / "here")
     EngineCheckpoints(engine(model)).load(tmp_path / "here")
+
+
+async def test_a_record_that_cannot_be_synced_fails_the_checkpoint_and_training_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang_up() -> None:
+        raise OSError("Input/output error")
+
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    train(policy, 1)
+    compute = ComputeThread()
+    writer = CheckpointWriter(policy, compute, policy.config)
+    with monkeypatch.context() as patched:
+        patched.setattr(policy.record, "sync", hang_up)
+        await writer.begin_scheduled()
+        with pytest.raises(SluiceError, match="Input/output error") as refused:
+            await writer.save(0)
+    assert refused.value.reason == "CHECKPOINT_NOT_WRITTEN"
+    assert "Input/output error" in writer.last_error
+    assert names(policy) == []
+    train(policy, 2)
+    assert (await writer.save(0)).name == "step_2"
+    assert policy.checkpoints.newest().batch_record == policy.record.sync()
+    assert await compute.stop(WAIT_S)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_the_first_rank_cannot_prepare_fails_the_checkpoint_on_every_rank(tmp_path: Path, *, fails: bool) -> None:
+    def before() -> None:
+        if fails:
+            raise OSError("Input/output error")
+        manifest.run = "runs/prepared"
+
+    def save(_share: None, ranks: ThreadRanks) -> str:
+        begun = Saver(ranks, ThreadRanks(writing, ranks.index)).begin(
+            tmp_path / "step_1", manifest, {"weight": torch.ones(2)}, before=before
+        )
+        error = begun.exception(WAIT_S)
+        return begun.result().run if error is None else f"{type(error).__name__}: {error}"
+
+    manifest, writing = checkpoint_pb2.CheckpointManifest(), Meeting.of(2)
+    first, second = on_ranks([None, None], save)
+    if fails:
+        assert first == "OSError: Input/output error"
+        assert second == "OSError: rank 0 raised OSError: Input/output error"
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert first == second == "runs/prepared"
 
 
 def test_memory_that_is_full_fails_the_checkpoint_and_not_who_asked_for_it(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -89,6 +89,7 @@ class Checkpoints:
         manifest: checkpoint_pb2.CheckpointManifest,
         tensors: Mapping[str, torch.Tensor],
         export: Export | None = None,
+        before: Callable[[], None] = lambda: None,
     ) -> Future[checkpoint_pb2.CheckpointManifest]:
         """Copy the state, write it in the background, and remove the checkpoints beyond those to keep.
 
@@ -99,7 +100,12 @@ class Checkpoints:
         manifest.lineage.CopyFrom(lineage.to_proto(self.lineage))
         target = self.directory / manifest.checkpoint.name
         return self.saver.begin(
-            target, manifest, tensors, export=export, after=partial(self._prune, version, self.lineage)
+            target,
+            manifest,
+            tensors,
+            export=export,
+            before=before,
+            after=partial(self._prune, version, self.lineage),
         )
 
     def written(self, version: Version, journal_position: int) -> checkpoint_pb2.CheckpointManifest | None:

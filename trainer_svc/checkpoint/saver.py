@@ -120,6 +120,7 @@ class Saver:
         tensors: Mapping[str, torch.Tensor],
         *,
         export: Export | None = None,
+        before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> Future[checkpoint_pb2.CheckpointManifest]:
         """Copy the state to host memory and write it in the background; training may continue when this returns.
@@ -129,6 +130,8 @@ class Saver:
             manifest: All facts except the files and the size; those of the first rank count.
             tensors: The live state of this rank.
             export: Run by the first rank in the background.
+            before: Run by the first rank at once, before anything is copied. It may complete the manifest. If it raises, the
+                checkpoint fails on every rank.
             after: Run by the first rank when the checkpoint is in place.
 
         Returns:
@@ -140,7 +143,7 @@ class Saver:
         future.set_running_or_notify_cancel()  # nobody cancels a write
         read = threading.Event()
         try:
-            slices = self._copies(self._assigned(target, tensors), tensors, read)
+            slices = self._copies(self._assigned(target, tensors, before), tensors, read)
         except (OSError, ValueError, RuntimeError) as error:
             read.set()
             future.set_exception(error)
@@ -196,12 +199,15 @@ class Saver:
         restore_state(engines, directory / STATE, self._ranks.index)
         return manifest
 
-    def _assigned(self, target: Path, tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
+    def _assigned(
+        self, target: Path, tensors: Mapping[str, torch.Tensor], before: Callable[[], None]
+    ) -> dict[TensorSlice, torch.Tensor]:
         """Return the live slices that this rank is to write; the directory exists when this returns."""
 
         def prepare() -> dict[TensorSlice, torch.Tensor]:
             self.wait()
             if self._ranks.index == 0:
+                before()
                 building = _building(target)
                 remove_tree(building)
                 (building / STATE).mkdir(parents=True)

@@ -338,11 +338,15 @@ class Learner:
             tokenizer_digest=self.tokenizer_digest,
             optimizer_steps=self.optimizer_steps,
             next_sequence_no=self.version.number + 1,
-            batch_record=self.record.sync() if self.ranks.leads else None,
         )
+
+        def note_record() -> None:
+            if (end := self.record.sync()) is not None:
+                manifest.batch_record.CopyFrom(end)
+
         state = training_state(self.engines, self.mesh.rank)
         export = partial(export_state, self.engine, dtype=self.publish_dtype)
-        return self.checkpoints.begin(manifest, state, export)
+        return self.checkpoints.begin(manifest, state, export, before=note_record)
 
     def _saved(self, written: Future[checkpoint_pb2.CheckpointManifest], done: Future[Checkpoint]) -> None:
         if (error := written.exception()) is not None:

@@ -9,7 +9,7 @@ from threading import Barrier
 
 import torch
 
-__all__ = ["on_ranks"]
+__all__ = ["Meeting", "ThreadRanks", "on_ranks"]
 
 
 @dataclass
@@ -17,6 +17,10 @@ class Meeting:
     size: int
     barrier: Barrier
     brought: dict[int, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, size: int) -> Meeting:
+        return cls(size, Barrier(size))
 
     def exchange(self, index: int, value: object) -> list:
         self.brought[index] = value
@@ -50,7 +54,7 @@ class ThreadRanks:
 
 def on_ranks(shares: list, work: Callable) -> list:
     """`work(share, ranks)` of each share, all at once, each on a rank of its own; the results in the same order."""
-    meeting = Meeting(len(shares), Barrier(len(shares)))
+    meeting = Meeting.of(len(shares))
     with ThreadPoolExecutor(len(shares)) as pool:
         futures = [pool.submit(work, share, ThreadRanks(meeting, index)) for index, share in enumerate(shares)]
         return [future.result(timeout=20) for future in futures]
