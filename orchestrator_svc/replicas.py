@@ -101,6 +101,11 @@ class Replica:
         """Whether it failed too many polls in a row to get work."""
         return self._failed_polls >= self._evict_after
 
+    @property
+    def done(self) -> bool:
+        """Whether nothing more is to come of it: it does not answer, or gets no work and has finished what it had."""
+        return not self.seen or self.evicted or bool(self.why_not() and not self.in_flight)
+
     def cancel_calls(self) -> None:
         """Cancel the calls under way; their callers make them at another replica."""
         for call in self.calls:
@@ -221,8 +226,8 @@ class ReplicaPool:
                 self._replicas[target] = replica
                 self._pollers[target] = pollers.create_task(self._poll(replica), name=f"poll {target}")
         for target in [each for each in self._replicas if each not in targets]:
-            # It left the name service, or its lease is over: forget it once it no longer answers either.
-            if self._replicas[target].why_not():
+            # It left the name service, or its lease is over.
+            if self._replicas[target].done:
                 await self._forget(target)
 
     async def _forget(self, target: str) -> None:

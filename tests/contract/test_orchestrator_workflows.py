@@ -10,6 +10,7 @@ import threading
 import pytest
 from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 
+from orchestrator_svc import replicas
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.envs.base import Task, Turn
 from orchestrator_svc.envs.calls import EnvironmentCalls
@@ -265,6 +266,34 @@ async def test_the_calls_of_an_evicted_replica_are_cancelled_and_made_elsewhere(
             await asyncio.gather(*calls)
         assert len(other.calls) == 3
         assert engine.counts.retried == 3
+
+
+async def test_a_replica_that_left_the_name_service_finishes_its_requests_before_it_is_forgotten(monkeypatch) -> None:
+    leaving, other = RolloutDouble("leaving"), RolloutDouble("other", state=rollout_pb2.REPLICA_STATE_DRAINING)
+    leaving.gate.clear()
+    searches = 0
+
+    async def only_the_other(targets: list[str]) -> list[str]:
+        nonlocal searches
+        searches += 1
+        return targets[1:] if leaving.state == rollout_pb2.REPLICA_STATE_DRAINING else targets
+
+    monkeypatch.setattr(replicas, "resolve_targets", only_the_other)
+    async with engine_over(leaving, other, resolve_s=0.05) as (engine, pool), asyncio.timeout(30):
+        call = ask(engine, "r")
+        while not leaving.calls:  # noqa: ASYNC110 - it waits at the gate
+            await asyncio.sleep(0.01)
+        leaving.state, other.state = rollout_pb2.REPLICA_STATE_DRAINING, rollout_pb2.REPLICA_STATE_SERVING
+        while [each.name for each in pool.replicas if not each.why_not()] != ["other"]:  # noqa: ASYNC110 - polls tell
+            await asyncio.sleep(0.01)
+        seen = searches
+        while searches < seen + 2:  # noqa: ASYNC110 - one whole search has found it gone
+            await asyncio.sleep(0.01)
+        leaving.gate.set()
+        await call
+        assert (len(leaving.calls), len(other.calls), engine.counts.retried) == (1, 0, 0)
+        while len(pool.replicas) > 1:  # noqa: ASYNC110 - a later search forgets it
+            await asyncio.sleep(0.01)
 
 
 async def test_a_caller_that_is_cancelled_itself_is_not_sent_elsewhere() -> None:
