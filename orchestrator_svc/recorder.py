@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator_svc.staleness import Lineage
 from orchestrator_svc.step_summary import token_ages
+from sluice.host_files import write_whole
 from sluice.telemetry import MetricsWriter
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import Version, sampled_tokens
@@ -69,9 +70,7 @@ class Recorder:
         def write() -> dict[str, Any]:
             self._metrics().flush()
             report = build_report(read_metrics(self._run_dir / "metrics.jsonl"), facts)
-            staging = self._run_dir / ".report.json"
-            staging.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            staging.replace(self._run_dir / "report.json")
+            write_whole(self._run_dir / "report.json", json.dumps(report, indent=2) + "\n")
             return report
 
         await self._drain(0)
@@ -167,10 +166,7 @@ def _mean(steps: Mapping[int, Mapping[str, float]], name: str) -> float | None:
 def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows of one step; the file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f".{path.name}")
-    with staging.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    staging.replace(path)
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
 from orchestrator_svc import status as status_module
 from orchestrator_svc.evaluation import EvalResult, EvalSample
-from orchestrator_svc.recorder import build_report, read_metrics
+from orchestrator_svc.recorder import Recorder, build_report, read_metrics
 from orchestrator_svc.replica_addresses import check_address, resolve_targets
 from orchestrator_svc.staleness import Lineage
 from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
@@ -176,6 +177,23 @@ def test_the_report_counts_a_step_that_was_trained_again_once(tmp_path) -> None:
     assert report["staleness_share_ge_1"] == 0.75
     assert report["mismatch_kl_mean"] == 0.5
     assert report["evaluations"] == [{"step": 2, "eval/reward_mean": 0.9}]
+
+
+async def test_what_a_run_leaves_is_not_written_through_a_link(tmp_path: Path) -> None:
+    stranger = tmp_path / "stranger"
+    stranger.write_text("kept")
+    written = tmp_path / "report.json", tmp_path / "trajectories" / "step_000001.jsonl"
+    for path in written:
+        path.parent.mkdir(exist_ok=True)
+        path.with_name(f".{path.name}").symlink_to(stranger)
+    recorder = Recorder(tmp_path, write_text=True)
+    await recorder.step(1, {"reward/mean": 0.5}, [record("g1-0")], Lineage())
+    report = await recorder.report({"steps": 1, "run": "r"})
+    await recorder.close()
+    assert stranger.read_text() == "kept"
+    assert not any(path.is_symlink() for path in written)
+    assert json.loads(written[0].read_text()) == report
+    assert json.loads(written[1].read_text())["trajectory_id"] == "g1-0"
 
 
 def test_an_evaluation_counts_what_is_missing_and_treats_a_task_as_one_observation() -> None:
