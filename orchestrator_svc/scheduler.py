@@ -145,10 +145,6 @@ class Accounting:
         """Sequence numbers of the batches that were applied."""
         return list(self._trained_by_batch)
 
-    def undecided(self) -> int:
-        """Accepted trajectories that are neither trained nor dropped yet."""
-        return self.accepted - self.trained - sum(self.dropped.values())
-
 
 class Scheduler:
     """Decides on dispatch and batches.

@@ -23,7 +23,6 @@ __all__ = [
     "Episode",
     "check_sides",
     "estimate",
-    "estimator_names",
 ]
 
 Rewards: TypeAlias = NDArray[np.float64]
@@ -158,11 +157,6 @@ BATCH_SCALES: Mapping[str, BatchScale] = MappingProxyType(
     {"lite_ppo": by_batch_std, "reinforce_pp_baseline": whitened_over_tokens}
 )
 """Scales that follow over the whole batch, from its advantages, rewards and sampled lengths."""
-
-
-def estimator_names() -> list[str]:
-    """Return the names that `estimate` takes."""
-    return list(ESTIMATORS)
 
 
 def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.advantages import BATCH_SCALES, TRAINER_ESTIMATORS, Episode, estimate, estimator_names
+from sluice.advantages import BATCH_SCALES, ESTIMATORS, TRAINER_ESTIMATORS, Episode, estimate
 
 rewards = st.lists(st.floats(0, 10, allow_nan=False), min_size=1, max_size=9)
-GROUP_ONLY = [name for name in estimator_names() if name not in BATCH_SCALES]
+GROUP_ONLY = [name for name in ESTIMATORS if name not in BATCH_SCALES]
 ragged = st.dictionaries(st.text("abc", min_size=1, max_size=3), rewards, min_size=1, max_size=6)
 
 
@@ -53,7 +53,7 @@ def test_a_group_is_judged_alone_in_whatever_order_the_episodes_come(name, group
             assert together[episode] == pytest.approx(advantage, rel=1e-9, abs=1e-12)
 
 
-@given(st.sampled_from(estimator_names()), ragged)
+@given(st.sampled_from(list(ESTIMATORS)), ragged)
 def test_advantages_are_finite_and_groups_without_a_difference_have_none(name, groups):
     result = estimate(name, episodes_of(groups))
     assert all(math.isfinite(value) for value in result.by_episode.values())

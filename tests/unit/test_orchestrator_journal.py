@@ -89,7 +89,7 @@ async def test_batches_that_the_weights_lack_are_known_with_their_groups(tmp_pat
     assert [[group.number for group in groups] for _, groups in recovery.after(1)] == [[2], [3]]
     assert recovery.accounting.trained == 3
     assert recovery.accounting.dropped == {"STALE": 1}
-    assert recovery.accounting.undecided() == 2
+    assert recovery.accounting.accepted == 6
     assert recovery.elapsed_s == 20.0
     assert recovery.epochs == [(1, BASE)]
 
@@ -137,7 +137,7 @@ async def test_dropped_groups_are_counted_and_forgotten(tmp_path) -> None:
     assert (recovery.drawn, recovery.ready) == ([], [])
     assert recovery.accounting.dropped == {Reason.STALE: 2, Reason.MISSING_REWARD: 3}
     assert recovery.accounting.failed_groups == {Reason.EPISODE_FAILED: 1}
-    assert recovery.accounting.undecided() == 0
+    assert recovery.accounting.accepted == 5
 
 
 async def test_a_torn_end_behind_the_last_acknowledged_record_does_no_harm(tmp_path) -> None:
