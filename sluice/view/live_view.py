@@ -95,13 +95,15 @@ class RunView:
             self.say(step_line(self.progress))
 
     async def follow(self, target: str, security: SecurityConfig) -> None:
-        """Take the run's events from the orchestrator until the run has ended, across restarts of the orchestrator.
+        """Take the run's events from the orchestrator until the run has succeeded, across restarts of the orchestrator.
+
+        A run that fails for good is noticed by the supervisor; cancel this then.
 
         Args:
             target: Address of the orchestrator.
             security: Tokens and TLS.
         """
-        while not self.progress.ended:
+        while not self.progress.succeeded:
             async with OrchestratorClient(target, security) as orchestrator:
                 with contextlib.suppress(SluiceError):
                     self.progress.describe(await orchestrator.run(self._run))

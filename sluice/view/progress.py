@@ -36,8 +36,6 @@ _STATES = {
     orchestrator_pb2.RUN_STATE_FAILED: "failed",
 }
 
-_FINAL = frozenset({"succeeded", "failed"})
-
 _WAITS = {
     "rollout": "trainer waits for rollout",
     "trainer": "rollout waits for trainer",
@@ -118,9 +116,9 @@ class RunProgress:
         return True
 
     @property
-    def ended(self) -> bool:
-        """Whether the run has ended."""
-        return self.state in _FINAL
+    def succeeded(self) -> bool:
+        """Whether the run has done its last step. A failed one may continue: its orchestrator is started again."""
+        return self.state == _STATES[orchestrator_pb2.RUN_STATE_SUCCEEDED]
 
     def metric(self, name: str) -> float | None:
         """Return a metric of the last step by its short name; None if it is missing."""

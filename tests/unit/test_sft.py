@@ -129,7 +129,10 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
         ([{"messages": [{"role": "user", "content": "x"}]}], "no assistant turn"),
         ([chat("a", "b"), {"messages": [{"content": "x"}]}], "r.jsonl:2 contains malformed messages .KeyError"),
         ([{"messages": "x"}], "r.jsonl:1 contains malformed messages"),
-        ([{"messages": [{"role": "user", "content": 7}, *chat("a", "b")["messages"]]}], "0 of the user has int"),
+        (
+            [{"messages": [{"role": "user", "content": 7}, *chat("a", "b")["messages"]]}],
+            "0 of the user has content of type int",
+        ),
         ([{"messages": [{"role": "usr", "content": "x"}, *chat("a", "b")["messages"]]}], "unknown role usr"),
         ([], r"r\.jsonl is empty: give a file with one JSON object per line"),
     ],
