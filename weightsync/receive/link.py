@@ -34,6 +34,9 @@ _SILENCE_S = 25.0
 _STREAM_S = 3600.0
 """Deadline of one stream in seconds; it is opened again after that."""
 
+_NO_RUN_S = 0.5
+"""Seconds between two questions about a run that nothing was pushed to: the first version is taken this much later at most."""
+
 _REMEDY = "start it, or see peers.weightsync (of a relay: weightsync.upstream) and the tokens and certificates"
 
 _REPORT_DEADLINE_S = 10.0
@@ -56,7 +59,7 @@ class VersionWatch:
 
     Attributes:
         newest: Manifest of the newest version that was announced.
-        connected: Whether the stream is alive.
+        connected: Whether the service answers: the stream is alive, or nothing was pushed to the run yet.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class VersionWatch:
         self._backoff = backoff or Backoff()
         self.newest: pb.Manifest | None = None
         self.connected = False
+        self._warned = False
         self._stub = stub
         self._run = run
         self._replica = replica
@@ -84,30 +88,45 @@ class VersionWatch:
         return None if self.newest is None else Version.from_proto(self.newest.version)
 
     async def run_forever(self) -> None:
-        """Watch until cancelled, and open the stream again whenever it breaks."""
-        backoff, warned = self._backoff, False
+        """Watch until cancelled, and open the stream again whenever it breaks.
+
+        A run that nothing was pushed to is one without a version yet: the service is there, and is asked again soon.
+        """
         while True:
             try:
                 await self._watch_once()
-                reason = "the stream ended"
+                pause_s = self._lost("the stream ended")
             except grpc.aio.AioRpcError as error:
-                reason = str(SluiceError.from_rpc(error))
+                failure = SluiceError.from_rpc(error)
+                pause_s = self._no_version() if failure.reason == "NO_SUCH_RUN" else self._lost(str(failure))
             except TimeoutError:
-                reason = f"no sign of life for {_SILENCE_S:g} s"
-            if self.connected:
-                backoff.succeed()
-                warned = False
-                if not self._hurry.is_set():
-                    log.info("weight service unreachable; the version in service stays", reason=reason)
-            elif backoff.at_longest and not warned:
-                warned = True
-                log.warning("weight service unreachable; retrying", run=self._run, reason=reason, remedy=_REMEDY)
-            self.connected = False
+                pause_s = self._lost(f"no sign of life for {_SILENCE_S:g} s")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(backoff.fail()):
+                async with asyncio.timeout(pause_s):
                     await self._hurry.wait()
-                    backoff.succeed()
+                    self._backoff.succeed()
             self._hurry.clear()
+
+    def _no_version(self) -> float:
+        """Note that the service answers and knows no such run yet. Return the pause before the next attempt, in seconds."""
+        if not self.connected:
+            log.info("weight service reached; waiting for the trainer's first version", run=self._run)
+        self._backoff.succeed()
+        self._warned, self.connected = False, True
+        return _NO_RUN_S
+
+    def _lost(self, reason: str) -> float:
+        """Note that the stream ended or did not begin. Return the pause before the next attempt, in seconds."""
+        if self.connected:
+            self._backoff.succeed()
+            self._warned = False
+            if not self._hurry.is_set():
+                log.info("weight service unreachable; the version in service stays", reason=reason)
+        elif self._backoff.at_longest and not self._warned:
+            self._warned = True
+            log.warning("weight service unreachable; retrying", run=self._run, reason=reason, remedy=_REMEDY)
+        self.connected = False
+        return self._backoff.fail()
 
     async def _watch_once(self) -> None:
         known = self.newest_version
