@@ -299,18 +299,20 @@ class VllmEngine(AdapterCommands):
         self._prompted += len(request.prompt_ids)
 
     async def _scrub(self) -> None:
-        """Clear the KV cache after a NaN, which would stay in its blocks. Requests in progress are computed again."""
-        async with self._commands:
+        """Clear the KV cache after a NaN, which would stay in its blocks. Requests in progress are computed again.
+
+        Raises:
+            EngineError: if that fails; the engine is broken then, since it may be paused and hold the NaN.
+        """
+        async with self._changing():
             llm = self._llm
             log.error("sampled from NaN; cleaning the KV cache", version=str(self._weights.version))
-            clean = (
-                llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True),
-                llm.collective_rpc("sluice_zero_kv"),
-            )
-            for work in clean:
-                await step(llm, "cleaning the KV cache", work, self._options.phase_deadline_s)
+            deadline_s = self._options.phase_deadline_s
+            pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+            await step(llm, "pausing", pause, deadline_s)
+            await step(llm, "cleaning the KV cache", llm.collective_rpc("sluice_zero_kv"), deadline_s)
             if self._paused is None:
-                await step(llm, "resuming", llm.resume_generation(), self._options.phase_deadline_s)
+                await step(llm, "resuming", llm.resume_generation(), deadline_s)
 
     # --- pausing --------------------------------------------------------------------------------------------------
 
@@ -320,7 +322,7 @@ class VllmEngine(AdapterCommands):
         Raises:
             EngineError: if requests in progress did not end in time (mode WAIT); sampling continues.
         """
-        async with self._commands:
+        async with self._changing():
             llm = self._llm
             work = llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
             try:
@@ -333,7 +335,7 @@ class VllmEngine(AdapterCommands):
 
     async def resume(self) -> None:
         """Resume sampling. Idempotent."""
-        async with self._commands:
+        async with self._changing():
             self._paused = None
             llm = self._llm
             await step(llm, "resuming", llm.resume_generation(), self._options.phase_deadline_s)
