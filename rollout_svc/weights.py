@@ -13,7 +13,7 @@ import structlog
 
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.adapter_slots import AdaptersFullError
-from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.lora import LoraEngine
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig
@@ -216,7 +216,8 @@ class ReplicaWeights:
             The version of the weights, and the tensors that differ.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION if the files are not on this host, UNAVAILABLE if the engine could not compare.
+            SluiceError: FAILED_PRECONDITION if the files are not on this host or the engine cannot compare them,
+                DEADLINE_EXCEEDED if the comparison takes too long, UNAVAILABLE if the engine failed.
         """
 
         async def compare(staged: StagedVersion | None) -> list[str]:
@@ -226,8 +227,12 @@ class ReplicaWeights:
             if self._receiver is None:
                 return BASE, await compare(None)
             version, different = await self._receiver.verify(compare)
+        except EngineTimeoutError as error:
+            raise SluiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "VERIFY_DEADLINE", str(error)) from error
         except EngineError as error:
-            raise SluiceError.unavailable("VERIFY_FAILED", f"{error}; retry") from error
+            if not self._engine.current.status().healthy:
+                raise SluiceError.unavailable("VERIFY_FAILED", f"{error}; retry when it serves again") from error
+            raise SluiceError.failed_precondition("VERIFY_REFUSED", str(error)) from error
         if different:
             log.error("live weights differ from their files", version=str(version), tensors=different[:3])
         return version, different

@@ -17,6 +17,7 @@ __all__ = [
     "EngineBusyError",
     "EngineError",
     "EngineStatus",
+    "EngineTimeoutError",
     "FinishReason",
     "GenerationChunk",
     "GenerationRequest",
@@ -49,6 +50,10 @@ class PauseMode(Enum):
 
 class EngineError(Exception):
     """The engine failed. Requests in progress are lost, and the service restarts the engine."""
+
+
+class EngineTimeoutError(EngineError):
+    """An operation of the engine did not end by its deadline."""
 
 
 class EngineBusyError(Exception):

@@ -34,7 +34,6 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "SetWeightPolicy",
         "UpdateWeights",
         "ReloadWeights",
-        "VerifyWeights",
         "Pause",
         "Resume",
         "LoadAdapter",
@@ -61,7 +60,7 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
 
 The contracts call each of them idempotent or free of side effects. Streams are left out: their callers continue where they broke (an
 offset, a sequence number, a batch id). Health checks and ListSources are left out because they ask about this moment. `Generate` is
-left out because a caller who lost a replica wants to choose another one.
+left out because a caller who lost a replica wants to choose another one, and `VerifyWeights` because it takes minutes.
 """
 
 _RETRY_POLICY = {

@@ -151,8 +151,8 @@ class RolloutAdminServiceStub:
     VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
     """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
     of sampling. Where they differ, the next update loads the version anew. No other side effects.
-    Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host), UNAVAILABLE (the engine could not
-    compare them).
+    Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host, or the engine cannot compare them),
+    DEADLINE_EXCEEDED (the comparison took too long: compare a fraction), UNAVAILABLE (the engine failed).
     """
     Pause: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]
     """Stops sampling until Resume or the end of the time to live. New requests are queued.
@@ -195,8 +195,8 @@ class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
     VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
     """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
     of sampling. Where they differ, the next update loads the version anew. No other side effects.
-    Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host), UNAVAILABLE (the engine could not
-    compare them).
+    Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host, or the engine cannot compare them),
+    DEADLINE_EXCEEDED (the comparison took too long: compare a fraction), UNAVAILABLE (the engine failed).
     """
     Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops sampling until Resume or the end of the time to live. New requests are queued.
@@ -260,8 +260,8 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_pb2.VerifyWeightsResponse, _abc.Awaitable[_rollout_pb2.VerifyWeightsResponse]]:
         """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
         of sampling. Where they differ, the next update loads the version anew. No other side effects.
-        Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host), UNAVAILABLE (the engine could not
-        compare them).
+        Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host, or the engine cannot compare them),
+        DEADLINE_EXCEEDED (the comparison took too long: compare a fraction), UNAVAILABLE (the engine failed).
         """
 
     @_abc_1.abstractmethod

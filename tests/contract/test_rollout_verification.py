@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import grpc
 import pytest
 from rollout_stack import refused, until
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ from weightsync_stack import RUN, Stack, running_stack
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
+from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
@@ -116,3 +118,31 @@ async def test_a_fraction_is_above_zero_and_at_most_one(replica, fraction):
         stub = rollout_pb2_grpc.RolloutAdminServiceStub(channel)
         error = await refused(stub.VerifyWeights(rollout_pb2.VerifyWeightsRequest(fraction=fraction), timeout=30))
     assert list(error.violations) == ["fraction"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "healthy", "code"),
+    [
+        (EngineTimeoutError("not within 1200 s"), True, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (EngineError("the file cannot be read"), True, grpc.StatusCode.FAILED_PRECONDITION),
+        (EngineError("the engine's process died"), False, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+async def test_a_comparison_that_fails_is_named_by_its_kind_and_not_repeated(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, failure: EngineError, healthy: bool, code: grpc.StatusCode
+) -> None:
+    asked = 0
+    status = replica.engine.status()
+
+    async def fail(*_: object) -> list[str]:
+        nonlocal asked
+        asked += 1
+        if not healthy:
+            monkeypatch.setattr(replica.engine, "status", lambda: replace(status, healthy=False))
+        raise failure
+
+    monkeypatch.setattr(replica.engine, "verify_weights", fail)
+    async with connect(replica.target, SecurityConfig()) as channel:
+        stub = rollout_pb2_grpc.RolloutAdminServiceStub(channel)
+        error = await refused(stub.VerifyWeights(rollout_pb2.VerifyWeightsRequest(), timeout=30))
+    assert (error.code, asked) == (code, 1)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.model_files import BaseModel
 from rollout_svc.engines.vllm.types import Llm
 from sluice.versions import BASE, Version
@@ -53,6 +53,10 @@ class WeightFiles:
 
 class HalfLoadedError(EngineError):
     """Loading failed after it had begun. The model may hold parts of two versions and must not sample."""
+
+
+class StepTimeoutError(HalfLoadedError, EngineTimeoutError):
+    """A call to the engine did not end by its deadline, and may still have an effect."""
 
 
 class VllmWeights:
@@ -164,7 +168,8 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
     """Wait for one call to the engine until a deadline. If its process dies, the call would never return.
 
     Raises:
-        HalfLoadedError: if it takes too long, vLLM fails or its process dies; the engine's state is then unknown.
+        HalfLoadedError: if it takes too long (StepTimeoutError), vLLM fails or its process dies; the engine's state is
+            then unknown.
     """
     task = asyncio.create_task(work)
     end = time.monotonic() + deadline_s
@@ -177,8 +182,9 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
         raise HalfLoadedError(f"{name} failed: {type(error).__name__}: {error}; restart the engine") from error
     finally:
         task.cancel()
-    why = "failed: the engine's process died" if llm.errored else f"did not end within {deadline_s:.0f} s"
-    raise HalfLoadedError(f"{name} {why}; restart the engine")
+    if llm.errored:
+        raise HalfLoadedError(f"{name} failed: the engine's process died; restart the engine")
+    raise StepTimeoutError(f"{name} did not end within {deadline_s:.0f} s; restart the engine")
 
 
 async def check(llm: Llm, files: WeightFiles, deadline_s: float) -> None:
@@ -276,7 +282,7 @@ async def verify(llm: Llm, files: WeightFiles, share: float, deadline_s: float) 
         deadline_s: Deadline of the whole comparison, in seconds.
 
     Raises:
-        EngineError: if a worker cannot compare, or the deadline passes.
+        EngineError: if a worker cannot compare; EngineTimeoutError if the deadline passes.
         HalfLoadedError: if the engine does not reply.
     """
     name, end = "comparing the weights", time.monotonic() + deadline_s
@@ -290,7 +296,7 @@ async def verify(llm: Llm, files: WeightFiles, share: float, deadline_s: float) 
         if all(kind == "ok" for kind, _ in replies):
             break
         if time.monotonic() > end:
-            raise EngineError(
+            raise EngineTimeoutError(
                 f"version {files.version} could not be compared within {deadline_s:.0f} s; compare a fraction of them"
             )
     failed = next((str(value) for kind, value in replies if kind != "ok"), "")
