@@ -1,6 +1,6 @@
 """A run from the first look at its services to the report.
 
-    draw task -> open group -> generate -> score -> group complete -> advantages -> batch -> SubmitBatch -> trained
+    draw task -> open group -> generate -> score -> group complete -> batch -> advantages -> SubmitBatch -> trained
 
 `Dispatcher` does the first half, `Training` the second; checkpoints and evaluations are made beside them. `Run` starts each
 as a task of its own and awaits it: whatever one of them raises ends the run.

@@ -1,4 +1,4 @@
-"""Translates between our requests and results and vLLM's. This is the only file that reads vLLM's internals.
+"""Translates between our requests and results and vLLM's. It reads the internals of vLLM's front end.
 
 vLLM reports version spans only with the last output of a request. A stream needs them earlier, so that the tokens that a client
 has when a replica dies stay usable. So tokens, log-probabilities and spans of requests in progress are read from the request
