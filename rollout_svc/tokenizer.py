@@ -6,13 +6,13 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.struct_pb2 import Struct, Value
 
 from sluice.render import ChatRenderer, TemplateArgumentError, TemplateError, tokenizer_digest
 from sluice.rpc import SluiceError
+from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 if TYPE_CHECKING:
@@ -27,7 +27,10 @@ RENDER_THREADS = 4
 """Threads that render and tokenize, so that a long prompt does not block the event loop."""
 
 RENDER_DEADLINE_S = 30.0
-"""Seconds to render and tokenize one prompt, with the wait for a thread. 4 MiB of text take about 2 s."""
+"""Seconds to render and tokenize one prompt, and as many to wait for a thread. 4 MiB of text take about 2 s."""
+
+MAX_HUNG_RENDERINGS = 32
+"""Renderings that may hang at a time, such as in a template that loops for ever; a thread cannot be ended."""
 
 MAX_PARTS = 16_384
 """Maximum number of messages, parts, tool calls and tools of one conversation; each takes much more memory than bytes on the wire."""
@@ -75,7 +78,7 @@ class ModelTokenizer:
         self._renderer = functools.lru_cache(maxsize=32)(self._build_renderer)
         self._token_text = functools.lru_cache(maxsize=TOKEN_TEXTS)(self._decode_token)
         self._special_ids, self._byte_ids = _special_ids(tokenizer), _byte_ids(tokenizer)
-        self._threads = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="render")
+        self._threads = DeadlineThreads("rendering", RENDER_THREADS, RENDER_DEADLINE_S, MAX_HUNG_RENDERINGS)
 
     async def ids_of(self, request: rollout_pb2.GenerateRequest) -> list[int]:
         """Return the token ids of a request's prompt.
@@ -169,16 +172,22 @@ class ModelTokenizer:
         """Run work of unknown duration outside the event loop.
 
         Raises:
-            SluiceError: UNAVAILABLE if it takes too long.
+            SluiceError: INVALID_ARGUMENT if it takes too long, UNAVAILABLE if no thread is free.
         """
         try:
-            async with asyncio.timeout(RENDER_DEADLINE_S):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            async with asyncio.timeout(2 * RENDER_DEADLINE_S):
+                return await self._threads.run(work)
+        except CallHungError as error:  # the prompt is at fault: another replica would take as long
+            raise SluiceError.invalid_argument(
+                "prompt", f"was not turned into token ids within {RENDER_DEADLINE_S:.0f} s: send a shorter one"
+            ) from error
         except TimeoutError as error:
             raise SluiceError.unavailable(
-                "RENDERING_TIMED_OUT",
-                f"the prompt was not turned into token ids within {RENDER_DEADLINE_S:.0f} s; send a shorter one or retry",
-                RENDER_DEADLINE_S,
+                "RENDERING_BUSY", "other prompts take all threads that render; retry", RENDER_DEADLINE_S
+            ) from error
+        except TooManyHungError as error:
+            raise SluiceError.unavailable(
+                "RENDERINGS_HANG", f"{MAX_HUNG_RENDERINGS} prompts hang in the chat template: restart this replica"
             ) from error
 
     def _encode(self, text: str) -> list[int]:

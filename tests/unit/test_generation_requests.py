@@ -11,7 +11,7 @@ import pytest
 from tiny_policy import TINY
 
 from rollout_svc.engines.base import ModelInfo, Sampling
-from rollout_svc.tokenizer import ModelTokenizer, struct_dict
+from rollout_svc.tokenizer import RENDER_THREADS, ModelTokenizer, struct_dict
 from rollout_svc.wire import generation_request, sampling_of
 from sluice.cli.init_model import character_tokenizer
 from sluice.rpc import SluiceError
@@ -126,3 +126,25 @@ async def test_a_prompt_is_rendered_outside_of_the_event_loop(monkeypatch):
     await asyncio.sleep(0)
     released.set()
     assert await rendering == [1]
+
+
+async def test_prompts_that_hang_are_at_fault_and_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_svc.tokenizer.RENDER_DEADLINE_S", 0.5)
+    prompts = ModelTokenizer(character_tokenizer(TINY))
+    released = threading.Event()
+
+    def render(conversation: tokens_pb2.Conversation) -> list[int]:
+        return [int(conversation.messages[0].content == "good" or released.wait(60))]
+
+    monkeypatch.setattr(prompts, "render", render)
+    bad, good = (
+        rollout_pb2.GenerateRequest(conversation={"messages": [{"role": "user", "content": text}]})
+        for text in ("bad", "good")
+    )
+    try:
+        outcomes = await asyncio.gather(*(prompts.ids_of(bad) for _ in range(RENDER_THREADS)), return_exceptions=True)
+        codes = [each.code for each in outcomes if isinstance(each, SluiceError)]
+        assert codes == [grpc.StatusCode.INVALID_ARGUMENT] * RENDER_THREADS
+        assert await prompts.ids_of(good) == [1]
+    finally:
+        released.set()

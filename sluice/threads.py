@@ -1,0 +1,104 @@
+"""Runs functions that may hang in threads, with a deadline: code of environments, chat templates of models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+__all__ = ["CallHungError", "DeadlineThreads", "TooManyHungError"]
+
+T = TypeVar("T")
+
+
+class CallHungError(TimeoutError):
+    """A call did not end by its deadline. Its thread is left to itself."""
+
+
+class TooManyHungError(Exception):
+    """Too many calls hang; no further one is started."""
+
+
+class DeadlineThreads:
+    """Runs functions in threads of their own; use it from one event loop.
+
+    A thread cannot be killed. One that misses its deadline is left to itself and another takes its place, so that calls that
+    hang stop neither the others nor what else needs threads, such as the resolver. The threads are daemons: a hung one does
+    not keep the process from ending.
+
+    Args:
+        name: Name of the threads.
+        threads: Calls that run at a time; further ones wait.
+        deadline_s: Seconds that one call may run.
+        most_hung: Calls that may hang at a time before further ones are refused.
+
+    Attributes:
+        hung: Calls that missed their deadline so far.
+        hanging: Calls without a caller whose threads have not ended yet.
+    """
+
+    def __init__(self, name: str, threads: int, deadline_s: float, most_hung: int) -> None:
+        self.hung = self.hanging = 0
+        self._name = name
+        self._places = asyncio.Semaphore(threads)
+        self._deadline_s, self._most_hung = deadline_s, most_hung
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:  # noqa: ANN401 - those of any function
+        """Call a function in a thread and return its answer.
+
+        Raises:
+            CallHungError: if it is not done by the deadline.
+            TooManyHungError: if too many calls hang.
+            Exception: whatever the function raises.
+        """
+        async with self._places:
+            if self.hanging >= self._most_hung:
+                raise TooManyHungError(f"{self.hanging} calls have not ended by their deadline")
+            answer = self._start(function, arguments)
+            try:
+                async with asyncio.timeout(self._deadline_s) as deadline:
+                    return await answer
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                self.hung += 1
+                raise CallHungError(f"the call did not end within {self._deadline_s:g} s") from error
+
+    def _start(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> asyncio.Future[T]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        call = contextvars.copy_context().run
+        # The caller leaves by its deadline, or because it is cancelled itself: either cancels the future.
+        answer.add_done_callback(lambda done: self._left(done, +1))
+
+        def work() -> None:
+            error: Exception | None = None
+            result: Any = None
+            try:
+                result = call(function, *arguments)
+            except Exception as raised:  # noqa: BLE001 - the function may raise anything; the caller gets it
+                error = raised
+            except BaseException as raised:  # noqa: BLE001 - SystemExit of foreign code must not end the service
+                error = RuntimeError(f"the {self._name} raised {raised!r}")
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._deliver, answer, result, error)
+
+        threading.Thread(target=work, name=self._name, daemon=True).start()
+        return answer
+
+    def _left(self, answer: asyncio.Future[Any], change: int) -> None:
+        if answer.cancelled():
+            self.hanging += change
+
+    def _deliver(self, answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:  # noqa: ANN401 - any answer
+        if answer.done():
+            self._left(answer, -1)
+        elif error is None:
+            answer.set_result(result)
+        elif isinstance(error, StopIteration):
+            answer.set_exception(RuntimeError(f"the {self._name} raised StopIteration"))
+        else:
+            answer.set_exception(error)
