@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from loop_audit import file_changes_of_this_thread
-from relay_stack import Node, push, running
-from weightsync_stack import RUN, eventually, running_stack, weights
+from relay_stack import Engine, Node, push, running
+from weightsync_stack import RUN, eventually, following, running_stack, weights
 
+from sluice.config import SecurityConfig
+from sluice.rpc import connect
 from sluice.versions import Version
 from weightsync.publish.shards import ShardSource
 from weightsync.publisher import AdapterPublisher, WeightPublisher
+from weightsync.receiver import WeightReceiver
 
 pytestmark = pytest.mark.slow
 
@@ -51,3 +54,19 @@ async def test_a_relay_changes_no_file_on_the_event_loop(tmp_path: Path) -> None
                     await eventually(lambda number=number: relay.newest() == Version(1, number))  # type: ignore[misc]
             await eventually(lambda: not list(relay.directory.glob("v1.1")))
     assert changes == []
+
+
+@pytest.mark.parametrize("local", [True, False])
+async def test_a_receiver_changes_no_file_on_the_event_loop(tmp_path: Path, local: bool) -> None:
+    engine, tensors, stage_dir = Engine("replica"), weights(), tmp_path / "shm"
+    async with running_stack(tmp_path / "outputs") as stack, connect(stack.target, SecurityConfig()) as channel:
+        receiver = WeightReceiver(channel, RUN, engine.name, stage_dir, engine, local_files=local)
+        publisher = WeightPublisher(stack.channel, RUN)
+        with file_changes_of_this_thread() as changes:
+            async with following(receiver):
+                for number in range(1, 4):  # a dense form, and deltas on it
+                    await publisher.update(Version(1, number), tensors, deadline_s=30)
+                    await eventually(lambda number=number: engine.version == Version(1, number))  # type: ignore[misc]
+                    tensors["model.norm.weight"][number] += 1
+                await eventually(lambda: len(list(stage_dir.glob("*/*"))) == 1)
+        assert changes == []

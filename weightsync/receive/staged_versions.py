@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -32,6 +32,7 @@ from weightsync.staged import StagedVersion, TensorSpec
 __all__ = ["BehindError", "HostCopies", "StagedVersions"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _LOOK_S = 0.01
 """Seconds between two looks whether another process is ready; a look costs some microseconds."""
@@ -117,11 +118,11 @@ class HostCopies:
                 )
             await asyncio.sleep(_LOOK_S)
 
-    async def _owned(self, work: Callable[[], T | None], give_back: Callable[[T], None]) -> T | None:
+    async def _owned(self, work: Callable[[], U], give_back: Callable[[Any], None]) -> U:
         """Take something in a thread, and give it back if the caller is cancelled meanwhile: nobody else could release its lock."""
-        taken: list[T] = []
+        taken: list[U] = []
 
-        def take() -> T | None:
+        def take() -> U:
             found = work()
             if found is not None:
                 taken.append(found)
@@ -131,7 +132,7 @@ class HostCopies:
             return await in_thread(self._threads, take)
         except asyncio.CancelledError:
             for lost in taken:
-                give_back(lost)
+                await in_thread(self._threads, partial(give_back, lost))
             raise
 
     async def _make(
@@ -141,13 +142,13 @@ class HostCopies:
             await self._wait_for_room(claim.path, held, or_newer=or_newer)
             self._area.check_room(needed)
             made = await build(claim.descriptor)
-            return claim.publish(), made
+            return await self._owned(claim.publish, SharedCopy.release), made
         except OSError as error:
             if error.errno == errno.ENOSPC:  # somebody else took the memory meanwhile
                 raise self._area.no_room(needed) from error
             raise
         finally:
-            claim.abandon()
+            await in_thread(self._threads, claim.abandon)
 
     async def _wait_for_room(self, path: Path, held: Path | None, *, or_newer: bool) -> None:
         """Wait until a base and one staged copy are all that exists, at most `room_wait_s`: one held receiver must not stop the others."""

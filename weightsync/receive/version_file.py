@@ -188,7 +188,7 @@ class VersionFile:
                 await self._patch(steps, base.digests, limit, copied)
             return
         dense = steps[0]
-        file = DenseFile(dense.manifest, self._descriptor)
+        file = await in_thread(self._puller.threads, partial(DenseFile, dense.manifest, self._descriptor))
         sinks = {shard.name: file.sink(shard.name) for shard in dense.manifest.shards}
         await self._puller.pull(dense.manifest, dense.files, sinks, self._cost)
         await in_thread(self._puller.threads, file.finish)
@@ -200,9 +200,12 @@ class VersionFile:
     async def _copying(self, source: Path) -> AsyncIterator[asyncio.Future[None]]:
         """Copy a file while the block runs, and end the copy where the block is left early."""
         stop = threading.Event()
-        os.ftruncate(self._descriptor, 0)
-        work = partial(copy_file, source, self._descriptor, stop)
-        copied = asyncio.get_running_loop().run_in_executor(self._puller.threads, work)
+
+        def copy() -> None:
+            os.ftruncate(self._descriptor, 0)
+            copy_file(source, self._descriptor, stop)
+
+        copied = asyncio.get_running_loop().run_in_executor(self._puller.threads, copy)
         try:
             yield copied
         finally:
@@ -241,8 +244,8 @@ class VersionFile:
         finally:
             pulling.cancel()
             await asyncio.gather(pulling, return_exceptions=True)
-            if patched is not None:
-                patched.close()
+            if patched is not None:  # to unmap a large file takes long
+                await in_thread(self._puller.threads, patched.close)
 
     async def _pull_delta(self, step: PathStep, limit: int) -> list[DeltaShard]:
         shards = step.manifest.shards
