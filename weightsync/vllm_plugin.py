@@ -57,7 +57,7 @@ def children_die_with_us() -> Iterator[None]:
 
 
 def _after_fork() -> None:
-    """Run in a forked child: the flag of the forking thread came along, and goes on to grandchildren."""
+    """Tie a forked child to its parent if the thread that forked it was tied; its own children inherit that."""
     if getattr(_forking, "tied", False):
         _die_with_parent()
         # The loop's wake-up socket came along too: a SIGTERM that ends this child would be written into it, and the

@@ -25,6 +25,9 @@ _Run = TypeVar("_Run", bound=CommonConfig)
 _TRAINED = ("float32", "bfloat16")
 """Precisions that a trainer computes in; an engine knows more."""
 
+_VLLM_DTYPES: dict[str, str] = {name: name for name in (*_TRAINED, "float16")} | {"float": "float32", "half": "float16"}
+"""Our names of the precisions that vLLM's argument `dtype` can fix."""
+
 OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
 """Workflows whose trajectories are known; others may bring more."""
 
@@ -150,8 +153,8 @@ def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:
     Returns:
         The settings, and one line per decision: the setting, its value and the reason.
     """
-    trainer, rollout = getattr(run, "trainer", None), getattr(run, "rollout", None)
-    if not (isinstance(trainer, Section) and isinstance(rollout, Section)):
+    trainer, rollout = _section(run, "trainer"), _section(run, "rollout")
+    if trainer is None or rollout is None:
         return run, ()
     notes: list[str] = []
     precision = _precision(trainer, rollout, cuda=cuda)
@@ -167,6 +170,8 @@ def _precision(trainer: Any, rollout: Any, *, cuda: bool) -> Mapping[str, dict[s
     """Return the precision of forward pass, published weights and engine, with reasons, where they are left open."""
     computes, sampled = getattr(trainer, "dtype", ""), getattr(rollout, "dtype", "")
     published = getattr(trainer, "publish_dtype", "")
+    if sampled == "auto":  # vLLM's own argument overrides ours
+        sampled = _VLLM_DTYPES.get(getattr(rollout, "engine_args", {}).get("dtype", "auto"), "auto")
     if not getattr(rollout, "follow_weights", False) or "" in (computes, sampled, published):
         return {"trainer": {}, "rollout": {}}
     reason = f"rollout.dtype is {sampled}"

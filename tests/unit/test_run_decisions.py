@@ -35,6 +35,8 @@ def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (True, ("--trainer.dtype", "float32"), ("float32", "float32", "float32")),
         (False, ("--trainer.dtype", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
         (False, ("--rollout.dtype", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
+        (False, ("--rollout.engine-args.dtype", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
+        (False, ("--rollout.engine-args.dtype", "half"), ("float32", "float16", "float16")),
         (True, ("--rollout.dtype", "float16"), ("bfloat16", "float16", "float16")),
         (False, ("--trainer.dtype", "float32", "--rollout.dtype", "bfloat16"), ("float32", "bfloat16", "bfloat16")),
         (False, ("--trainer.publish-dtype", "bfloat16"), ("float32", "bfloat16", "float32")),

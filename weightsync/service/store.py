@@ -222,12 +222,12 @@ class RunStore:
         remove_tree(self._incoming / version_directory(version))
 
     def remove(self, version: Version) -> None:
-        """Remove a version; without effect where there is none."""
+        """Remove a version, if there is one."""
         self._remove_tree(self._deltas / version_directory(version))
         self.remove_dense(version)
 
     def remove_dense(self, version: Version) -> None:
-        """Remove the dense form of a version, or an adapter; without effect where there is none."""
+        """Remove the dense form of a version, or an adapter, if there is one."""
         self._remove_tree(self.root / version_directory(version))
 
     def _remove_tree(self, directory: Path) -> None:

@@ -43,7 +43,7 @@ class Copy:
 
     Attributes:
         name: The tensor.
-        source: What of it was copied.
+        source: The part of it that was copied.
         storage: Key of the storage that it was copied into, as `storage_key` gives it.
         target: Where in that storage.
     """
