@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from weightsync.codec.integers import WIDTHS, changed_positions, patterns, step_codes
+from weightsync.codec.streams import WIDTHS, changed_positions, patterns, step_codes
 
 __all__ = ["entropy_bound_bytes"]
 

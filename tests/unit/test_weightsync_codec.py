@@ -6,13 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from weightsync.codec import Encoded, Encoding, apply, encode
-from weightsync.codec.integers import step_codes, take_steps
+from sluice.v1 import weightsync_pb2 as pb
+from weightsync.codec import CodecError, Encoded, Encoding, apply, apply_slice, check_slice, encode, slice_bytes
 from weightsync.codec.slices import apply_delta, encode_delta
+from weightsync.codec.streams import step_codes, take_steps
 from weightsync.format.safetensors import DTYPES
 
 Octets = NDArray[np.uint8]
@@ -177,3 +179,23 @@ def test_what_is_no_slice_is_refused_with_a_remedy() -> None:
     octets.flags.writeable = False
     with pytest.raises(ValueError, match="writable copy"):
         apply(Encoding.UNCHANGED, b"", octets, "F32")
+
+
+def test_a_slice_of_columns_is_applied_within_its_tensor_and_checked() -> None:
+    random = np.random.default_rng(0)
+    before, after = (random.standard_normal((6, 8)).astype("<f4") for _ in range(2))
+    whole = before.view(np.uint8).reshape(-1).copy()
+    dense = np.ascontiguousarray(after[1:5, 2:5]).view(np.uint8).reshape(-1)
+    base = np.ascontiguousarray(before[1:5, 2:5]).view(np.uint8).reshape(-1)
+    encoded = encode(dense, base, "F32")
+    tensor = pb.TensorSlice(
+        name="w", dtype="F32", global_shape=(6, 8), offsets=(1, 2), sizes=(4, 3), encoding=int(encoded.encoding)
+    )
+    tensor.digest = xxhash.xxh3_128(dense.data).hexdigest()
+    check_slice(tensor, apply_slice(whole, tensor, memoryview(encoded.data)))
+    expected = before.copy()
+    expected[1:5, 2:5] = after[1:5, 2:5]
+    assert np.array_equal(whole.view("<f4").reshape(6, 8), expected)
+    assert np.array_equal(slice_bytes(whole, tensor), dense)
+    with pytest.raises(CodecError, match="announced was"):
+        check_slice(tensor, base)

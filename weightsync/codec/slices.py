@@ -8,38 +8,51 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from weightsync.codec.encoding import CodecError, Encoded, Encoding
-from weightsync.codec.integers import (
-    WIDTHS,
-    Patterns,
-    changed_positions,
-    count_changed,
-    patterns,
-    step_codes,
-    take_steps,
-)
+from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec.streams import (
     STEP_BITS,
+    WIDTHS,
+    CodecError,
+    Patterns,
+    changed_positions,
     check_lengths,
     choose_bits,
     choose_mode,
     compress,
+    count_changed,
     decompress,
     pack,
     packed_size,
+    patterns,
     read_codes,
     read_positions,
+    step_codes,
+    take_steps,
     unpack,
     write_codes,
     write_positions,
 )
-from weightsync.format.safetensors import DTYPES
+from weightsync.format.manifest import box
+from weightsync.format.safetensors import DTYPES, all_finite
 
-__all__ = ["apply", "apply_delta", "encode", "encode_delta"]
+__all__ = [
+    "Encoded",
+    "Encoding",
+    "apply",
+    "apply_delta",
+    "apply_slice",
+    "check_slice",
+    "encode",
+    "encode_delta",
+    "slice_bytes",
+    "slice_region",
+]
 
 _ZSTD_SAVES = 1 / 4
 """Part of the dense bytes that zstd must save to be worth its time on both ends. Trained bf16 weights save a fifth: they
@@ -67,6 +80,34 @@ _MODES = struct.Struct("<BBH")
 """Mode of the positions, bits per packed step, zero."""
 _LENGTHS = struct.Struct("<II")
 """Bytes of a stream, bytes as it is stored."""
+
+
+class Encoding(IntEnum):
+    """Encoding of a slice; the numbers are those of `sluice.v1.TensorEncoding`."""
+
+    DENSE = 1
+    """The bytes as safetensors lays them out."""
+    DENSE_ZSTD = 2
+    """DENSE as one zstd frame."""
+    DELTA = 3
+    """What differs from the base; see `encode_delta`."""
+    UNCHANGED = 4
+    """The bytes of the base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One slice as it travels.
+
+    Attributes:
+        encoding: How.
+        data: What; empty for UNCHANGED, a view of the caller's bytes for DENSE.
+        changed: Elements whose bit pattern differs from the base's; all of them where there is no base.
+    """
+
+    encoding: Encoding
+    data: bytes | memoryview
+    changed: int
 
 
 def encode(new: NDArray[np.uint8], base: NDArray[np.uint8] | None, dtype: str) -> Encoded:
@@ -126,6 +167,53 @@ def apply(encoding: Encoding, data: bytes | memoryview, target: NDArray[np.uint8
         target[:] = np.frombuffer(view, np.uint8)
     else:
         raise CodecError(f"encoding {encoding} is not known to this release; update it")
+
+
+def apply_slice(whole: NDArray[np.uint8], tensor: pb.TensorSlice, data: memoryview) -> NDArray[np.uint8]:
+    """Apply an encoded slice to the bytes of its whole tensor, in place.
+
+    Args:
+        whole: Dense bytes of the tensor, one dimension, contiguous, writable.
+        tensor: The slice.
+        data: Its encoded bytes; empty for UNCHANGED.
+
+    Returns:
+        The slice's dense bytes after that; see `slice_bytes`.
+
+    Raises:
+        CodecError: as `apply`.
+    """
+    region = slice_region(whole, tensor)
+    flat = np.ascontiguousarray(region).reshape(-1)
+    encoding = Encoding(tensor.encoding or pb.TENSOR_ENCODING_DENSE)
+    apply(encoding, data, flat, tensor.dtype)
+    if not region.flags.c_contiguous and encoding is not Encoding.UNCHANGED:
+        region[...] = flat.reshape(region.shape)
+    return flat
+
+
+def slice_region(whole: NDArray[np.uint8], tensor: pb.TensorSlice) -> NDArray[np.uint8]:
+    """Return a view of a slice in the bytes of its whole tensor, with the bytes of an element as last dimension."""
+    octets = whole.reshape(*tensor.global_shape, DTYPES[tensor.dtype].size)
+    return octets[tuple(slice(offset, offset + size) for offset, size in zip(*box(tensor), strict=True))]
+
+
+def slice_bytes(whole: NDArray[np.uint8], tensor: pb.TensorSlice) -> NDArray[np.uint8]:
+    """Return the dense bytes of a slice of a tensor: a view of `whole` if they are contiguous there, else a copy."""
+    return np.ascontiguousarray(slice_region(whole, tensor)).reshape(-1)
+
+
+def check_slice(tensor: pb.TensorSlice, dense: NDArray[np.uint8]) -> None:
+    """Check a slice's dense bytes against its description.
+
+    Raises:
+        CodecError: if their digest is another one, or a value is NaN or infinite.
+    """
+    digest = xxhash.xxh3_128(dense.data).hexdigest()
+    if digest != tensor.digest:
+        raise CodecError(f"a slice of {tensor.name} has digest {digest}, announced was {tensor.digest}")
+    if not all_finite(dense.data, DTYPES[tensor.dtype]):
+        raise CodecError(f"tensor {tensor.name} holds NaN or infinite values")
 
 
 def _element_size(octets: NDArray[np.uint8], dtype: str) -> int:

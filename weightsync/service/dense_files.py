@@ -20,9 +20,9 @@ import xxhash
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.codec import CodecError, Encoding, apply
+from weightsync.codec import CodecError, apply_slice, check_slice, slice_region
 from weightsync.format.manifest import box, entry_name, is_whole, manifest_digest
-from weightsync.format.safetensors import DTYPES, Entry, LayoutError, all_finite, place, read_layout, render_header
+from weightsync.format.safetensors import DTYPES, Entry, LayoutError, place, read_layout, render_header
 from weightsync.service.stored import StoredForm
 from weightsync.service.upload import Upload
 
@@ -99,7 +99,7 @@ def _copy_slices(
             begin = upload.data_begin + found.begin
             part = source[begin : begin + found.size].reshape(*box(tensor).sizes, DTYPES[tensor.dtype].size)
             whole = np.frombuffer(mapped, dtype=np.uint8, count=target.size, offset=data_begin + target.begin)
-            _region(whole, target, tensor)[...] = part
+            slice_region(whole, tensor)[...] = part
             del whole  # the map cannot be closed while an array looks into it
 
 
@@ -191,7 +191,7 @@ def _advance_file(
         position = slice(data_begin + entry.begin, data_begin + entry.end)
         tensor = target[position]
         tensor[:] = source[position]
-        digest = _advance_tensor(tensor, entry, patches[entry.name])
+        digest = _advance_tensor(tensor, patches[entry.name])
         whole.update(tensor.data)
         _describe_dense(shard, entry, digest)
     shard.digest = whole.hexdigest()
@@ -201,7 +201,7 @@ def _advance_file(
     return shard
 
 
-def _advance_tensor(tensor: Bytes, entry: Entry, patches: Sequence[_Patch]) -> str:
+def _advance_tensor(tensor: Bytes, patches: Sequence[_Patch]) -> str:
     """Apply all deltas to one tensor. Verify every slice that a delta changed, and all slices of the last delta.
 
     Returns:
@@ -211,39 +211,14 @@ def _advance_tensor(tensor: Bytes, entry: Entry, patches: Sequence[_Patch]) -> s
     for patch in patches:
         if patch.data is None and patch.version != newest:
             continue
+        data = memoryview(b"") if patch.data is None else patch.data.data
         try:
-            found, finite = _advance_slice(tensor, entry, patch)
+            check_slice(patch.slice, apply_slice(tensor, patch.slice, data))
         except CodecError as error:
-            raise DamagedDeltaError(patch.version, f"{entry.name} cannot be decoded: {error}") from error
-        if found != patch.slice.digest:
-            raise DamagedDeltaError(
-                patch.version, f"{entry.name} has digest {found} after applying, announced was {patch.slice.digest}"
-            )
-        if not finite:
-            raise DamagedDeltaError(patch.version, f"{entry.name} has NaN or infinite values after applying")
+            raise DamagedDeltaError(patch.version, f"{patch.slice.name}: {error}") from error
         if is_whole(patch.slice) and patch.version == newest:
-            return found
+            return patch.slice.digest
     return str(xxhash.xxh3_128(tensor.data).hexdigest())
-
-
-def _advance_slice(tensor: Bytes, entry: Entry, patch: _Patch) -> tuple[str, bool]:
-    """Apply one patch; return the digest of the slice's bytes, and whether they are finite."""
-    part = _region(tensor, entry, patch.slice)
-    flat = part.reshape(-1)  # a view if the slice is contiguous, else a copy
-    if patch.data is not None:
-        encoding = Encoding(patch.slice.encoding or Encoding.DENSE)
-        if flat.size:
-            apply(encoding, patch.data.data, flat, entry.dtype)
-        if not np.shares_memory(flat, part):
-            part[...] = flat.reshape(part.shape)
-    return str(xxhash.xxh3_128(flat.data).hexdigest()), all_finite(flat.data, DTYPES[entry.dtype])
-
-
-def _region(tensor: Bytes, entry: Entry, part: pb.TensorSlice) -> Bytes:
-    """Return a slice's bytes within its tensor's, with the bytes of an element as last dimension."""
-    where = box(part)
-    region = tuple(slice(offset, offset + size) for offset, size in zip(where.offsets, where.sizes, strict=True))
-    return tensor.reshape(*entry.shape, DTYPES[entry.dtype].size)[region]
 
 
 def _allocate(path: Path, size: int) -> None:
