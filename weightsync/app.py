@@ -18,7 +18,7 @@ from sluice.config import CommonConfig, ConfigError, Service
 from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
-from weightsync.format.names import run_resource
+from weightsync.format.manifest import run_resource
 from weightsync.relay import Relay, RelayCycleError, advertised_address
 from weightsync.service.delivery import WeightDeliveryServicer
 from weightsync.service.ingest import WeightSyncServicer

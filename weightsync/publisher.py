@@ -21,8 +21,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
-from weightsync.format.manifest import ManifestError, box, check_sendable
-from weightsync.format.names import run_resource
+from weightsync.format.manifest import ManifestError, box, check_sendable, run_resource
 from weightsync.publish.kept_copy import HOST_DIRECTORY, Diff, KeptCopy
 from weightsync.publish.push import Destination, Form, PushReport, VersionPush, duration
 from weightsync.publish.ranks import Agreement, Frame, Ranks, agree, assign_slices, first_failure, total_bytes

@@ -27,7 +27,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.backoff import Backoff
-from weightsync.format.names import run_resource
+from weightsync.format.manifest import run_resource
 from weightsync.metrics import UPDATES
 from weightsync.receive.adapters import AdapterStage
 from weightsync.receive.link import Reporter, UpdateTimings, VersionWatch, observe_update

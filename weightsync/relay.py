@@ -24,8 +24,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.backoff import Backoff
 from weightsync.format.chunks import RawChunk
-from weightsync.format.manifest import ManifestError, check_manifest
-from weightsync.format.names import run_resource
+from weightsync.format.manifest import ManifestError, check_manifest, run_resource
 from weightsync.format.safetensors import LayoutError
 from weightsync.host import host_id
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES

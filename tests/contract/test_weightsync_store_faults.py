@@ -16,7 +16,7 @@ from weightsync_stack import RESOURCE, RUN, error_of, eventually, running_stack,
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.names import version_directory
+from weightsync.format.manifest import version_directory
 from weightsync.receive.pull import pull_call, pull_range
 from weightsync.relay import FetchError, fetch_version
 from weightsync.service.store import RunStore

@@ -15,19 +15,16 @@ from weightsync.format.manifest import (
     ManifestError,
     check_manifest,
     check_sendable,
+    check_shard,
     from_json,
     manifest_digest,
-    to_json,
-    without_tensors,
-)
-from weightsync.format.names import (
-    BadNameError,
-    check_shard,
-    check_tensor,
     parse_run,
     parse_version_directory,
     run_resource,
+    to_json,
+    without_tensors,
 )
+from weightsync.format.safetensors import BadNameError, check_tensor
 
 
 @st.composite

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from sluice.versions import BASE, Version
 from weight_faults.process import GoneError, Program
 from weight_faults.versions import digest, expected_digest
-from weightsync.format.names import parse_version_directory
+from weightsync.format.manifest import parse_version_directory
 
 __all__ = ["Observer"]
 

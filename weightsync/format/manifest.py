@@ -1,4 +1,4 @@
-"""Manifests: what they must satisfy, and the digest of a version.
+"""Manifests: what they must satisfy, and the digest of a version. Names of runs, shards and directories.
 
 The digest of a version is the xxh3-128 of one line per tensor, ``name dtype shape digest`` and a line feed, sorted by bytes;
 the shape is written ``[2,3]``, ``[]`` for a scalar; the digest is that of the whole tensor's dense bytes. A tensor that is
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from google.protobuf import json_format
 
 from sluice.rpc import MAX_MESSAGE_BYTES
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.names import BadNameError, check_shard, check_tensor
-from weightsync.format.safetensors import DTYPES
+from sluice.versions import Version
+from weightsync.format.safetensors import DTYPES, BadNameError, check_tensor
 
 __all__ = [
     "MANIFEST_FILE",
@@ -29,16 +30,26 @@ __all__ = [
     "check_adapter_config",
     "check_manifest",
     "check_sendable",
+    "check_shard",
     "entry_name",
     "from_json",
     "is_whole",
     "manifest_digest",
+    "parse_run",
+    "parse_version_directory",
+    "run_resource",
     "to_json",
+    "version_directory",
     "without_tensors",
 ]
 
 MANIFEST_FILE = "manifest.json"
 """The last file to be written into a version's directory: a directory without it is no version."""
+
+_RUN = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_SHARD = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_VERSION_DIRECTORY = re.compile(r"v(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+_PREFIX = "runs/"
 
 _DIGEST_BYTES = 2 + 32
 """What a digest adds to a slice whose description has none yet."""
@@ -241,3 +252,48 @@ def from_json(text: str) -> pb.Manifest:
         return json_format.Parse(text, pb.Manifest(), ignore_unknown_fields=True)
     except json_format.ParseError as error:
         raise ManifestError(f"not a manifest: {error}") from error
+
+
+def run_resource(run: str) -> str:
+    """Return the resource name of a run: ``runs/{run}``."""
+    return f"{_PREFIX}{run}"
+
+
+def parse_run(resource: str) -> str:
+    """Return the run's name in ``runs/{run}``.
+
+    Raises:
+        BadNameError: if it has another form.
+    """
+    run = resource.removeprefix(_PREFIX)
+    if not resource.startswith(_PREFIX) or not _RUN.fullmatch(run):
+        raise BadNameError(
+            f"{resource!r} is not a run; expected runs/NAME, NAME of lower-case letters, digits, '.', '_', '-',"
+            " beginning with a letter or digit, at most 63 characters"
+        )
+    return run
+
+
+def check_shard(name: str) -> str:
+    """Give the shard's name back.
+
+    Raises:
+        BadNameError: if it could leave its directory or be hidden in it.
+    """
+    if not _SHARD.fullmatch(name):
+        raise BadNameError(
+            f"{name!r} is not a shard name; allowed are letters, digits, '.', '_', '-', not beginning with '.',"
+            " at most 128 characters"
+        )
+    return name
+
+
+def version_directory(version: Version) -> str:
+    """Return the name of a version's directory: ``v{epoch}.{number}``."""
+    return f"v{version}"
+
+
+def parse_version_directory(name: str) -> Version | None:
+    """Return the version that a directory's name stands for; None if it is no version's."""
+    match = _VERSION_DIRECTORY.fullmatch(name)
+    return Version(int(match[1]), int(match[2])) if match else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from weightsync.format.names import BadNameError, check_tensor
-
 __all__ = [
     "DTYPES",
     "HEADER_LENGTH_BYTES",
     "MAX_HEADER_BYTES",
+    "BadNameError",
     "Dtype",
     "Entry",
     "FileLayout",
@@ -29,6 +29,7 @@ __all__ = [
     "Scan",
     "ScannedTensor",
     "all_finite",
+    "check_tensor",
     "parse_header",
     "place",
     "read_layout",
@@ -42,6 +43,7 @@ MAX_HEADER_BYTES = 64 << 20
 """Longest header that is read; half a million tensors fit. The library's own bound is 100 MB."""
 
 _METADATA = "__metadata__"
+_TENSOR_NAME = re.compile(r"[!-~]{1,512}")
 
 _BLOCK_BYTES = 256 << 10
 """Elements are tested in blocks of this size, so that the masked copy stays in the second-level cache."""
@@ -92,8 +94,28 @@ _PATTERNS: dict[int, type[np.uint8 | np.uint16 | np.uint32 | np.uint64]] = {
 }
 
 
+class BadNameError(ValueError):
+    """A name that is not allowed; the message says which are."""
+
+
 class LayoutError(ValueError):
     """The header is no valid safetensors header."""
+
+
+def check_tensor(name: str) -> str:
+    """Give the tensor's name back.
+
+    Raises:
+        BadNameError: if it has blanks, which separate fields in a version's digest, or unprintable characters, or means
+            something else in a safetensors file.
+    """
+    if name == _METADATA:
+        raise BadNameError(f"{name} is no tensor name: safetensors keeps it for itself")
+    if not _TENSOR_NAME.fullmatch(name):
+        raise BadNameError(
+            f"{name[:80]!r} is not a tensor name; allowed are 1 to 512 printable ASCII characters without blanks"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)

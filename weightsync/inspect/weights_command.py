@@ -185,7 +185,7 @@ async def _fetch(config: WeightsConfig, version: Version | None, path: Path) -> 
     """
     from sluice.client import WeightSyncClient  # noqa: PLC0415
     from sluice.rpc import connect  # noqa: PLC0415
-    from weightsync.format.names import run_resource  # noqa: PLC0415
+    from weightsync.format.manifest import run_resource  # noqa: PLC0415
     from weightsync.receive.pull import PullLimits  # noqa: PLC0415
     from weightsync.receive.version_file import VersionBuilder  # noqa: PLC0415
 

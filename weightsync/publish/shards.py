@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.names import check_tensor
-from weightsync.format.safetensors import DTYPES, place, render_header
+from weightsync.format.safetensors import DTYPES, check_tensor, place, render_header
 
 __all__ = [
     "METADATA",

@@ -16,9 +16,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkError
-from weightsync.format.manifest import without_tensors
-from weightsync.format.names import BadNameError, check_shard
-from weightsync.format.safetensors import LayoutError
+from weightsync.format.manifest import check_shard, without_tensors
+from weightsync.format.safetensors import BadNameError, LayoutError
 from weightsync.service.commit import commit_version
 from weightsync.service.errors import FAILURES, translated
 from weightsync.service.ledger import RefusedError

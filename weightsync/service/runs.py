@@ -17,7 +17,8 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
-from weightsync.format.names import BadNameError, parse_run
+from weightsync.format.manifest import parse_run
+from weightsync.format.safetensors import BadNameError
 from weightsync.metrics import HELD_BYTES
 from weightsync.service.dense_forms import DenseForms
 from weightsync.service.errors import RETRY_AFTER_S, translated

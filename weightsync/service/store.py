@@ -30,8 +30,15 @@ from huggingface_hub.errors import HFValidationError
 from sluice.host_files import remove_tree
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.manifest import MANIFEST_FILE, ManifestError, entry_name, is_whole, to_json
-from weightsync.format.names import parse_version_directory, version_directory
+from weightsync.format.manifest import (
+    MANIFEST_FILE,
+    ManifestError,
+    entry_name,
+    is_whole,
+    parse_version_directory,
+    to_json,
+    version_directory,
+)
 from weightsync.service.chain import Form, is_reachable
 from weightsync.service.dense_files import assemble
 from weightsync.service.stored import (
