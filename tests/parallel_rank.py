@@ -23,7 +23,7 @@ from parallel_checks import checks, gathered
 from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 
-from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
@@ -32,7 +32,6 @@ from trainer_svc.engine.layout import spread
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.local_part import local_part
 from trainer_svc.engine.lora import attach_adapter
-from trainer_svc.engine.outputs import Outputs, count_loss_tokens
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.dims import ParallelDims

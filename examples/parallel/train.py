@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import Sequence, count_loss_tokens
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.mesh import join
 

@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.batch.packing import pack
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import Sequence, count_loss_tokens, pack
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.attention import packed_attention
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.fused_logprob import fused_logprobs
 from trainer_svc.engine.output_layer import logprobs_of_logits
-from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.engine.varlen_attention import uses_varlen
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import Sequence, count_loss_tokens
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.outputs import count_loss_tokens
 
 ROW_TOKENS = 512
 

@@ -11,7 +11,7 @@ from tiny_policy import ragged_batch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_svc.batch.packing import pack
+from trainer_svc.batch.rows import pack
 from trainer_svc.parallel.context import Context
 
 SIZE = 3

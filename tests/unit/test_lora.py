@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
+from trainer_svc.batch.rows import count_loss_tokens
 from trainer_svc.checkpoint.saver import EngineCheckpoints
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.offline import merge_command
 from trainer_svc.offline.cli import DPO, REWARD_MODEL, SFT
 from trainer_svc.offline.config import SftConfig

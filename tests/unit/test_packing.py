@@ -22,8 +22,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from trainer_svc.batch.packing import pack
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import Sequence, pack
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import load_network

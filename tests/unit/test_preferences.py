@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.batch.packing import empty_batch
+from trainer_svc.batch.rows import Outputs, empty_batch
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.outputs import Outputs
 from trainer_svc.offline.batches import batches, every_row, hold_out, precompute_logprobs
 from trainer_svc.offline.cli import DPO, REWARD_MODEL
 from trainer_svc.offline.config import DpoConfig

@@ -7,7 +7,7 @@ import torch
 from tiny_policy import row, tiny_model
 from transformers import Qwen3Config
 
-from trainer_svc.batch.packing import pack
+from trainer_svc.batch.rows import pack
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.throughput import Meter, Work

@@ -7,14 +7,13 @@ import pytest
 import torch
 from tiny_policy import ragged_batch, tiny_model
 
-from trainer_svc.batch.attention_plan import AttentionPlan, Ragged
-from trainer_svc.batch.packing import empty_batch, pack
+from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
+from trainer_svc.batch.rows import count_loss_tokens, empty_batch, pack
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine import varlen_attention as module
 from trainer_svc.engine.attention import packed_attention
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.kernels import compile_layers
-from trainer_svc.engine.outputs import count_loss_tokens
 from trainer_svc.engine.varlen_attention import uses_varlen
 from trainer_svc.parallel.context import _slice
 
@@ -57,14 +56,14 @@ def test_rows_and_bounds_say_what_the_blocks_say(monkeypatch, fold, window):
 
 
 def test_each_packed_token_asks_once_and_a_sequence_that_adds_none_not_at_all():
-    plan = Ragged.of([np.arange(5), np.r_[0, 1, 5, 6], np.r_[0, 1], np.arange(7, 9)], 9)
+    plan = VarlenPlan.of([np.arange(5), np.r_[0, 1, 5, 6], np.r_[0, 1], np.arange(7, 9)], 9)
     assert plan.query_bounds.tolist() == [0, 5, 7, 9]
     assert plan.key_bounds.tolist() == [0, 5, 9, 11]
     assert plan.keys.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 8]
     assert (plan.longest_query, plan.longest_key) == (5, 5)
-    assert Ragged.of([np.arange(3), np.arange(3, 5)], 5).keys is None
-    assert Ragged.of([np.arange(3, 5), np.arange(3)], 5) is None
-    assert AttentionPlan.of([np.arange(3, 5), np.arange(3)], 5).ragged is None
+    assert VarlenPlan.of([np.arange(3), np.arange(3, 5)], 5).keys is None
+    assert VarlenPlan.of([np.arange(3, 5), np.arange(3)], 5) is None
+    assert AttentionPlan.of([np.arange(3, 5), np.arange(3)], 5).varlen is None
 
 
 def test_the_kernel_is_refused_where_it_cannot_run_and_auto_does_without():

@@ -1,12 +1,13 @@
-"""Which tokens of a packed row attend to which: plans that attention kernels carry out. No kernel here.
+"""Which tokens of a packed row attend to which. Pure: the kernels are in `trainer_svc.engine.attention`.
 
-`AttentionPlan` holds one plan for each kernel: blocks of sequences of similar length, parts with shared beginnings (CPU),
-and bounds of sequences (CUDA, varying lengths).
+`AttentionPlan` describes the same attention once for each kernel: as blocks of sequences of similar length (any device), as
+parts and shared beginnings (CPU), and as bounds of sequences of varying length (CUDA).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
@@ -17,22 +18,22 @@ from numpy.typing import NDArray
 
 from trainer_svc.batch.shapes import Block, Bounds, Indices
 
-__all__ = ["AttentionPlan", "PrefixPlan", "Ragged"]
+__all__ = ["AttentionPlan", "PrefixPlan", "VarlenPlan", "to_device"]
 
 SHORT = 32
-"""Tokens. Parts, or whole sequences, up to this length share one block: a kernel call costs more than their padding."""
+"""Tokens. Parts and sequences up to this length share one block: a kernel call costs more than their padding."""
 
 STEPS = 8
-"""Block lengths between a power of two and the next: more pad less and call more kernels."""
+"""Number of size classes between a power of two and the next. More classes mean less padding and more kernel calls."""
 
 
 class Crossing(NamedTuple):
-    """Samples that attend to their prompt, as ranges of the packed row.
+    """The samples of one prompt, which all attend to it, as ranges of the packed row.
 
     Attributes:
         keys: First token of the prompt.
-        queries: First token behind it, where its samples begin.
-        end: First token behind the samples.
+        queries: First token after the prompt, where its samples begin.
+        end: First token after the samples.
     """
 
     keys: int
@@ -42,12 +43,12 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PrefixPlan:
-    """The packed row as parts that are causal in themselves, and prompts that samples attend to.
+    """The packed row as parts with causal attention inside, and prompts that whole samples attend to.
 
     Attributes:
-        blocks: Packed indices of parts of similar length, one part a row, -1 behind its end.
+        blocks: Packed indices of parts of similar length, one part in a row, padded with -1.
         sources: For each packed token, its place in the concatenation of the flattened blocks.
-        crossings: Which samples attend to which prompt.
+        crossings: Which samples attend to which prompt in full.
     """
 
     blocks: tuple[Block, ...]
@@ -56,18 +57,18 @@ class PrefixPlan:
 
     @classmethod
     def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self | None:
-        """Split sequences, given as packed indices in order, into their parts.
+        """Split sequences, given as packed indices in order, into shared beginnings and parts of their own.
 
         Returns:
-            The plan; None if sequences that share tokens do not lie behind each other and behind these.
+            The plan; None unless sequences that share a beginning follow it, one directly after the other.
         """
-        shares = np.zeros(packed_tokens, dtype=np.int64)
+        owners = np.zeros(packed_tokens, dtype=np.int64)
         for segment in segments:
-            shares[segment] += 1
+            owners[segment] += 1
         parts: dict[int, int] = {}
         crossings: dict[int, Crossing] = {}
         for segment in segments:
-            shared = shares[segment] > 1
+            shared = owners[segment] > 1
             prefix = len(segment) if shared.all() else int(np.argmin(shared))
             own = segment[prefix:]
             if not _is_range(segment[:prefix]) or not _is_range(own) or shared[prefix:].any():
@@ -81,51 +82,23 @@ class PrefixPlan:
                 if start != first + prefix or (len(own) and own[0] != end):
                     return None
                 crossings[first] = Crossing(first, start, end + len(own))
-        blocks, sources = _blocks(parts, packed_tokens)
+        rows = [np.arange(first, first + length) for first, length in parts.items()]
+        blocks, sources = _blocks(rows, packed_tokens, _part_size_class, padding=-1)
         return cls(blocks, sources, tuple(each for each in crossings.values() if each.end > each.queries))
-
-    @property
-    def padded_tokens(self) -> int:
-        """Block cells in all."""
-        return sum(block.numel() for block in self.blocks)
 
 
 def _is_range(indices: NDArray[np.int64]) -> bool:
     return bool((np.diff(indices) == 1).all())
 
 
-def _blocks(parts: dict[int, int], packed_tokens: int) -> tuple[tuple[Block, ...], Indices]:
-    by_size: dict[int, list[int]] = defaultdict(list)
-    for first, length in parts.items():
-        by_size[_part_size_class(length)].append(first)
-    sources = np.zeros(packed_tokens, dtype=np.int64)
-    blocks: list[torch.Tensor] = []
-    cells = 0
-    for _, firsts in sorted(by_size.items()):
-        block = np.full((len(firsts), max(parts[first] for first in firsts)), -1, dtype=np.int64)
-        for row, first in enumerate(firsts):
-            length, start = parts[first], cells + row * block.shape[1]
-            block[row, :length] = np.arange(first, first + length)
-            sources[first : first + length] = np.arange(start, start + length)
-        blocks.append(torch.from_numpy(block))
-        cells += block.size
-    return tuple(blocks), torch.from_numpy(sources)
-
-
-def _part_size_class(length: int) -> int:
-    """Upper bound of the block a part of this length goes to."""
-    step = max(SHORT, (1 << (length - 1).bit_length()) // (2 * STEPS)) if length > 1 else SHORT
-    return -(-length // step) * step
-
-
 @dataclass(frozen=True, slots=True)
-class Ragged:
-    """Where sequences begin and end among the rows of queries and of keys.
+class VarlenPlan:
+    """Where each sequence begins and ends among the rows of queries and of keys, for a kernel of varying lengths.
 
     Attributes:
         keys: Packed index of each row of keys; None where they are the packed rows in order.
-        query_bounds: Begin of each sequence's queries, and the end of all.
-        key_bounds: Begin of each sequence's keys, and the end of all.
+        query_bounds: Start of each sequence's queries, then the end of the last.
+        key_bounds: Start of each sequence's keys, then the end of the last.
         tokens: Packed tokens.
         longest_query: Most queries of a sequence.
         longest_key: Most keys of a sequence.
@@ -147,7 +120,7 @@ class Ragged:
             packed_tokens: Tokens in the packed row.
 
         Returns:
-            The plan; None if the tokens that a sequence does not share with earlier ones do not follow theirs in the row.
+            The plan; None unless each sequence's own tokens directly follow those of the sequence before it.
         """
         end = 0
         queries: list[int] = []
@@ -156,7 +129,7 @@ class Ragged:
             own = int((segment >= end).sum())
             if not np.array_equal(segment[len(segment) - own :], np.arange(end, end + own)):
                 return None
-            if own:  # one that adds no token asks for nothing
+            if own:  # a sequence whose tokens are all shared has no queries of its own
                 queries.append(own)
                 keys.append(segment)
                 end += own
@@ -175,15 +148,12 @@ class Ragged:
         )
 
     def to(self, device: torch.device) -> Self:
-        """Copy the indices from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
-        if device.type == "cpu":
-            return self
-        keys = None if self.keys is None else self.keys.pin_memory().to(device, non_blocking=True)
+        """Copy the indices to a device; see `to_device`."""
         return replace(
             self,
-            keys=keys,
-            query_bounds=self.query_bounds.pin_memory().to(device, non_blocking=True),
-            key_bounds=self.key_bounds.pin_memory().to(device, non_blocking=True),
+            keys=None if self.keys is None else to_device(self.keys, device),
+            query_bounds=to_device(self.query_bounds, device),
+            key_bounds=to_device(self.key_bounds, device),
         )
 
 
@@ -196,14 +166,14 @@ class AttentionPlan:
     """Which packed tokens form which sequence.
 
     Attributes:
-        blocks: Packed indices of the sequences of similar length, one sequence a row, padded behind its end with 0.
+        blocks: Packed indices of sequences of similar length, one sequence in a row, padded with 0.
         sources: For each packed token, its place in the concatenation of the flattened blocks.
         longest: Tokens of the longest sequence.
-        padded_tokens: Block cells in all, of `prefixes` where there are some.
-        real_tokens: Block cells that are not padding; in `blocks` a token shared by several sequences counts in each.
-        pairs: Tokens that attend to tokens, each packed token once with all before it in its sequence and itself.
-        prefixes: The same as parts and shared beginnings, for a CPU; None where the sequences do not lie so.
-        ragged: The same for the kernel that takes rows of varying length; None likewise.
+        padded_tokens: Cells of all blocks; those of `prefixes` if there is such a plan.
+        real_tokens: Cells that are not padding; in `blocks` a token that several sequences share counts for each.
+        pairs: Pairs of tokens of which one attends to the other; each packed token counts once.
+        prefixes: The plan for a CPU; None if the sequences do not lie as `PrefixPlan.of` requires.
+        varlen: The plan for the kernel of varying lengths; None likewise.
     """
 
     blocks: tuple[Block, ...]
@@ -213,7 +183,7 @@ class AttentionPlan:
     real_tokens: int
     pairs: int
     prefixes: PrefixPlan | None
-    ragged: Ragged | None
+    varlen: VarlenPlan | None
 
     @classmethod
     def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self:
@@ -223,49 +193,68 @@ class AttentionPlan:
             segments: Packed indices of each sequence; indices may be shared between sequences with a common beginning.
             packed_tokens: Tokens in the packed row; each must belong to a sequence.
         """
-        by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
-        for segment in segments:
-            by_size[_sequence_size_class(len(segment))].append(segment)
-        sources = np.zeros(packed_tokens, dtype=np.int64)
-        blocks: list[torch.Tensor] = []
-        cells = 0
-        for _, rows in sorted(by_size.items()):
-            block = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-            for number, row in enumerate(rows):
-                block[number, : len(row)] = row
-                start = cells + number * block.shape[1]
-                sources[row] = np.arange(start, start + len(row))
-            blocks.append(torch.from_numpy(block))
-            cells += block.size
+        blocks, sources = _blocks(segments, packed_tokens, _sequence_size_class, padding=0)
         prefixes = PrefixPlan.of(segments, packed_tokens)
         seen = np.zeros(packed_tokens, dtype=np.int64)
         for segment in segments:
             seen[segment] = np.arange(1, len(segment) + 1)
         return cls(
-            tuple(blocks),
-            torch.from_numpy(sources),
+            blocks,
+            sources,
             max(map(len, segments)),
-            cells if prefixes is None else prefixes.padded_tokens,
+            sum(block.numel() for block in (blocks if prefixes is None else prefixes.blocks)),
             sum(map(len, segments)) if prefixes is None else packed_tokens,
             int(seen.sum()),
             prefixes,
-            Ragged.of(segments, packed_tokens),
+            VarlenPlan.of(segments, packed_tokens),
         )
 
     def to(self, device: torch.device) -> Self:
-        """Copy the indices from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
-        if device.type == "cpu":
-            return self
-        blocks = tuple(block.pin_memory().to(device, non_blocking=True) for block in self.blocks)
-        sources = self.sources.pin_memory().to(device, non_blocking=True)
-        ragged = None if self.ragged is None else self.ragged.to(device)
-        return replace(self, blocks=blocks, sources=sources, ragged=ragged)
+        """Copy the indices that a device's kernels read to that device; see `to_device`. The prefixes stay: only a CPU reads them."""
+        return replace(
+            self,
+            blocks=tuple(to_device(block, device) for block in self.blocks),
+            sources=to_device(self.sources, device),
+            varlen=None if self.varlen is None else self.varlen.to(device),
+        )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor to a device from pinned memory, so that the host does not wait; return it as it is for the CPU."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _blocks(
+    rows: Rows[NDArray[np.int64]], packed_tokens: int, size_class: Callable[[int], int], *, padding: int
+) -> tuple[tuple[Block, ...], Indices]:
+    """Stack rows of packed indices of one size class into blocks; return them and each token's place in the flattened blocks."""
+    by_size: dict[int, list[NDArray[np.int64]]] = defaultdict(list)
+    for row in rows:
+        by_size[size_class(len(row))].append(row)
+    sources = np.zeros(packed_tokens, dtype=np.int64)
+    blocks: list[torch.Tensor] = []
+    cells = 0
+    for _, members in sorted(by_size.items()):
+        block = np.full((len(members), max(map(len, members))), padding, dtype=np.int64)
+        for number, row in enumerate(members):
+            block[number, : len(row)] = row
+            start = cells + number * block.shape[1]
+            sources[row] = np.arange(start, start + len(row))
+        blocks.append(torch.from_numpy(block))
+        cells += block.size
+    return tuple(blocks), torch.from_numpy(sources)
+
+
+def _part_size_class(length: int) -> int:
+    """Return the longest part that lies in one block with a part of this length."""
+    step = max(SHORT, (1 << (length - 1).bit_length()) // (2 * STEPS)) if length > 1 else SHORT
+    return -(-length // step) * step
 
 
 def _sequence_size_class(length: int) -> int:
-    """Upper bound of the block a sequence of this length goes to: powers of two and the middles between them.
+    """Return the longest sequence that lies in one block with one of this length: powers of two and the middles between them.
 
-    Coarser than the classes of `PrefixPlan`, since these blocks are a GPU's as well, where a call weighs more than padding.
+    These classes are coarser than those of parts: on a GPU a kernel call costs more than padding.
     """
     size = SHORT
     while size < length:

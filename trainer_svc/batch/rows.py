@@ -1,4 +1,4 @@
-"""Training rows, and micro-batches of them without padding.
+"""Training rows, micro-batches of them without padding, and what a network says about a micro-batch.
 
 A micro-batch is one row of tokens. Sequences lie in it one after another, each with its own position ids and its own
 causal attention. Sequences of one group that begin alike (samples of one prompt) share that beginning: its tokens are
@@ -8,15 +8,18 @@ depends on that sequence's earlier tokens alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from sluice.versions import VersionSpan
-from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.batch.attention_plan import AttentionPlan, to_device
 from trainer_svc.batch.shapes import (
     IdsOfSequence,
     Indices,
@@ -25,9 +28,24 @@ from trainer_svc.batch.shapes import (
     PackedIds,
     PerSequenceToken,
     PerToken,
+    Scalar,
 )
 
-__all__ = ["OPTIONAL_COLUMNS", "MicroBatch", "Sequence"]
+__all__ = [
+    "OPTIONAL_COLUMNS",
+    "LossFn",
+    "LossWeight",
+    "MicroBatch",
+    "Outputs",
+    "Sequence",
+    "common_prefix",
+    "count_loss_tokens",
+    "empty_batch",
+    "pack",
+    "tokens_to_forward",
+]
+
+Ids = NDArray[np.int64]
 
 OPTIONAL_COLUMNS = (
     "proximal_logprobs",
@@ -39,7 +57,7 @@ OPTIONAL_COLUMNS = (
     "token_rewards",
     "kept",
 )
-"""Columns of a row that an objective may need; a micro-batch has those that all of its rows have."""
+"""Columns that only some objectives need. A micro-batch has those that all of its sequences have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +67,24 @@ class Sequence:
     Attributes:
         input_ids: Prompt, observations and sampled tokens in order.
         loss_mask: True where the policy sampled the token and it may be trained.
-        behaviour_logprobs: Log-probability (nats, after temperature) under the policy that sampled it; NaN elsewhere.
+        behaviour_logprobs: Log-probability of each sampled token (nats, after temperature) under the policy that sampled it; NaN elsewhere.
         advantages: Advantage of each token; read where `loss_mask` is set.
         proximal_logprobs: Log-probability under the trainer's weights at the start of the update (decoupled form).
         proximal_share: The share a of the log-linear proximal policy, log o = log b + a (log t - log b).
         reference_logprobs: Log-probability under the frozen reference policy, for a KL term.
         teacher_logprobs: Log-probability under a teacher, for distillation.
         values: The critic's value of the state before each token, when the update began.
-        returns: What the critic learns at each token.
+        returns: Target of the critic at each token.
         token_rewards: Reward at each token, where the environment gives them.
         kept: False takes a token out of the numerator of the loss; the denominators count it.
         versions: Which policy version sampled which tokens, by increasing start.
         reward: Scalar reward of the episode; None where it is missing.
-        truncated: Whether the episode was cut off by its length, as its finish reason says.
+        truncated: Whether a length limit ended the episode.
         group_loss_tokens: Loss tokens of its group over all ranks; 0 where the group lies on one rank.
         temperature: Sampling temperature; logits are divided by it before the log-softmax.
-        group_id: Episodes of one task share it; "" means the sequence stands alone.
+        group_id: Identifies the group of episodes of one task; "" means no group.
         episode_id: The attempt that this sequence belongs to.
-        trajectory_id: Names the sequence in reports.
+        trajectory_id: Identifies the sequence in reports and errors.
     """
 
     input_ids: IdsOfSequence
@@ -130,7 +148,7 @@ class MicroBatch:
         behaviour_logprobs: Behaviour log-probability of each loss token.
         advantages: Advantage of each loss token.
         sequence_tokens: Loss tokens of the sequence of each loss token.
-        group_tokens: Loss tokens of the group of each loss token, over all ranks; of its sequence where nobody counted them.
+        group_tokens: Loss tokens of the group of each loss token, over all ranks; of its sequence if the group was not counted.
         predictor_places: A copy of `predictors` that stays in host memory, so that context parallelism can size its slices
             without waiting for the device.
 
@@ -166,15 +184,228 @@ class MicroBatch:
         return int(self.input_ids.shape[1])
 
     def to(self, device: torch.device) -> Self:
-        """Copy the tensors from pinned memory to a device, which the host does not wait for; a no-op on the CPU."""
+        """Copy the tensors that the device reads to it; the host does not wait (see `to_device`)."""
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {}
-        for name in self.__slots__:
-            value = getattr(self, name)
+        columns: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        for name, value in columns.items():
             if isinstance(value, AttentionPlan):
-                moved[name] = value.to(device)
+                columns[name] = value.to(device)
             elif isinstance(value, torch.Tensor):
-                moved[name] = value.pin_memory().to(device, non_blocking=True)
-        kept = {name: getattr(self, name) for name in self.__slots__ if name not in moved}
-        return type(self)(**kept, **moved)
+                columns[name] = to_device(value, device)
+        return type(self)(**columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a network computes for each loss token of a micro-batch, with gradients; float32 or wider.
+
+    Attributes:
+        logprobs: Log-probability of each token under the current weights, after temperature, in nats; None if the
+            network has a value head only.
+        entropy: Entropy of the distribution at each token, in nats; None unless it was asked for.
+        values: Value of the state before each token; None without a value head.
+    """
+
+    logprobs: PerToken | None = None
+    entropy: PerToken | None = None
+    values: PerToken | None = None
+
+    @property
+    def main(self) -> PerToken:
+        """The log-probabilities, or the values if the network has a value head only."""
+        if self.logprobs is not None:
+            return self.logprobs
+        if self.values is None:
+            raise ValueError("the network gave neither log-probabilities nor values")
+        return self.values
+
+
+LossFn: TypeAlias = Callable[[Outputs, MicroBatch], tuple[Scalar, dict[str, Scalar]]]
+"""Returns the sum of the losses of a micro-batch's tokens, and named sums for the report (``max_...``: maxima)."""
+
+LossWeight: TypeAlias = Callable[[Rows[Sequence]], float]
+"""Returns what these sequences contribute to the divisor of the summed loss. The contributions of all ranks add up."""
+
+
+def count_loss_tokens(sequences: Rows[Sequence]) -> float:
+    """Return the divisor of a mean over loss tokens."""
+    return float(sum(int(sequence.loss_mask.sum()) for sequence in sequences))
+
+
+def tokens_to_forward(sequence: Sequence) -> Ids:
+    """Return the tokens that a loss token depends on: all before the last loss token."""
+    trained = np.flatnonzero(sequence.loss_mask.numpy())
+    ids: Ids = sequence.input_ids.numpy()
+    return ids[: trained[-1] if trained.size else 0]
+
+
+def common_prefix(inputs: Iterable[Ids]) -> int:
+    """Return how many leading tokens all inputs have in common; inputs without tokens do not count."""
+    given = [ids for ids in inputs if len(ids)]
+    prefix = min(map(len, given), default=0)
+    for ids in given[1:]:
+        differ = np.flatnonzero(given[0][:prefix] != ids[:prefix])
+        prefix = int(differ[0]) if differ.size else prefix
+    return prefix
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Sequences that share their first `prefix` tokens and must lie in one micro-batch."""
+
+    members: list[int]
+    prefix: int
+    cost: int
+
+
+def pack(
+    sequences: Rows[Sequence], token_budget: int, *, fold: bool = True, whole_groups: bool = False
+) -> list[MicroBatch]:
+    """Pack sequences into micro-batches of at most `token_budget` forwarded tokens, first fit by decreasing size.
+
+    Tokens behind the last loss token are not forwarded, as nothing depends on them; a sequence without loss tokens is
+    left out. A sequence longer than the budget gets a micro-batch of its own and is never cut.
+
+    Args:
+        sequences: Any number of sequences.
+        token_budget: Tokens per micro-batch, at least 1.
+        fold: Forward the common beginning of a group's sequences once.
+        whole_groups: Never split a group over micro-batches, for losses that compare its sequences.
+
+    Returns:
+        Micro-batches, the fullest bins first; the same input gives the same packing.
+    """
+    if token_budget < 1:
+        raise ValueError(f"token_budget is {token_budget}; give at least 1")
+    inputs = [tokens_to_forward(sequence) for sequence in sequences]
+    bins: list[list[_Unit]] = []
+    room: list[int] = []
+    for unit in sorted(_units(sequences, inputs, token_budget, fold, whole_groups), key=lambda unit: -unit.cost):
+        place = next((i for i, free in enumerate(room) if unit.cost <= free), None)
+        if place is None:
+            bins.append([unit])
+            room.append(token_budget - unit.cost)
+        else:
+            bins[place].append(unit)
+            room[place] -= unit.cost
+    return [_micro_batch(sequences, inputs, units) for units in bins]
+
+
+def empty_batch(ranks: int = 1) -> MicroBatch:
+    """Return a micro-batch without sequences or loss tokens, for a rank that has no rows left while others have.
+
+    It has two tokens for each process: torch.compile would compile layers again for a single token.
+
+    Args:
+        ranks: Processes that share a row of tokens.
+    """
+    tokens = 2 * ranks
+    nothing, no_place = torch.empty(0), torch.empty(0, dtype=torch.int64)
+    return MicroBatch(
+        sequences=(),
+        order=(),
+        input_ids=torch.zeros((1, tokens), dtype=torch.int64),
+        position_ids=torch.arange(tokens).unsqueeze(0),
+        attention=AttentionPlan.of([np.arange(tokens)], tokens),
+        **{name: nothing.bool() if name == "kept" else nothing for name in OPTIONAL_COLUMNS},
+        predictors=no_place,
+        targets=no_place,
+        owners=no_place,
+        temperatures=nothing,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+        sequence_tokens=no_place,
+        group_tokens=no_place,
+        predictor_places=no_place.numpy(),
+    )
+
+
+def _units(
+    sequences: Rows[Sequence], inputs: list[Ids], budget: int, fold: bool, whole_groups: bool
+) -> Iterable[_Unit]:
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, (sequence, ids) in enumerate(zip(sequences, inputs, strict=True)):
+        if len(ids) == 0:
+            continue
+        if (fold or whole_groups) and sequence.group_id:
+            groups[sequence.group_id].append(index)
+        else:
+            yield _Unit([index], 0, len(ids))
+    for members in groups.values():
+        prefix = common_prefix(inputs[i] for i in members) if fold else 0
+        if whole_groups:
+            yield _Unit(members, prefix, prefix + sum(len(inputs[i]) - prefix for i in members))
+        else:
+            yield from _fold(members, inputs, prefix, budget)
+
+
+def _fold(members: list[int], inputs: list[Ids], prefix: int, budget: int) -> Iterable[_Unit]:
+    """Split one group into units that share the group's common beginning and fit the budget."""
+    unit = _Unit([], prefix, prefix)
+    for index in members:
+        own = len(inputs[index]) - prefix
+        if unit.members and unit.cost + own > budget:
+            yield unit
+            unit = _Unit([], prefix, prefix)
+        unit.members.append(index)
+        unit.cost += own
+    yield unit
+
+
+def _micro_batch(sequences: Rows[Sequence], inputs: list[Ids], units: list[_Unit]) -> MicroBatch:
+    order: list[int] = []
+    token_ids: list[Ids] = []
+    positions: list[Ids] = []
+    segments: list[Ids] = []
+    filled = 0
+    for unit in units:
+        shared = np.arange(filled, filled + unit.prefix)
+        token_ids.append(inputs[unit.members[0]][: unit.prefix])
+        positions.append(np.arange(unit.prefix))
+        filled += unit.prefix
+        for index in unit.members:
+            own = inputs[index][unit.prefix :]
+            token_ids.append(own)
+            positions.append(np.arange(unit.prefix, unit.prefix + len(own)))
+            segments.append(np.concatenate([shared, np.arange(filled, filled + len(own))]))
+            order.append(index)
+            filled += len(own)
+    members = tuple(sequences[index] for index in order)
+    return MicroBatch(
+        sequences=members,
+        order=tuple(order),
+        input_ids=torch.from_numpy(np.concatenate(token_ids)).unsqueeze(0),
+        position_ids=torch.from_numpy(np.concatenate(positions)).unsqueeze(0),
+        attention=AttentionPlan.of(segments, filled),
+        **_loss_tokens(members, segments),
+    )
+
+
+def _loss_tokens(members: tuple[Sequence, ...], segments: list[Ids]) -> dict[str, Any]:
+    """Return what the loss reads about each loss token, sequence by sequence."""
+    places = [np.flatnonzero(sequence.loss_mask.numpy()) for sequence in members]
+    counts = torch.tensor([len(place) for place in places])
+    of_groups = torch.tensor([s.group_loss_tokens or len(p) for s, p in zip(members, places, strict=True)])
+    predictors = np.concatenate([s[p - 1] for s, p in zip(segments, places, strict=True)])
+
+    def gather(name: str) -> torch.Tensor:
+        return torch.from_numpy(
+            np.concatenate([getattr(s, name).numpy()[p] for s, p in zip(members, places, strict=True)])
+        )
+
+    optional = {
+        name: gather(name) if all(getattr(each, name) is not None for each in members) else None
+        for name in OPTIONAL_COLUMNS
+    }
+    return optional | {
+        "predictors": torch.from_numpy(predictors),
+        "targets": gather("input_ids"),
+        "owners": torch.repeat_interleave(torch.arange(len(members)), counts),
+        "temperatures": torch.repeat_interleave(torch.tensor([s.temperature for s in members]), counts),
+        "behaviour_logprobs": gather("behaviour_logprobs"),
+        "advantages": gather("advantages"),
+        "sequence_tokens": torch.repeat_interleave(counts, counts),
+        "group_tokens": torch.repeat_interleave(of_groups, counts),
+        "predictor_places": predictors,
+    }

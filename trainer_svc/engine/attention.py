@@ -83,8 +83,8 @@ def packed_attention(
     if context is not None:
         query, key, value = context.gather_tokens((query, key, value), len(packed.sources))
     rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if varlen and packed.ragged is not None:
-        whole = varlen_attention(*rows, packed.ragged, scaling=scaling, sliding_window=sliding_window)
+    if varlen and packed.varlen is not None:
+        whole = varlen_attention(*rows, packed.varlen, scaling=scaling, sliding_window=sliding_window)
     elif packed.prefixes is not None and fits(query, key, value) and _sees_all(sliding_window, packed):
         whole = prefix_attention(*rows, packed.prefixes, scaling=scaling)
     else:

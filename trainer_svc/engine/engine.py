@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, Sequence
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
 from trainer_svc.engine.adapter_export import export_adapter
@@ -24,7 +24,6 @@ from trainer_svc.engine.loading import freeze, load_network
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import DTYPES, Entropy, Head, resolve_device
 from trainer_svc.engine.optimizers import build_optimizers
-from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.engine.schedule import learning_rate
 from trainer_svc.engine.shares import micro_batches
 from trainer_svc.engine.state import state_room, state_tensors

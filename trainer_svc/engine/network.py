@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.rows import MicroBatch, Outputs
 from trainer_svc.batch.shapes import PerToken
 from trainer_svc.engine.fused_logprob import Entropy
 from trainer_svc.engine.output_layer import logprobs_of_logits, logprobs_of_states
-from trainer_svc.engine.outputs import Outputs
 
 if TYPE_CHECKING:
     from trainer_svc.engine.weight_files import WeightFiles

@@ -9,10 +9,9 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from trainer_svc.batch.rows import MicroBatch
+from trainer_svc.batch.rows import MicroBatch, Outputs
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.network import Entropy, Network
-from trainer_svc.engine.outputs import Outputs
 from trainer_svc.engine.step_metrics import StepRecord
 from trainer_svc.parallel.pipeline import InFlight, Stage
 

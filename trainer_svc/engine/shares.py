@@ -6,10 +6,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING
 
-from trainer_svc.batch.packing import empty_batch, pack, tokens_to_forward
-from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.rows import LossWeight, MicroBatch, Sequence, empty_batch, pack, tokens_to_forward
 from trainer_svc.engine.network import Network
-from trainer_svc.engine.outputs import LossWeight
 from trainer_svc.parallel.ranks import agree
 
 if TYPE_CHECKING:

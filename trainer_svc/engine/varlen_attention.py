@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer_svc.batch.attention_plan import Ragged
+from trainer_svc.batch.attention_plan import VarlenPlan
 from trainer_svc.batch.shapes import PackedHeads
 
 __all__ = ["Attention", "uses_varlen", "varlen_attention"]
@@ -29,7 +29,7 @@ def varlen_attention(
     query: PackedHeads,
     key: PackedHeads,
     value: PackedHeads,
-    ragged: Ragged,
+    ragged: VarlenPlan,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -105,7 +105,7 @@ def _probe(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]
     """Largest difference from stock attention, values and gradients, for two sequences with a common beginning."""
     heads, key_heads, head_dim = shape
     segments = [np.arange(5), np.r_[0, 1, 5, 6, 7]]
-    plan = Ragged.of(segments, 8)
+    plan = VarlenPlan.of(segments, 8)
     if plan is None:
         raise AssertionError("the probe's own sequences lie in order")
     ragged = plan.to(device)

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from sluice.advantages import Episode, estimate
-from trainer_svc.batch.packing import pack
-from trainer_svc.batch.rows import MicroBatch, Sequence
-from trainer_svc.engine.outputs import Outputs
+from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, pack
 from trainer_svc.objectives.aggregation import with_group_tokens
 from trainer_svc.objectives.command import Case, CaseSequence, Column
 from trainer_svc.objectives.objective import Objective, finish

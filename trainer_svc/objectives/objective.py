@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence
 from trainer_svc.batch.shapes import PerToken, Scalar
-from trainer_svc.engine.outputs import Outputs
 from trainer_svc.objectives.aggregation import divisor, token_factors
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
 from trainer_svc.objectives.corrections import CORRECTIONS, TokenWeights, off_policy_sequence_mask, veto

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, Sequence
 from trainer_svc.batch.shapes import Indices, PerPair, PerToken, Scalar
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.engine.outputs import LossFn, LossWeight, Outputs
 from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.config import DpoConfig

@@ -21,8 +21,7 @@ from typing import Self
 
 import numpy as np
 
-from trainer_svc.batch.packing import common_prefix, tokens_to_forward
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import Sequence, common_prefix, tokens_to_forward
 
 __all__ = ["TOKENS", "Cost", "balance"]
 

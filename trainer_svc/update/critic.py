@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trainer_svc.batch.rows import MicroBatch, Sequence
+from trainer_svc.batch.rows import LossFn, MicroBatch, Outputs, Sequence, count_loss_tokens
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.outputs import LossFn, Outputs, count_loss_tokens
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.surrogates import clipped_value_loss

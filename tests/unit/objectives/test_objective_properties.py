@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from objective_rows import training_row
 
-from trainer_svc.batch.packing import pack
+from trainer_svc.batch.rows import Outputs, pack
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.engine.outputs import Outputs
 from trainer_svc.objectives.aggregation import with_group_tokens
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.presets import PRESETS
