@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import SecurityConfig
-from sluice.rpc.binding import free_ports
-from sluice.rpc.health import wait_until_serving
+from sluice.rpc.access import free_ports
+from sluice.rpc.channel import wait_until_serving
 from sluice.tasks import discard_outcome
 
 __all__ = ["free_port", "make_model", "service"]

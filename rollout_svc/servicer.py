@@ -25,8 +25,7 @@ from rollout_svc.response_cache import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, TextStream
 from rollout_svc.wire import MAX_NAME, chunk_message, generate_response, generation_request, loaded_adapters
-from sluice.rpc import SluiceError
-from sluice.rpc.limits import MAX_SAMPLES
+from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, rollout_pb2_grpc
 from sluice.versions import Version
 

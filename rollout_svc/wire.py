@@ -18,8 +18,7 @@ from rollout_svc.engines.base import (
     Sampling,
 )
 from rollout_svc.engines.lora import LoraEngine
-from sluice.rpc import SluiceError
-from sluice.rpc.limits import MAX_SAMPLES
+from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 __all__ = [

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2
 from sluice.cli.command import Command, Options, seconds
 from sluice.config import load_run
 from sluice.rpc import SluiceError
-from sluice.rpc.health import health_status
+from sluice.rpc.channel import health_status
 
 __all__ = ["COMMAND"]
 

@@ -18,8 +18,7 @@ from sluice.cli.command import Command, Options, seconds, whole_number
 from sluice.config import ConfigError, RunConfig, ServerConfig, check_tables_fit, dump_toml, load_run, service_names
 from sluice.devices import visible_devices
 from sluice.models import check_hub, check_model
-from sluice.rpc.binding import server_credentials
-from sluice.rpc.tokens import TokenCheck
+from sluice.rpc.access import TokenCheck, server_credentials
 from sluice.supervise.plan import Place, child_specs, free_addresses, place, replica_names, replicas_of
 from sluice.supervise.restart_policy import RestartLimits
 from sluice.supervise.run_directory import claim, describe_resume, newest_checkpoint, write_settings

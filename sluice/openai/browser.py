@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import grpc
 
 from sluice.rpc import SluiceError
-from sluice.rpc.binding import is_local
+from sluice.rpc.access import is_local
 
 __all__ = ["BrowserCheck", "require_json"]
 

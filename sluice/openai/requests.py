@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from sluice.rpc.limits import MAX_SAMPLES
+from sluice.rpc import MAX_SAMPLES
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 __all__ = [

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.openai.browser import BrowserCheck, require_json
 from sluice.openai.errors import error_response, too_large
-from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, binding
-from sluice.rpc.metrics import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
-from sluice.rpc.tokens import TokenCheck
+from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, access
+from sluice.rpc.access import TokenCheck
+from sluice.rpc.calls import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
 
 __all__ = ["HEALTH_PATH", "HttpServer", "RequestGuard"]
 
@@ -70,8 +70,8 @@ class HttpServer:
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, security: SecurityConfig) -> None:
-        self._host = LOOPBACK if host.startswith(binding.UNIX) else host.strip("[]")
-        binding.check_exposure(ServerConfig(host=self._host, port=port), security)
+        self._host = LOOPBACK if host.startswith(access.UNIX) else host.strip("[]")
+        access.check_exposure(ServerConfig(host=self._host, port=port), security)
         self._port, self._security = port, security
         self._uvicorn = _Server(
             uvicorn.Config(

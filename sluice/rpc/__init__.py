@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sluice.rpc.channel import connect
+from sluice.rpc.channel import MAX_MESSAGE_BYTES, MAX_SAMPLES, connect
 from sluice.rpc.errors import SluiceError
-from sluice.rpc.limits import MAX_MESSAGE_BYTES
 from sluice.rpc.server import RpcServer
 
-__all__ = ["MAX_MESSAGE_BYTES", "RpcServer", "SluiceError", "connect"]
+__all__ = ["MAX_MESSAGE_BYTES", "MAX_SAMPLES", "RpcServer", "SluiceError", "connect"]

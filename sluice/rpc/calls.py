@@ -15,13 +15,21 @@ from typing import Any, TypeAlias
 
 import grpc
 import structlog
-from prometheus_client import Counter
+from prometheus_client import Counter, Gauge, Histogram
 
+from sluice.rpc.access import Role, TokenCheck
 from sluice.rpc.errors import DETAILS_KEY, SluiceError
-from sluice.rpc.metrics import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
-from sluice.rpc.tokens import Role, TokenCheck
 
-__all__ = ["REQUEST_ID_KEY", "CallInterceptor"]
+__all__ = ["REQUEST_ID_KEY", "RPC_IN_FLIGHT", "RPC_SECONDS", "RPC_TOTAL", "CallInterceptor"]
+
+RPC_TOTAL = Counter("sluice_rpc", "Calls answered, by status code.", ("service", "method", "code"))
+RPC_SECONDS = Histogram(
+    "sluice_rpc_seconds",
+    "Time from the arrival of a call to its end, streams included.",
+    ("service", "method"),
+    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800),
+)
+RPC_IN_FLIGHT = Gauge("sluice_rpc_in_flight", "Calls in progress.", ("service", "method"))
 
 REQUEST_ID_KEY = "x-request-id"
 """Metadata with the id of a call, for the logs of both sides."""
@@ -106,10 +114,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         )
         return wrapped
 
-    def register_watch(self, task: asyncio.Task[Any]) -> None:
-        """Remember a stream that `end_watches` ends."""
-        self._watchers.add(task)
-        task.add_done_callback(self._watchers.discard)
+    def register_watch(self) -> None:
+        """Let `end_watches` end the stream that the current task serves."""
+        if (task := asyncio.current_task()) is not None:
+            self._watchers.add(task)
+            task.add_done_callback(self._watchers.discard)
 
     def has_ended(self, task: asyncio.Task[Any] | None) -> bool:
         """Whether `end_watches` ended this stream, rather than its client."""
@@ -128,9 +137,7 @@ class _ObservedMethod:
 
     async def watch(self, request: Message, context: Context) -> Message:
         """Serve a stream that lasts until the client or the server leaves."""
-        task = asyncio.current_task()
-        if task is not None:
-            self._calls.register_watch(task)
+        self._calls.register_watch()
         return await self.serve(request, context)
 
     async def serve(self, request: Message, context: Context) -> Message:

@@ -6,6 +6,8 @@ message of a stream.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import uuid
 from collections.abc import Callable, Iterable
@@ -13,16 +15,52 @@ from typing import Any, TypeAlias
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.config import SecurityConfig
-from sluice.rpc.binding import UNIX, read_pem
+from sluice.rpc.access import UNIX, Role, client_token, read_pem
 from sluice.rpc.calls import REQUEST_ID_KEY
-from sluice.rpc.limits import MAX_MESSAGE_BYTES, TRANSPORT_OPTIONS
-from sluice.rpc.tokens import Role, client_token
 
-__all__ = ["IDEMPOTENT_METHODS", "connect"]
+__all__ = [
+    "IDEMPOTENT_METHODS",
+    "MAX_MESSAGE_BYTES",
+    "MAX_SAMPLES",
+    "TRANSPORT_OPTIONS",
+    "connect",
+    "health_status",
+    "wait_until_serving",
+]
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Largest message of the contracts; larger things stream."""
+
+MAX_SAMPLES = 256
+"""Most samples of one Generate request."""
+
+_FRAMING_BYTES = 64 << 10
+"""Room for field headers around a payload of the full size."""
+
+_METADATA_BYTES = 64 << 10
+"""gRPC's own 8 KiB drops the details of an error with a long list of field violations."""
+
+TRANSPORT_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
+    ("grpc.max_metadata_size", _METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _METADATA_BYTES),
+    # A peer that disappears is noticed within 30 + 10 s, also on an idle watch stream.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 
 _DAY_S = 24 * 3600.0
+
+_POLL_S = 0.1
+"""Pause between two questions to a server that does not serve yet, in seconds."""
+
+_ANSWER_S = 5.0
+"""Seconds that one question may take."""
 
 Anything: TypeAlias = Any
 """An argument or a result of gRPC's callables: any message, any call."""
@@ -218,3 +256,43 @@ def _request_id() -> str:
     """Return the id of the call that is being served, so that a request keeps its id across services; else a new id."""
     current = structlog.contextvars.get_contextvars().get("request_id")
     return current if isinstance(current, str) else uuid.uuid4().hex
+
+
+async def health_status(target: str, security: SecurityConfig, service: str = "", timeout_s: float = _ANSWER_S) -> int:
+    """Return a server's `HealthCheckResponse.ServingStatus`.
+
+    Args:
+        target: ``host:port``, ``dns:///name:port`` or ``unix:/path``.
+        security: Tokens and TLS.
+        service: Fully qualified name of a service; empty asks for the whole server.
+        timeout_s: Seconds to wait for the answer.
+
+    Raises:
+        grpc.aio.AioRpcError: if the server does not answer.
+    """
+    async with connect(target, security, role="agent") as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)  # type: ignore[attr-defined]  # the stubs leave it out
+        return int(answer.status)
+
+
+async def wait_until_serving(target: str, security: SecurityConfig) -> None:
+    """Return once a server answers SERVING. There is no deadline: the caller sets one.
+
+    Args:
+        target: ``host:port``.
+        security: Tokens and TLS.
+    """
+    host, _, port = target.rpartition(":")
+    while True:
+        # An attempt to connect costs nothing, and avoids gRPC's back-off between its own attempts.
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            await asyncio.sleep(_POLL_S)
+            continue
+        writer.close()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            if await health_status(target, security) == health_pb2.HealthCheckResponse.SERVING:
+                return
+        await asyncio.sleep(_POLL_S)

@@ -15,12 +15,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.rpc import binding, limits
+from sluice.rpc import access
+from sluice.rpc.access import Role, TokenCheck
 from sluice.rpc.calls import CallInterceptor
-from sluice.rpc.tokens import Role, TokenCheck
+from sluice.rpc.channel import MAX_MESSAGE_BYTES, TRANSPORT_OPTIONS
 from sluice.v1 import common_pb2, common_pb2_grpc
 
 __all__ = ["RpcServer"]
+
+CONTRACT_VERSION = 1
+"""Grows with every additive change within ``sluice.v1``."""
 
 INFO_SERVICE = "sluice.v1.ServerInfoService"
 
@@ -28,7 +32,7 @@ Servicer: TypeAlias = Any
 """An implementation of a generated servicer class."""
 
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *limits.TRANSPORT_OPTIONS,
+    *TRANSPORT_OPTIONS,
     # Two servers on one port would each get half of the calls; without this the second one fails to start.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -65,7 +69,7 @@ class RpcServer:
         unimplemented: Sequence[str] = (),
         run: str = "",
     ) -> None:
-        binding.check_exposure(server, security)
+        access.check_exposure(server, security)
         if "/" in run:
             raise ValueError(f"{run!r} is not the name of a run: leave out the collection (`r1`, not `runs/r1`)")
         self.name = name
@@ -128,12 +132,17 @@ class RpcServer:
     async def _add_own_services(self, server: grpc.aio.Server) -> None:
         names = sorted([*self._roles, INFO_SERVICE])
         info = _ServerInfo(
-            self.name,
-            services=names,
-            features=self._features,
-            unimplemented=sorted(set(self._unimplemented)),
-            max_concurrent_rpcs=self._config.max_concurrent_rpcs,
-            run=self._run,
+            common_pb2.GetServerInfoResponse(
+                service=self.name,
+                software_version=version("sluice"),
+                contract_version=CONTRACT_VERSION,
+                services=names,
+                features=self._features,
+                unimplemented_rpcs=sorted(set(self._unimplemented)),
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                max_concurrent_rpcs=self._config.max_concurrent_rpcs,
+                run=f"runs/{self._run}" if self._run else "",
+            )
         )
         common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -141,8 +150,8 @@ class RpcServer:
         await self._publish_health()
 
     def _bind(self, server: grpc.aio.Server) -> int:
-        wanted = binding.address(self._config)
-        credentials = binding.server_credentials(self._config, self._security)
+        wanted = access.address(self._config)
+        credentials = access.server_credentials(self._config, self._security)
         try:
             port = (
                 server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
@@ -152,7 +161,7 @@ class RpcServer:
             if credentials is not None:
                 doubt += "; or does security.tls_key not belong to security.tls_cert?"
             raise ConfigError(f"cannot listen on {wanted}: {error}; {doubt}") from error
-        if wanted.startswith(binding.UNIX):
+        if wanted.startswith(access.UNIX):
             self.target = wanted
             return 0
         self.target = f"{wanted.rpartition(':')[0]}:{port}"
@@ -189,9 +198,18 @@ class RpcServer:
         """
         loop = asyncio.get_running_loop()
         asked, again = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (again if asked.is_set() else asked).set()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, _stop_asked, asked, again)
-        await _first(asked, until)
+            loop.add_signal_handler(number, on_signal)
+        waits = {asyncio.create_task(event.wait()) for event in (asked, until) if event is not None}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
         asked.set()
         end = loop.time() + self._config.drain_s
         hurry = asyncio.create_task(again.wait())
@@ -226,43 +244,11 @@ class RpcServer:
         log.info("stopped")
 
 
-async def _first(asked: asyncio.Event, until: asyncio.Event | None) -> None:
-    waits = {asyncio.create_task(event.wait()) for event in (asked, until) if event is not None}
-    try:
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-
-
-def _stop_asked(asked: asyncio.Event, again: asyncio.Event) -> None:
-    (again if asked.is_set() else asked).set()
-
-
 class _ServerInfo(common_pb2_grpc.ServerInfoServiceServicer):
     """GetServerInfo, which every server answers with facts that are fixed at its start."""
 
-    def __init__(
-        self,
-        service: str,
-        *,
-        services: Sequence[str],
-        features: Sequence[str],
-        unimplemented: Sequence[str],
-        max_concurrent_rpcs: int,
-        run: str,
-    ) -> None:
-        self._answer = common_pb2.GetServerInfoResponse(
-            service=service,
-            software_version=version("sluice"),
-            contract_version=limits.CONTRACT_VERSION,
-            services=services,
-            features=features,
-            unimplemented_rpcs=unimplemented,
-            max_message_bytes=limits.MAX_MESSAGE_BYTES,
-            max_concurrent_rpcs=max_concurrent_rpcs,
-            run=f"runs/{run}" if run else "",
-        )
+    def __init__(self, answer: common_pb2.GetServerInfoResponse) -> None:
+        self._answer = answer
 
     async def GetServerInfo(self, request: object, context: object) -> common_pb2.GetServerInfoResponse:  # noqa: N802
         """Return the facts."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
 from sluice.devices import VISIBLE
-from sluice.rpc.binding import LOOPBACK, free_ports
-from sluice.rpc.health import wait_until_serving
+from sluice.rpc.access import LOOPBACK, free_ports
+from sluice.rpc.channel import wait_until_serving
 from sluice.supervise.child_process import ChildSpec
 
 __all__ = [

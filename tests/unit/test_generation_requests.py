@@ -14,8 +14,7 @@ from rollout_svc.engines.base import ModelInfo, Sampling
 from rollout_svc.tokenizer import RENDER_THREADS, ModelTokenizer, struct_dict
 from rollout_svc.wire import generation_request, sampling_of
 from sluice.cli.init_model import character_tokenizer
-from sluice.rpc import SluiceError
-from sluice.rpc.limits import MAX_SAMPLES
+from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 
 INFO = ModelInfo("model", "Qwen3ForCausalLM", 100, 32, "float32", (1,), "test")

@@ -8,7 +8,7 @@ import pytest
 from sluice.cli import rl
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.rpc import RpcServer
-from sluice.rpc.health import wait_until_serving
+from sluice.rpc.channel import wait_until_serving
 from sluice.supervise.plan import child_environment, free_addresses
 from sluice.supervise.run_directory import claim, newest_checkpoint, write_settings
 
