@@ -16,24 +16,21 @@ from pydantic import Field, model_validator
 from sluice.config import Section
 from trainer_svc.objectives.presets import (
     BATCH_ESTIMATORS,
-    CORRECTION_BOUNDS,
     PRESETS,
-    Aggregation,
-    CorrectionKind,
-    KlKind,
     KlWhere,
     Parameters,
     Preset,
     PresetSettings,
     Proximal,
 )
+from trainer_svc.objectives.terms import CORRECTIONS, Aggregation, CorrectionKind, KlKind
 
 __all__ = ["CorrectionConfig", "ObjectiveConfig", "ResolvedObjective"]
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PRESET_PARAMETERS = frozenset(name for preset in PRESETS.values() for name in preset.all_parameters)
 _ESTIMATOR_PARAMETERS = frozenset(name for taken in BATCH_ESTIMATORS.values() for name in taken)
-_BOUNDS = frozenset(name for taken in CORRECTION_BOUNDS.values() for name in taken)
+_BOUNDS = frozenset(name for correction in CORRECTIONS.values() for name in correction.bounds)
 
 
 class CorrectionConfig(Section):
@@ -258,6 +255,11 @@ class ResolvedObjective:
         return self.advantage in BATCH_ESTIMATORS
 
     @property
+    def selects_tokens(self) -> bool:
+        """Whether tokens are dropped by their distance to the sampler, over the whole batch (m2po)."""
+        return "tau" in self.other_parameters
+
+    @property
     def credits_earlier_tokens(self) -> bool:
         """Whether the advantage of a token contains rewards of later tokens."""
         discounts_turns = self.estimator_parameters.get("turn_discount") is not None
@@ -280,9 +282,9 @@ class ResolvedObjective:
             if low is not None and high is not None and self.name != "dppo" and low > high:
                 raise ValueError(f"{what} keeps ratios between low ({low:g}) and high ({high:g}): swap them")
         self._refuse_useless_kl()
-        if self.name == "m2po" and self.proximal != "recompute":
+        if self.selects_tokens and self.proximal != "recompute":
             raise ValueError(
-                f"m2po selects tokens by (log b - log o)^2 before the first step, where {self.proximal} makes it 0 everywhere: "
+                f"{self.name} selects tokens by (log b - log o)^2 before the first step, where {self.proximal} makes it 0 everywhere: "
                 "set proximal to recompute"
             )
         if self.veto is not None and not (self.decoupled and self.preset.anchor == "proximal"):
@@ -310,7 +312,7 @@ def _find_preset(name: str, params: Mapping[str, Any]) -> Preset:
     if ":" in name:
         if not _IMPORT_PATH.fullmatch(name):
             raise ValueError(f"preset {name!r} is not an import path: write package.module:function")
-        return Preset(surrogate=name, advantage="centered", parameters=dict(params), source=name)
+        return Preset(surrogate=None, advantage="centered", parameters=dict(params), source=name)
     if name not in PRESETS:
         raise ValueError(
             f"there is no objective {name!r}; choose one of {', '.join(PRESETS)}, or give your own as package.module:function"
@@ -397,7 +399,7 @@ def _corrected_twice(name: str, what: str) -> str:
 
 
 def _bounds(kind: str, correction: Mapping[str, Any]) -> Mapping[str, float]:
-    taken = CORRECTION_BOUNDS[kind]
+    taken = CORRECTIONS[kind].bounds
     for name in sorted(_BOUNDS & correction.keys()):
         if name not in taken:
             raise ValueError(

@@ -9,12 +9,15 @@ import torch
 
 from sluice.advantages import Episode, estimate
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, pack
-from trainer_svc.objectives.aggregation import with_group_tokens
+from trainer_svc.objectives.advantages import clipped_value_loss, with_advantages
 from trainer_svc.objectives.command import Case, CaseSequence, Column
 from trainer_svc.objectives.objective import Objective, finish
-from trainer_svc.objectives.prepare import with_advantages, with_proximal_share, with_selection
-from trainer_svc.objectives.surrogates import clipped_value_loss
-from trainer_svc.objectives.trainable import keep_trainable
+from trainer_svc.objectives.trainable import (
+    keep_trainable,
+    with_group_tokens,
+    with_proximal_share,
+    with_selection,
+)
 
 __all__ = ["evaluate"]
 
@@ -81,7 +84,7 @@ def _prepared(case: Case, objective: Objective, rows: list[Sequence]) -> list[Se
         bootstraps = [each.bootstrap for each in case.sequences]
         known = [value for value in bootstraps if value is not None]
         rows = with_advantages(rows, settings, bootstraps=known if len(known) == len(rows) else None)
-    return with_selection(rows, settings)
+    return with_selection(rows, settings) if settings.selects_tokens else rows
 
 
 def _row(case: CaseSequence, index: int, objective: Objective) -> Sequence:

@@ -1,4 +1,4 @@
-"""One objective: the loss of a micro-batch, its share of the divisor, its metrics, and warnings that follow from these.
+"""One objective: the loss of a micro-batch, its share of the divisor, its metrics, and the warnings that they call for.
 
     loss of a token = surrogate(t, o, b, A) x f(rho) x masks + kl_coef x KL(t, ref) - entropy_coef x entropy
 
@@ -7,6 +7,8 @@ f(rho) and the masks multiply the surrogate only. Divisors count every loss toke
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -16,11 +18,19 @@ import torch
 
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence
 from trainer_svc.batch.shapes import PerToken, Scalar
-from trainer_svc.objectives.aggregation import divisor, token_factors
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
-from trainer_svc.objectives.corrections import CORRECTIONS, TokenWeights, off_policy_sequence_mask, veto
-from trainer_svc.objectives.kl import kl_loss
-from trainer_svc.objectives.surrogates import Surrogate, TokenTerms, find_surrogate, log_difference
+from trainer_svc.objectives.presets import Surrogate
+from trainer_svc.objectives.terms import (
+    CORRECTIONS,
+    TokenTerms,
+    TokenWeights,
+    divisor,
+    kl_loss,
+    log_difference,
+    off_policy_sequence_mask,
+    token_factors,
+    veto,
+)
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds and which a loss does not need
     from trainer_svc.engine.network import Entropy
@@ -55,7 +65,7 @@ class Objective:
             ValueError: if a loss of the user's own cannot be imported, or cannot be called with its `params`.
         """
         resolved = config.resolved
-        return cls(resolved, find_surrogate(resolved.preset.surrogate, resolved.parameters))
+        return cls(resolved, resolved.preset.surrogate or _own_surrogate(resolved.name, resolved.parameters))
 
     @property
     def entropy(self) -> Entropy:
@@ -74,16 +84,41 @@ class Objective:
         """Return the summed loss of a micro-batch, and sums for the step's report; a `LossFn`.
 
         Raises:
-            ValueError: if a column is missing that the objective reads.
+            ValueError: if the batch lacks a column that the objective reads.
         """
-        return self.of_terms(self.terms(outputs, batch))
+        settings, terms = self.resolved, self._terms(outputs, batch)
+        loss, counts = self.surrogate(terms, **settings.parameters)
+        if loss.shape != terms.current.shape:
+            raise ValueError(
+                f"objective {settings.name} returned shape {tuple(loss.shape)} for {len(terms.current)} tokens: "
+                "return one loss per token and leave the aggregation to the config"
+            )
+        sums = {**counts, "tokens": torch.full((), float(len(loss)), dtype=torch.float64, device=loss.device)}
+        for weights, counts in self._token_weights(terms):
+            loss = loss * weights
+            sums |= counts
+        if settings.loss_kl_coef > 0:
+            if terms.reference is None:
+                raise ValueError(
+                    "kl_coef is above 0 but the batch has no reference log-probabilities: send them, name a reference model, "
+                    "or set kl_coef to 0"
+                )
+            kl = kl_loss(settings.kl_kind, terms.current, terms.reference)
+            loss = loss + settings.loss_kl_coef * kl
+            sums["kl"] = kl.detach().sum()
+        if terms.entropy is not None:
+            sums["entropy"] = terms.entropy.detach().sum()
+        if settings.needs_entropy:
+            if terms.entropy is None:
+                raise ValueError("entropy_coef is above 0 but the entropy was not computed")
+            loss = loss - settings.entropy_coef * terms.entropy
+        if settings.needs_behaviour:
+            sums |= _policy_gap(terms)
+        if settings.decoupled:
+            sums |= _correction_spread(terms)
+        return (loss * terms.factors).sum(), sums
 
-    def terms(self, outputs: Outputs, batch: MicroBatch) -> TokenTerms:
-        """Return what the loss reads of a micro-batch.
-
-        Raises:
-            ValueError: if there are no log-probabilities, or log o is missing.
-        """
+    def _terms(self, outputs: Outputs, batch: MicroBatch) -> TokenTerms:
         if outputs.logprobs is None:
             raise ValueError("the objective needs log-probabilities: give it a network with a language head")
         return TokenTerms(
@@ -118,54 +153,12 @@ class Objective:
                     )
                 return batch.behaviour_logprobs + batch.proximal_share * (current - batch.behaviour_logprobs)
 
-    def of_terms(self, terms: TokenTerms) -> tuple[Scalar, dict[str, Scalar]]:
-        """Return the same as `loss`, from the terms alone.
-
-        Raises:
-            ValueError: if a column is missing that the objective reads.
-        """
-        settings = self.resolved
-        loss, sums = self._surrogate(terms)
-        sums["tokens"] = torch.full((), float(len(loss)), dtype=torch.float64, device=loss.device)
-        for weights, counts in self._token_weights(terms):
-            loss = loss * weights
-            sums |= counts
-        if settings.loss_kl_coef > 0:
-            if terms.reference is None:
-                raise ValueError(
-                    "kl_coef is above 0 but the batch has no reference log-probabilities: send them, name a reference model, "
-                    "or set kl_coef to 0"
-                )
-            kl = kl_loss(settings.kl_kind, terms.current, terms.reference)
-            loss = loss + settings.loss_kl_coef * kl
-            sums["kl"] = kl.detach().sum()
-        if terms.entropy is not None:
-            sums["entropy"] = terms.entropy.detach().sum()
-        if settings.needs_entropy:
-            if terms.entropy is None:
-                raise ValueError("entropy_coef is above 0 but the entropy was not computed")
-            loss = loss - settings.entropy_coef * terms.entropy
-        if settings.needs_behaviour:
-            sums |= _policy_gap(terms)
-        if settings.decoupled:
-            sums |= _correction_spread(terms)
-        return (loss * terms.factors).sum(), sums
-
-    def _surrogate(self, terms: TokenTerms) -> tuple[PerToken, dict[str, Scalar]]:
-        loss, sums = self.surrogate(terms, **self.resolved.parameters)
-        if loss.shape != terms.current.shape:
-            raise ValueError(
-                f"objective {self.resolved.name} returned shape {tuple(loss.shape)} for {len(terms.current)} tokens: "
-                "return one loss per token and leave the aggregation to the config"
-            )
-        return loss, dict(sums)
-
     def _token_weights(self, terms: TokenTerms) -> list[TokenWeights]:
         """Return the constants that multiply the surrogate of each token."""
         settings = self.resolved
         weights: list[TokenWeights] = []
         if settings.decoupled:
-            weights.append(CORRECTIONS[settings.correction](terms, **settings.bounds))
+            weights.append(CORRECTIONS[settings.correction].weights(terms, **settings.bounds))
         if settings.veto is not None:
             weights.append(veto(terms, settings.veto))
         if settings.off_policy_mask is not None:
@@ -173,6 +166,41 @@ class Objective:
         if terms.kept is not None:
             weights.append((terms.kept.to(terms.current.dtype), {"deselected": (~terms.kept).sum()}))
         return weights
+
+
+def _own_surrogate(name: str, parameters: Mapping[str, object]) -> Surrogate:
+    """Import the user's own loss, and check that it takes these parameters: at the start of the run, not in its first step.
+
+    Args:
+        name: `package.module:function`. Python must find the module: install it, or put its directory on PYTHONPATH.
+        parameters: The keyword arguments that the function will be called with.
+
+    Raises:
+        ValueError: if it cannot be imported, or cannot be called with these parameters.
+    """
+    module_name, function_name = name.split(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"objective {name!r}: there is no module {error.name!r}: install it, or put its directory on PYTHONPATH"
+        ) from error
+    surrogate: Surrogate | None = getattr(module, function_name, None)
+    if not callable(surrogate):
+        raise ValueError(  # noqa: TRY004 - the name is wrong, not a type
+            f"objective {name!r}: {module.__file__} has no function {function_name!r}: correct the name"
+        )
+    try:
+        inspect.signature(surrogate).bind(None, **parameters)
+    except TypeError as error:
+        raise ValueError(
+            f"objective {name!r} is called with the terms of a micro-batch and params ({', '.join(parameters) or 'none'}): "
+            f"{error}; correct params or the function"
+        ) from error
+    return surrogate
+
+
+# Metrics and warnings.
 
 
 _FRACTIONS = {

@@ -12,8 +12,8 @@ from torch.nn.functional import logsigmoid
 from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, Sequence
 from trainer_svc.batch.shapes import Indices, PerPair, PerToken, Scalar
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.objectives.kl import kl_estimate
 from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.terms import kl_estimate
 from trainer_svc.offline.config import DpoConfig
 from trainer_svc.offline.examples import CHOSEN, REJECTED
 

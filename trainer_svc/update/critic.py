@@ -12,8 +12,8 @@ from trainer_svc.batch.rows import LossFn, MicroBatch, Outputs, Sequence, count_
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.objectives.advantages import clipped_value_loss
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.surrogates import clipped_value_loss
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 __all__ = ["CRITIC", "Critic", "value_facts", "with_values"]

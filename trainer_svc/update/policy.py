@@ -17,10 +17,15 @@ import torch
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
-from trainer_svc.objectives.aggregation import with_group_tokens
+from trainer_svc.objectives.advantages import with_advantages
 from trainer_svc.objectives.objective import Objective, finish
-from trainer_svc.objectives.prepare import check_columns, with_advantages, with_selection
-from trainer_svc.objectives.trainable import CAUSES, keep_trainable
+from trainer_svc.objectives.trainable import (
+    CAUSES,
+    check_columns,
+    keep_trainable,
+    with_group_tokens,
+    with_selection,
+)
 from trainer_svc.parallel.ranks import agree
 from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
 from trainer_svc.update.minibatches import split_by_group
@@ -153,8 +158,9 @@ class PolicyUpdate:
             with _timed(seconds, "values"):
                 rows, after = with_values(rows, self.critic.engine)
         with _timed(seconds, "prepare"):
-            rows = with_advantages(rows, objective, bootstraps=after, ranks=ranks)
-            return with_selection(rows, objective, ranks)
+            if objective.runs_estimator:
+                rows = with_advantages(rows, objective, bootstraps=after, ranks=ranks)
+            return with_selection(rows, objective, ranks) if objective.selects_tokens else rows
 
     def _train(self, rows: list[Sequence]) -> Updated:
         """Make the epochs of the policy, then those of a critic with its own network.

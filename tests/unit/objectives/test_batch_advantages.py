@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +13,16 @@ from thread_ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_svc.config import ObjectiveConfig
-from trainer_svc.objectives.estimators import discounted_sum, gae, turns_of
+from trainer_svc.objectives.advantages import (
+    clipped_value_loss,
+    discounted_sum,
+    gae,
+    token_rewards,
+    turns_of,
+    with_advantages,
+)
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.prepare import loglinear_share, token_rewards, with_advantages, with_selection
-from trainer_svc.objectives.surrogates import clipped_value_loss
-from trainer_svc.objectives.trainable import keep_trainable
+from trainer_svc.objectives.trainable import keep_trainable, loglinear_share, with_selection
 
 # Two turns of 2 and 3 sampled tokens with an observation of two tokens between them, and padding-like tokens behind.
 MASK = [0, 1, 1, 0, 0, 1, 1, 1, 0, 0]
@@ -340,7 +344,7 @@ def test_m2po_without_a_proximal_policy_is_refused_by_name():
         with_selection([training_row([0, 1])], resolved(preset="m2po"))
 
 
-def test_estimators_that_need_rewards_alone_leave_the_rows_as_they_are():
-    rows = [replace(training_row([0, 1]), advantages=torch.tensor([0.0, 3.0], dtype=torch.float64))]
-    assert with_advantages(rows, resolved(preset="grpo")) == rows
-    assert with_selection(rows, resolved(preset="grpo")) == rows
+def test_the_trainer_runs_no_estimator_that_needs_rewards_alone():
+    settings_ = resolved(preset="grpo")
+    assert not settings_.runs_estimator
+    assert not settings_.selects_tokens

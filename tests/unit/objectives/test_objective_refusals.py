@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.objectives.objective import bypass_warning
-from trainer_svc.objectives.presets import CORRECTION_BOUNDS, PRESETS
+from trainer_svc.objectives.presets import PRESETS
+from trainer_svc.objectives.terms import CORRECTIONS
 
 TIS = {"kind": "token_tis"}
 
@@ -72,7 +73,7 @@ def test_k1_is_allowed_in_the_reward() -> None:
     assert (resolved.kl_kind, resolved.kl_where) == ("k1", "reward")
 
 
-@pytest.mark.parametrize("kind", CORRECTION_BOUNDS)
+@pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("preset", [name for name, preset in PRESETS.items() if preset.anchor == "proximal"])
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
 def test_every_correction_goes_with_every_ratio_to_the_proximal_policy(preset, kind, proximal):
@@ -80,7 +81,7 @@ def test_every_correction_goes_with_every_ratio_to_the_proximal_policy(preset, k
         proximal = "recompute"  # its selection of tokens needs it
     tokens = {"max_tokens": 8} if preset == "dr_grpo" else {}
     resolved = ObjectiveConfig(preset=preset, proximal=proximal, correction={"kind": kind}, **tokens).resolved
-    assert (resolved.proximal, resolved.correction, resolved.bounds) == (proximal, kind, CORRECTION_BOUNDS[kind])
+    assert (resolved.proximal, resolved.correction, resolved.bounds) == (proximal, kind, CORRECTIONS[kind].bounds)
 
 
 def test_presets_with_bounds_as_narrow_as_rounding_recompute_the_proximal_policy():

@@ -12,8 +12,7 @@ from thread_ranks import on_ranks
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.prepare import check_columns
-from trainer_svc.objectives.trainable import keep_trainable
+from trainer_svc.objectives.trainable import check_columns, keep_trainable
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 
 

@@ -1,0 +1,363 @@
+"""Advantages that the trainer estimates before its epochs: those that need a critic's values or rewards per token.
+
+`sluice.advantages` has the estimators that need one reward per episode; the orchestrator runs them. The estimators here are pure
+functions of loss tokens: prompts, observations and padding do not exist for them. Every rank calls the functions that take `ranks`,
+with its own rows; they compute over the rows of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+from hashlib import blake2b
+
+import torch
+
+from sluice.advantages import STD_OFFSET
+from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.shapes import MaskOfSequence, PerSequenceToken, PerToken, Scalar
+from trainer_svc.objectives.config import ResolvedObjective
+from trainer_svc.objectives.terms import kl_estimate
+from trainer_svc.parallel.ranks import ALONE, Ranks
+
+__all__ = [
+    "at_loss_tokens",
+    "carried_back",
+    "check_rewards",
+    "clipped_value_loss",
+    "discounted_sum",
+    "gae",
+    "process_returns",
+    "proximal_of",
+    "token_rewards",
+    "turns_of",
+    "whiten",
+    "whiten_by_group",
+    "with_advantages",
+    "with_column",
+]
+
+
+def with_advantages(
+    sequences: Rows[Sequence],
+    objective: ResolvedObjective,
+    *,
+    bootstraps: Rows[float] | None = None,
+    ranks: Ranks = ALONE,
+) -> list[Sequence]:
+    """Return the rows with the advantages (and for a critic the returns) of an estimator that the trainer runs.
+
+    Args:
+        sequences: This rank's rows with what the estimator reads: `values` for gae, `reference_logprobs` if the KL is part
+            of the reward, `token_rewards` for process, `reward` for the others.
+        objective: What will be minimised; its estimator is one of `BATCH_ESTIMATORS`.
+        bootstraps: For each row the critic's value of the state after its last token. gae reads it for truncated rows. None
+            takes the value of the last state that the row has.
+        ranks: All ranks that have a share of the batch.
+
+    Raises:
+        ValueError: if a row lacks a column or its reward.
+    """
+    if objective.advantage == "gae":
+        return _with_gae(sequences, objective, bootstraps)
+    if objective.advantage == "process":
+        return with_column(sequences, "advantages", _process(sequences, objective, ranks))
+    gamma = objective.estimator_parameters["gamma"] or 0.0
+    returns = [discounted_sum(token_rewards(each, objective), gamma) for each in sequences]
+    return with_column(sequences, "advantages", whiten(returns, ranks))
+
+
+def check_rewards(sequence: Sequence, objective: ResolvedObjective) -> None:
+    """Raise if a row lacks the reward that the trainer's estimator reads.
+
+    Raises:
+        ValueError: with the row's trajectory, and the remedy.
+    """
+    if objective.advantage == "process":
+        _process_rewards(sequence)
+    elif objective.runs_estimator:
+        _environment_rewards(sequence)
+
+
+def token_rewards(sequence: Sequence, objective: ResolvedObjective) -> PerToken:
+    """Return the reward at each loss token: the environment's, or the episode's at the last token; minus the KL in the reward.
+
+    The KL in the reward is `kl_coef` KL(o, ref) with the proximal policy o (the behaviour policy, unless o is recomputed),
+    never with the policy that is being trained.
+
+    Returns:
+        float64, one per loss token.
+
+    Raises:
+        ValueError: if there is neither a reward nor rewards per token, or the reference is missing.
+    """
+    rewards = _environment_rewards(sequence)
+    if objective.kl_coef > 0 and objective.kl_where == "reward":
+        if sequence.reference_logprobs is None:
+            raise ValueError(
+                f"kl_where is reward but sequence {sequence.trajectory_id!r} has no reference log-probabilities: send them, "
+                "name a reference model, or set kl_coef to 0"
+            )
+        proximal = at_loss_tokens(sequence, proximal_of(sequence, objective))
+        reference = at_loss_tokens(sequence, sequence.reference_logprobs)
+        rewards = rewards - objective.kl_coef * kl_estimate(objective.kl_kind, proximal, reference)
+    return rewards
+
+
+def _environment_rewards(sequence: Sequence) -> PerToken:
+    if sequence.token_rewards is not None:
+        return at_loss_tokens(sequence, sequence.token_rewards)
+    if sequence.reward is None:
+        raise ValueError(
+            f"sequence {sequence.trajectory_id!r} has no reward, which is not 0: leave it out of the batch"
+        )
+    rewards = torch.zeros(int(sequence.loss_mask.sum()), dtype=torch.float64)
+    rewards[-1:] = sequence.reward
+    return rewards
+
+
+def _with_gae(
+    sequences: Rows[Sequence], objective: ResolvedObjective, bootstraps: Rows[float] | None
+) -> list[Sequence]:
+    advantages, returns = [], []
+    for index, sequence in enumerate(sequences):
+        if sequence.values is None:
+            raise ValueError(
+                f"gae needs the critic's values, and sequence {sequence.trajectory_id!r} has none: set up a critic"
+            )
+        values = at_loss_tokens(sequence, sequence.values)
+        last = float(values[-1]) if len(values) else 0.0
+        after = last if bootstraps is None else bootstraps[index]
+        advantage, target = gae(
+            token_rewards(sequence, objective),
+            values,
+            bootstrap=after if sequence.truncated else 0.0,
+            gamma=objective.estimator_parameters["gamma"] or 0.0,
+            gae_lambda=objective.estimator_parameters["gae_lambda"] or 0.0,
+        )
+        advantages.append(advantage)
+        returns.append(target)
+    return with_column(with_column(sequences, "advantages", advantages), "returns", returns)
+
+
+def _process(sequences: Rows[Sequence], objective: ResolvedObjective, ranks: Ranks) -> list[PerToken]:
+    discount = objective.estimator_parameters["turn_discount"]
+    credited = [
+        process_returns(_process_rewards(each), turns_of(each.loss_mask), turn_discount=discount) for each in sequences
+    ]
+    match objective.process_scale:
+        case "batch":
+            return whiten(credited, ranks)
+        case "group":
+            names = [each.group_id or f"alone/{each.trajectory_id}" for each in sequences]
+            return whiten_by_group(credited, names, ranks)
+        case _:
+            return credited
+
+
+def _process_rewards(sequence: Sequence) -> PerToken:
+    if sequence.token_rewards is None:
+        raise ValueError(
+            f"process needs rewards per token or turn, and sequence {sequence.trajectory_id!r} has none: send them, or "
+            "choose an estimator of the episode's reward"
+        )
+    return at_loss_tokens(sequence, sequence.token_rewards)
+
+
+def proximal_of(sequence: Sequence, objective: ResolvedObjective) -> PerSequenceToken:
+    """Return log o of a row: log b, unless a forward pass computes it.
+
+    Raises:
+        ValueError: if that pass has not run.
+    """
+    if not objective.needs_proximal:
+        return sequence.behaviour_logprobs
+    if sequence.proximal_logprobs is None:
+        raise ValueError(
+            f"sequence {sequence.trajectory_id!r} has no proximal log-probabilities: compute them before the batch is prepared"
+        )
+    return sequence.proximal_logprobs
+
+
+def at_loss_tokens(sequence: Sequence, column: PerSequenceToken) -> PerToken:
+    """Return a column's values at the loss tokens, in float64."""
+    return column[sequence.loss_mask].double()
+
+
+def with_column(sequences: Rows[Sequence], name: str, values: Rows[PerToken]) -> list[Sequence]:
+    """Return the rows with a column set at their loss tokens, 0 elsewhere, in the precision of their log-probabilities."""
+    rows = []
+    for sequence, each in zip(sequences, values, strict=True):
+        column = torch.zeros_like(sequence.behaviour_logprobs)
+        column[sequence.loss_mask] = each.to(column.dtype)
+        rows.append(replace(sequence, **{name: column}))
+    return rows
+
+
+# The estimators.
+
+
+def gae(
+    rewards: PerToken, values: PerToken, *, bootstrap: float, gamma: float, gae_lambda: float
+) -> tuple[PerToken, PerToken]:
+    """Estimate advantages over the sampled tokens of one sequence (GAE, arXiv 1506.02438).
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma gae_lambda A_{t+1}.
+
+    Args:
+        rewards: Reward at each sampled token.
+        values: Value of the state before each sampled token.
+        bootstrap: V_{T+1}: 0 if the episode ended, the value of the last state if its length cut it off.
+        gamma: Discount per token.
+        gae_lambda: Weight of longer returns.
+
+    Returns:
+        Advantages and returns (advantages + values), in float64.
+    """
+    rewards, values = rewards.double(), values.double()
+    deltas = rewards + gamma * torch.cat([values[1:], values.new_tensor([bootstrap])]) - values
+    advantages = discounted_sum(deltas, gamma * gae_lambda)
+    return advantages, advantages + values
+
+
+def discounted_sum(values: PerToken, discount: float) -> PerToken:
+    """Return x_t + discount x_{t+1} + discount^2 x_{t+2} + ... at each t, in float64.
+
+    A scan by doubling: from the sums over windows of n values, one addition makes those over windows of 2 n. It takes
+    log2(tokens) tensor operations. It divides by no power of the discount, so nothing overflows.
+
+    Args:
+        values: Any number of them.
+        discount: Between 0 and 1.
+    """
+    sums = values.double().clone()
+    window = 1
+    while window < len(sums) and (factor := discount**window):
+        sums[:-window] += factor * sums[window:]
+        window *= 2
+    return sums
+
+
+def turns_of(loss_mask: MaskOfSequence) -> torch.Tensor:
+    """Return the turn of each loss token. A turn is a run of loss tokens without any other token in between."""
+    places = loss_mask.nonzero().flatten()
+    begins = torch.ones_like(places)
+    begins[1:] = (places[1:] - places[:-1] > 1).to(places.dtype)
+    return begins.cumsum(0) - 1
+
+
+def process_returns(rewards: PerToken, turns: torch.Tensor, *, turn_discount: float | None) -> PerToken:
+    """Return what each token is credited with: its own reward, or the rewards of its turn and of later turns.
+
+    Args:
+        rewards: Reward at each loss token; a turn's reward stands at any of its tokens.
+        turns: Turn of each loss token, from 0.
+        turn_discount: d in R_k + d R_{k+1} + d^2 R_{k+2} + ..., for every token of turn k; None: no credit across tokens.
+
+    Returns:
+        float64, one per loss token.
+    """
+    rewards = rewards.double()
+    if turn_discount is None:
+        return rewards
+    per_turn = torch.zeros(int(turns.max()) + 1 if len(turns) else 0, dtype=torch.float64).index_add(0, turns, rewards)
+    return discounted_sum(per_turn, turn_discount)[turns]
+
+
+def carried_back(rewards: PerSequenceToken, loss_mask: MaskOfSequence, kept: MaskOfSequence) -> PerSequenceToken:
+    """Move the rewards of tokens that leave the loss to the last kept token before them.
+
+    Rewards before the first kept token are dropped: no trained token could have earned them.
+
+    Args:
+        rewards: Reward at each loss token; other places are not read.
+        loss_mask: The loss tokens that the rewards belong to.
+        kept: The loss tokens that stay.
+    """
+    places = torch.arange(len(kept))
+    heirs = torch.where(kept, places, -1).cummax(0).values
+    lost = loss_mask & ~kept
+    inherited = lost & (heirs >= 0)
+    return rewards.masked_fill(lost, 0.0).index_add(0, heirs[inherited], rewards[inherited])
+
+
+def whiten(values: Rows[PerToken], ranks: Ranks = ALONE) -> list[PerToken]:
+    """Return (x - mean) / (std + 1e-6) over the tokens of all sequences on all ranks; std is unbiased, a lone token gives 0.
+
+    Args:
+        values: The loss tokens of each of this rank's sequences.
+        ranks: All ranks that have a share of the batch.
+
+    Returns:
+        Whitened values in float64.
+    """
+    own = torch.cat([each.double() for each in values]) if values else torch.zeros(0, dtype=torch.float64)
+    sums = ranks.total({"tokens": float(len(own)), "sum": float(own.sum())})
+    tokens = sums["tokens"]
+    if tokens < 2:
+        return [torch.zeros_like(each, dtype=torch.float64) for each in values]
+    mean = sums["sum"] / tokens
+    # A second pass, since a sum of squares would lose the spread of large values that are nearly equal.
+    squares = ranks.total({"squares": float((own - mean).square().sum())})["squares"]
+    std = (squares / (tokens - 1)) ** 0.5
+    return [(each.double() - mean) / (std + STD_OFFSET) for each in values]
+
+
+def whiten_by_group(values: Rows[PerToken], groups: Rows[str], ranks: Ranks = ALONE) -> list[PerToken]:
+    """Whiten over the tokens of each group, also if a group lies on several ranks.
+
+    Args:
+        values: The loss tokens of each of this rank's sequences.
+        groups: The group of each sequence.
+        ranks: All ranks that have a share of the batch.
+    """
+    keys = [_key(group) for group in groups]
+    sums = _group_totals(keys, [[float(len(each)), float(each.double().sum())] for each in values], 2, ranks)
+    centred = [each.double() - sums[key][1] / sums[key][0] for each, key in zip(values, keys, strict=True)]
+    squares = _group_totals(keys, [[float(each.square().sum())] for each in centred], 1, ranks)
+    whitened = []
+    for each, key in zip(centred, keys, strict=True):
+        tokens = float(sums[key][0])
+        std = (float(squares[key][0]) / (tokens - 1)) ** 0.5 if tokens > 1 else 0.0
+        whitened.append(each / (std + STD_OFFSET))
+    return whitened
+
+
+def _key(group: str) -> float:
+    """Return a number for a group's name, the same on every rank and exact in float64."""
+    return float(int.from_bytes(blake2b(group.encode(), digest_size=6).digest(), "big"))
+
+
+def _group_totals(keys: Rows[float], rows: Rows[list[float]], width: int, ranks: Ranks) -> dict[float, torch.Tensor]:
+    """Return the sums of each group's rows over all ranks."""
+    own = torch.tensor([[key, *row] for key, row in zip(keys, rows, strict=True)], dtype=torch.float64)
+    totals: dict[float, torch.Tensor] = {}
+    for row in ranks.gather(own.reshape(-1, width + 1)):
+        key = float(row[0])
+        totals[key] = totals.get(key, torch.zeros(width, dtype=torch.float64)) + row[1:]
+    return totals
+
+
+# The critic's loss.
+
+
+def clipped_value_loss(
+    values: PerToken, old_values: PerToken, returns: PerToken, *, value_clip: float | None
+) -> tuple[PerToken, dict[str, Scalar]]:
+    """0.5 max((V - R)^2, (clip(V, V_old - value_clip, V_old + value_clip) - R)^2) per token: the loss of PPO's critic (arXiv 1707.06347).
+
+    Args:
+        values: V of the current critic, with its gradient.
+        old_values: V when the update began.
+        returns: R.
+        value_clip: How far V may move in one update, in reward units; None: without limit.
+
+    Returns:
+        The loss per token, and `value_clipped`: the number of tokens whose clipped error was the larger one.
+    """
+    plain = (values - returns).square()
+    if value_clip is None:
+        return 0.5 * plain, {"value_clipped": torch.zeros((), dtype=torch.int64, device=values.device)}
+    moved = torch.minimum(torch.maximum(values, old_values - value_clip), old_values + value_clip)
+    clipped = (moved - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), {"value_clipped": (clipped > plain).sum()}
