@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sluice.cli.command import Command
-from sluice.config import ConfigError
+from sluice.config import Command, ConfigError
 from sluice.telemetry import configure_logging
 
 __all__ = ["COMMAND"]

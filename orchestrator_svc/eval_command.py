@@ -21,8 +21,7 @@ from pydantic import Field, model_validator
 from orchestrator_svc.config import OrchestratorConfig, ReplicasConfig, RewardConfig
 from orchestrator_svc.envs.base import SingleTurnEnvironment
 from orchestrator_svc.envs.loading import check_there, load_environment, locate
-from sluice.cli.command import Command
-from sluice.config import ConfigError, Section, SecurityConfig, load_command
+from sluice.config import Command, ConfigError, Section, SecurityConfig, load_command
 from sluice.models import check_files, check_model
 from sluice.telemetry import configure_logging
 from sluice.versions import BASE

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from sluice.allocation import Allocation
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
+from sluice.config.allocation import Allocation
 from sluice.models import check_model
 
 __all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDeadlines"]

@@ -1,4 +1,4 @@
-"""Whether the model or dataset that a setting names is there and whole, and of which sizes, found before anything is loaded.
+"""Whether the model, dataset or module that a setting names is there and whole, found before anything is loaded.
 
 A directory is judged by its names and headers. What is no directory is the id of a model on the Hugging Face hub, which is asked
 once and without a long wait: the libraries that load models ask for each file, and try again for half a minute each, before they
@@ -7,16 +7,18 @@ report that there is no such model or no network.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Self
 
 from sluice.config import ConfigError, reason_of
 
-__all__ = ["ModelSizes", "check_files", "check_hub", "check_hub_dataset", "check_model", "sizes_on_disk"]
+__all__ = ["ModelSizes", "check_files", "check_hub", "check_hub_dataset", "check_model", "importable", "sizes_on_disk"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -244,3 +246,19 @@ def _ask(name: str, setting: str, kind: str, file: str) -> None:
         raise ConfigError(
             f"{absent} {constants.ENDPOINT} cannot be reached ({reason_of(error)}): name a directory, or see to the network"
         ) from error
+
+
+def importable(module: str) -> bool:
+    """Return whether a module's package is installed, on PYTHONPATH, or in the working directory of the services.
+
+    Args:
+        module: Its dotted name.
+    """
+    package = module.partition(".")[0]
+    if not package.isidentifier():
+        return False
+    try:
+        found = importlib.util.find_spec(package)
+    except ValueError:  # one that was imported without a finder, such as `__main__`
+        return True
+    return found is not None or PathFinder.find_spec(package, [str(Path.cwd())]) is not None

@@ -6,9 +6,9 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from sluice.allocation import Allocation
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
-from sluice.importable import importable
+from sluice.config.allocation import Allocation
+from sluice.models import importable
 from trainer_svc.compute_config import (
     ComputeConfig,
     OptimizerConfig,

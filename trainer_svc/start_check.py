@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sluice.config import ConfigError
-from sluice.devices import smallest_memory, visible_devices
+from sluice.config.allocation import smallest_memory, visible_devices
 from sluice.models import check_files, check_model, sizes_on_disk
 from trainer_svc.memory import Decoder, estimate
 from trainer_svc.parallel.dims import check_fits

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
 from sluice.config import ConfigError
-from sluice.importable import importable
+from sluice.models import importable
 
 __all__ = ["BUILT_IN", "ENVIRONMENT_GROUP", "check_there", "load_attribute", "load_environment", "locate"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from sluice.cli.command import Command, Options
-from sluice.config import markdown_reference, run_config_class
+from sluice.config import Command, Options, markdown_reference, run_config_class
 
 __all__ = ["COMMAND"]
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.cli.command import Command, Options
-from sluice.config import ConfigError, reason_of
+from sluice.config import Command, ConfigError, Options, reason_of
 from sluice.host_files import whole_directory
 from sluice.models import check_files, check_hub
 

@@ -8,8 +8,7 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2
 
-from sluice.cli.command import Command, Options, seconds
-from sluice.config import load_run
+from sluice.config import Command, Options, load_run, seconds
 from sluice.rpc import SluiceError
 from sluice.rpc.channel import health_status
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.cli.command import Command, Options, whole_number
+from sluice.config import Command, Options, whole_number
 from sluice.host_files import whole_directory
 
 if TYPE_CHECKING:

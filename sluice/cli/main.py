@@ -10,11 +10,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 
-from sluice.cli.command import Command
-from sluice.config import ConfigError, service_names
-from sluice.config.load import COMMAND_GROUP
+from sluice.config import Command, ConfigError, command_names, find_command, service_names
 
 __all__ = ["main"]
 
@@ -92,7 +90,10 @@ def _dispatch(words: list[str]) -> int:
         print(f"sluice {version('sluice')}")
         return 0
     name, *arguments = words
-    command = _find(name)
+    if name in BUILT_IN:
+        command: Command | None = importlib.import_module(BUILT_IN[name][0]).COMMAND
+    else:
+        command = find_command(name)
     if command is not None:
         return command.run(arguments)
     if name in service_names():
@@ -102,27 +103,10 @@ def _dispatch(words: list[str]) -> int:
     raise ConfigError(f"no command {name!r}; `sluice --help` lists them")
 
 
-def _find(name: str) -> Command | None:
-    """Import and return a command; None if there is none of this name."""
-    if name in BUILT_IN:
-        command = importlib.import_module(BUILT_IN[name][0]).COMMAND
-    else:
-        point = next(iter(entry_points(group=COMMAND_GROUP, name=name)), None)
-        if point is None:
-            return None
-        command = point.load()
-    if not isinstance(command, Command):
-        raise ConfigError(
-            f"command {name!r} is not a sluice.cli.command.Command: install its package in the version of this one"
-        )
-    return command
-
-
 def _overview() -> str:
-    added = sorted(point.name for point in entry_points(group=COMMAND_GROUP))
     sections = (
         ("commands", {name: line for name, (_, line) in BUILT_IN.items()}),
-        ("commands of installed packages", {name: ADDED_HELP.get(name, "see its --help") for name in added}),
+        ("commands of installed packages", {name: ADDED_HELP.get(name, "see its --help") for name in command_names()}),
         ("services", {name: SERVICE_HELP.get(name, "see its --help") for name in service_names()}),
     )
     width = max(len(name) for _, entries in sections for name in entries)

@@ -16,8 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sluice.cli import rl
-from sluice.cli.command import Command, Options, whole_number
-from sluice.config import ConfigError
+from sluice.config import Command, ConfigError, Options, whole_number
 from sluice.supervise.plan import shared_cores
 from sluice.supervise.run_directory import is_held
 from sluice.view import quickstart_report

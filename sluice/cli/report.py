@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from sluice.cli.command import Command, Options
+from sluice.config import Command, Options
 from sluice.view.progress import METRIC_NAMES
 from sluice.view.summary import PLOT_FILE, plot_run, read_steps, summarise
 

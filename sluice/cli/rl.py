@@ -14,9 +14,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.cli.command import Command, Options, seconds, whole_number
-from sluice.config import ConfigError, RunConfig, ServerConfig, check_tables_fit, dump_toml, load_run, service_names
-from sluice.devices import visible_devices
+from sluice.config import (
+    Command,
+    ConfigError,
+    Options,
+    RunConfig,
+    ServerConfig,
+    check_tables_fit,
+    dump_toml,
+    load_run,
+    seconds,
+    service_names,
+    whole_number,
+)
+from sluice.config.allocation import visible_devices
 from sluice.models import check_hub, check_model
 from sluice.rpc.access import TokenCheck, server_credentials
 from sluice.supervise.plan import Place, child_specs, free_addresses, place, replica_names, replicas_of

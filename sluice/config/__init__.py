@@ -10,13 +10,23 @@ service's package is not installed at all (an image of one role), its table is a
 from __future__ import annotations
 
 from sluice.config.decide import allocated, allocation_of, check_tables_fit
-from sluice.config.load import RunConfig, load_command, load_run, run_config_class
-from sluice.config.schema import ConfigError, reason_of
-from sluice.config.sections import CommonConfig, PeersConfig, Section, SecurityConfig, ServerConfig
+from sluice.config.load import Options, RunConfig, load_command, load_run, run_config_class, seconds, whole_number
+from sluice.config.schema import (
+    CommonConfig,
+    ConfigError,
+    PeersConfig,
+    Section,
+    SecurityConfig,
+    ServerConfig,
+    reason_of,
+)
 from sluice.config.services import (
+    Command,
     FailedForGoodError,
     Service,
     UnfinishedError,
+    command_names,
+    find_command,
     load_service,
     service_configs,
     service_names,
@@ -24,9 +34,11 @@ from sluice.config.services import (
 from sluice.config.text import dump_toml, markdown_reference
 
 __all__ = [
+    "Command",
     "CommonConfig",
     "ConfigError",
     "FailedForGoodError",
+    "Options",
     "PeersConfig",
     "RunConfig",
     "Section",
@@ -37,13 +49,17 @@ __all__ = [
     "allocated",
     "allocation_of",
     "check_tables_fit",
+    "command_names",
     "dump_toml",
+    "find_command",
     "load_command",
     "load_run",
     "load_service",
     "markdown_reference",
     "reason_of",
     "run_config_class",
+    "seconds",
     "service_configs",
     "service_names",
+    "whole_number",
 ]

@@ -13,10 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from sluice.advantages import check_sides
-from sluice.allocation import Allocation, Dimensions, Side
-from sluice.config.schema import ConfigError
-from sluice.config.sections import CommonConfig, Section
+from sluice.config.allocation import Allocation, Dimensions, Side
+from sluice.config.schema import CommonConfig, ConfigError, Section
 
 __all__ = ["allocated", "allocation_of", "check_tables_fit", "decided"]
 
@@ -246,6 +244,8 @@ def _check_estimators(run: CommonConfig) -> None:
     advantage = getattr(_section(run, "orchestrator"), "advantage", None)
     if objective is None or advantage is None:
         return
+    from sluice.advantages import check_sides  # noqa: PLC0415 - brings numpy, which `sluice --help` need not load
+
     try:
         check_sides(advantage, objective.advantage if objective.runs_estimator else "")
     except ValueError as error:

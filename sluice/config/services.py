@@ -1,4 +1,4 @@
-"""What a service is, and how to find the installed services without importing them."""
+"""What a service and a command of the `sluice` program are, and how to find the installed ones without importing them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from sluice.config.schema import ConfigError
-from sluice.config.sections import CommonConfig, Section
+from sluice.config.schema import CommonConfig, ConfigError, Section
 
 __all__ = [
     "SERVICE_GROUP",
+    "Command",
     "FailedForGoodError",
     "Service",
     "UnfinishedError",
+    "command_names",
+    "find_command",
     "load_service",
     "service_configs",
     "service_names",
@@ -23,6 +25,9 @@ __all__ = [
 
 SERVICE_GROUP = "sluice.services"
 """Entry points of this group name one `Service` each. The name of the entry point is the name of the service's table."""
+
+COMMAND_GROUP = "sluice.commands"
+"""Entry points of this group name one `Command` each."""
 
 
 class UnfinishedError(Exception):
@@ -47,6 +52,41 @@ class Service:
     name: str
     config_class: type[Section]
     serve: Callable[[CommonConfig, Any], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the first word after `sluice`.
+
+    Attributes:
+        name: The word, kebab-case.
+        help: One line for `sluice --help`.
+        run: Takes the words after the name, returns the exit code; `ConfigError` becomes exit code 2.
+    """
+
+    name: str
+    help: str
+    run: Callable[[list[str]], int]
+
+
+def command_names() -> list[str]:
+    """Return the names of the commands that installed packages add, sorted, without importing them."""
+    return sorted(point.name for point in entry_points(group=COMMAND_GROUP))
+
+
+def find_command(name: str) -> Command | None:
+    """Import and return a command of an installed package; None if there is none of this name.
+
+    Raises:
+        ConfigError: if its entry point is something else.
+    """
+    point = next(iter(entry_points(group=COMMAND_GROUP, name=name)), None)
+    command = None if point is None else point.load()
+    if not isinstance(command, Command | None):
+        raise ConfigError(
+            f"command {name!r} is not a sluice.config.Command: install its package in the version of this one"
+        )
+    return command
 
 
 def _entry_points() -> dict[str, EntryPoint]:

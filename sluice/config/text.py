@@ -12,9 +12,8 @@ import tomli_w
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from sluice.config.schema import FieldType, Value, accepts_none, nested_models
+from sluice.config.schema import CommonConfig, FieldType, Value, accepts_none, nested_models
 from sluice.config.secrets import redact
-from sluice.config.sections import CommonConfig
 
 __all__ = ["dump_toml", "help_text", "markdown_reference"]
 

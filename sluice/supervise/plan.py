@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
-from sluice.devices import VISIBLE
+from sluice.config.allocation import VISIBLE
 from sluice.rpc.access import LOOPBACK, free_ports
 from sluice.rpc.channel import wait_until_serving
 from sluice.supervise.child_process import ChildSpec

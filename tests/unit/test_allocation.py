@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.allocation import Allocation, AllocationError, Dimensions, Side
+from sluice.config.allocation import Allocation, AllocationError, Dimensions, Side
 
 D = Dimensions
 

@@ -12,8 +12,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from sluice.cli.command import Command, Options
-from sluice.config import ConfigError
+from sluice.config import Command, ConfigError, Options
 from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
 

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from sluice.cli.command import Command
-from sluice.config import ConfigError, load_command
+from sluice.config import Command, ConfigError, load_command
 from sluice.models import check_files, check_hub, check_model
 from trainer_svc.offline.config import DistillConfig, DpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from trainer_svc.offline.rows import DataError, is_file

@@ -9,8 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from sluice.cli.command import Command
-from sluice.config import ConfigError, Section, load_command, reason_of
+from sluice.config import Command, ConfigError, Section, load_command, reason_of
 from sluice.models import check_files, check_hub, check_model
 from trainer_svc.offline.config import make_parent
 

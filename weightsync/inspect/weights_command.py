@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from sluice.cli.command import Command
-from sluice.config import ConfigError, Section, SecurityConfig, load_command
+from sluice.config import Command, ConfigError, Section, SecurityConfig, load_command
 from sluice.telemetry import configure_logging
 from sluice.versions import Version
 
