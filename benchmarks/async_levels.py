@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.children import MODEL_2M, free_port, make_model, service
 from benchmarks.long_tail import QUESTION, lengths
 from benchmarks.overlap import EngineSpeed, Workload, finish_times
-from orchestrator_svc.recorder import read_metrics
+from orchestrator_svc.report import read_metrics
 from sluice.client import RolloutClient
 from sluice.v1 import tokens_pb2
 

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage
-from orchestrator_svc.staleness import StalenessBound
+from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage, StalenessBound
 from sluice.versions import BASE, Version
 
 __all__ = ["EngineSpeed", "Workload", "finish_times"]

@@ -5,35 +5,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import Dispatcher, EpisodeRunner, TaskStream
 from orchestrator_svc.envs.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment, Task
-from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.scoring import Scorer
 from orchestrator_svc.evaluation import Evaluations
-from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories
-from orchestrator_svc.notifier import Notifier
-from orchestrator_svc.recorder import Recorder
+from orchestrator_svc.journal import Journal
+from orchestrator_svc.recovery import JournalError
 from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
-from orchestrator_svc.reporter import RunReporter
-from orchestrator_svc.run import Checkpoints, Run
-from orchestrator_svc.scheduler import OnStale, Scheduler
-from orchestrator_svc.servicer import OrchestratorServicer
-from orchestrator_svc.staleness import StalenessBound
-from orchestrator_svc.status import EventLog, RunStatus, TrajectoryHistory, replica_event
+from orchestrator_svc.report import Recorder, RunReporter
+from orchestrator_svc.run import Run
+from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
+from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.training import TrainerLink, Training
-from orchestrator_svc.workflows import choose_workflow
+from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
+from sluice.tasks import Notifier
+from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 
-__all__ = ["SERVICE"]
+__all__ = ["SERVICE", "OrchestratorServicer"]
 
 SERVICE_NAME = "sluice.v1.OrchestratorService"
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
+
+_NAME_CHARACTERS = 255
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
@@ -95,13 +101,16 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicer: Orchestr
 async def _built(
     common: CommonConfig, config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment
 ) -> AsyncIterator[tuple[Run, RunStatus, OrchestratorServicer]]:
-    """Build the run and all that it needs; what has files or processes is closed in reverse order."""
+    """Build the run and its parts; those with files or processes are closed in reverse order."""
     calls = EnvironmentCalls(config.environment_threads, config.deadlines.environment_s)
-    workflow = choose_workflow(config, environment, calls)
     async with contextlib.AsyncExitStack() as stack:
+        scorer = None
+        if isinstance(environment, SingleTurnEnvironment):
+            scorer = Scorer(config.environment, config.environment_args, **config.reward.model_dump())
+            await stack.enter_async_context(scorer)
+        workflow = choose_workflow(config, environment, calls, scorer)
         journal = _journal(common, config)
         stack.push_async_callback(journal.close)
-        trajectories = LiveTrajectories(journal)
         request_prefix = f"{common.run}/{journal.start}"
 
         changed, events = Notifier(), EventLog(journal.start)
@@ -119,15 +128,9 @@ async def _built(
             max_steps=config.max_steps,
             max_running=config.max_running,
         )
-        status = RunStatus(common.run, scheduler, pool, config.max_steps, events)
+        status = RunStatus(common.run, config, scheduler, pool, events)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(recorder.close)
-
-        scorer = None
-        if isinstance(environment, SingleTurnEnvironment):
-            scorer = await stack.enter_async_context(
-                Scorer(config.environment, config.environment_args, **config.reward.model_dump())
-            )
         try:
             stream = TaskStream(await _tasks(environment, config, config.split, common.seed), common.seed)
         except ValueError as error:
@@ -136,27 +139,21 @@ async def _built(
             config=config,
             scheduler=scheduler,
             journal=journal,
-            trajectories=trajectories,
             status=status,
             pool=pool,
-            episodes=EpisodeRunner(workflow, engine, scorer, config, common.seed),
+            episodes=EpisodeRunner(workflow, engine, config, common.seed, request_prefix),
             tasks=stream,
-            request_prefix=request_prefix,
             changed=changed,
         )
-
         client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
-        trainer = TrainerLink(client, common.run, config.deadlines)
         training = Training(
-            common=common,
             config=config,
             scheduler=scheduler,
             journal=journal,
-            trajectories=trajectories,
             status=status,
-            trainer=trainer,
+            trainer=TrainerLink(client, common.run, config.deadlines),
             pool=pool,
-            requeue=dispatcher.requeue,
+            tasks=stream,
             changed=changed,
         )
         evaluations = None
@@ -165,37 +162,33 @@ async def _built(
                 pool=pool,
                 engine=engine,
                 workflow=workflow,
-                scorer=scorer,
                 tasks=await _tasks(environment, config, config.evaluation.split, common.seed),
                 config=config,
                 request_prefix=request_prefix,
                 status=status,
                 recorder=recorder,
             )
-        history = TrajectoryHistory()
-        run = Run(
+        reporter = RunReporter(
+            common=common,
             config=config,
             scheduler=scheduler,
+            status=status,
+            recorder=recorder,
+            pool=pool,
+            counts=engine.counts,
+            calls=calls,
+        )
+        run = Run(
+            config=config,
             journal=journal,
             status=status,
             pool=pool,
             dispatcher=dispatcher,
             training=training,
-            checkpoints=Checkpoints(trainer, journal, status, config),
             evaluations=evaluations,
-            reporter=RunReporter(
-                common=common,
-                config=config,
-                scheduler=scheduler,
-                status=status,
-                history=history,
-                recorder=recorder,
-                pool=pool,
-                counts=engine.counts,
-                calls=calls,
-            ),
+            reporter=reporter,
         )
-        yield run, status, OrchestratorServicer(common.run, run, status, history, pool)
+        yield run, status, OrchestratorServicer(common.run, run, status, pool)
 
 
 async def _tasks(environment: Environment, config: OrchestratorConfig, split: str, seed: int) -> Sequence[Task]:
@@ -236,6 +229,118 @@ def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:
             ' choose another name with --run NAME, or set it to "resume"'
         )
     return journal
+
+
+class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
+    """Serves OrchestratorService for one run.
+
+    Args:
+        name: Name of the run.
+        run: The run.
+        status: Describes it.
+        pool: Where replicas announce themselves.
+    """
+
+    def __init__(self, name: str, run: Run, status: RunStatus, pool: ReplicaPool) -> None:
+        self._name, self._run, self._status, self._pool = name, run, status, pool
+
+    async def GetRun(  # noqa: N802 - gRPC names the methods
+        self, request: pb.GetRunRequest, context: Context
+    ) -> pb.GetRunResponse:
+        """Describe the run."""
+        del context
+        self._check_run(request.run)
+        return pb.GetRunResponse(run=self._status.describe())
+
+    async def WatchRun(  # noqa: N802 - gRPC names the methods
+        self, request: pb.WatchRunRequest, context: Context
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        """Stream the run's events until it has ended."""
+        del context
+        self._check_run(request.run)
+        async for event in self._status.events.follow(request.from_sequence_no):
+            yield pb.WatchRunResponse(event=event)
+
+    async def PauseRun(  # noqa: N802 - gRPC names the methods
+        self, request: pb.PauseRunRequest, context: Context
+    ) -> pb.PauseRunResponse:
+        """Start no more groups."""
+        del context
+        self._check_run(request.run)
+        self._run.pause()
+        return pb.PauseRunResponse(run=self._status.describe())
+
+    async def ResumeRun(  # noqa: N802 - gRPC names the methods
+        self,
+        request: pb.ResumeRunRequest,
+        context: Context,
+    ) -> pb.ResumeRunResponse:
+        """Start groups again."""
+        del context
+        self._check_run(request.run)
+        self._run.resume()
+        return pb.ResumeRunResponse(run=self._status.describe())
+
+    async def StopRun(  # noqa: N802 - gRPC names the methods
+        self, request: pb.StopRunRequest, context: Context
+    ) -> pb.StopRunResponse:
+        """End the run in order."""
+        del context
+        self._check_run(request.run)
+        self._run.stop(request.reason)
+        return pb.StopRunResponse(run=self._status.describe())
+
+    async def RegisterReplica(  # noqa: N802 - gRPC names the methods
+        self,
+        request: pb.RegisterReplicaRequest,
+        context: Context,
+    ) -> pb.RegisterReplicaResponse:
+        """Use a replica that announces itself."""
+        del context
+        self._check_run(request.run)
+        for field, value in (("replica", request.replica), ("address", request.address)):
+            if not value or len(value) > _NAME_CHARACTERS or not value.isprintable():
+                raise SluiceError.invalid_argument(field, f"give 1 to {_NAME_CHARACTERS} printable characters")
+        lease = Duration()
+        try:
+            lease.FromMilliseconds(int(self._pool.register(request.replica, request.address) * 1000))
+        except ValueError as error:
+            raise SluiceError.invalid_argument("address", str(error)) from error
+        return pb.RegisterReplicaResponse(lease=lease)
+
+    async def Heartbeat(  # noqa: N802 - gRPC names the methods
+        self,
+        request: pb.HeartbeatRequest,
+        context: Context,
+    ) -> pb.HeartbeatResponse:
+        """Renew a replica's lease."""
+        del context
+        self._check_run(request.run)
+        lease = Duration()
+        try:
+            lease.FromMilliseconds(int(self._pool.heartbeat(request.replica) * 1000))
+        except KeyError as error:
+            raise SluiceError.not_found(
+                "UNKNOWN_REPLICA", f"replica {request.replica!r} has no lease: call RegisterReplica"
+            ) from error
+        return pb.HeartbeatResponse(lease=lease)
+
+    async def ListTrajectories(  # noqa: N802 - gRPC names the methods
+        self,
+        request: pb.ListTrajectoriesRequest,
+        context: Context,
+    ) -> pb.ListTrajectoriesResponse:
+        """List the last trajectories, newest first."""
+        del context
+        self._check_run(request.run)
+        return self._status.history.page(request)
+
+    def _check_run(self, run: str) -> None:
+        expected = f"runs/{self._name}"
+        if run != expected:
+            raise SluiceError.not_found(
+                "WRONG_RUN", f"this orchestrator has {expected}, not {run or '(none)'}: check the name or the address"
+            )
 
 
 SERVICE = Service("orchestrator", OrchestratorConfig, serve)

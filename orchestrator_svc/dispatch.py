@@ -9,30 +9,105 @@ import asyncio
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
 from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.scoring import Scorer
-from orchestrator_svc.journal import DrawnTask, Journal, JournalError, LiveTrajectories, Recovery
-from orchestrator_svc.notifier import Notifier
+from orchestrator_svc.journal import Journal
+from orchestrator_svc.recovery import DrawnTask, JournalError, Recovery
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
-from orchestrator_svc.scheduler import Reason, Scheduler, Stage, group_name
+from orchestrator_svc.scheduler import Accounting, Group, Reason, Scheduler, Stage, group_name
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.workflows import EpisodeData, RolloutWorkflow, Sampling, scored_episodes
+from orchestrator_svc.workflows import EpisodeData, RolloutWorkflow, Sampling
 from sluice.rpc import SluiceError
+from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version, sampled_tokens, versions_of
 
-__all__ = ["Dispatcher", "EpisodeRunner", "ScoredGroup", "TaskStream"]
+__all__ = ["Dispatcher", "EpisodeRunner", "ScoredGroup", "TaskStream", "readable_groups"]
 
 log = structlog.get_logger(__name__)
 
 _LOOK_AGAIN_S = 0.5
 """Seconds between two looks at the replicas: the end of a cooldown notifies nobody."""
+
+
+class TaskStream:
+    """The endless stream of tasks: every task once per pass, each pass in another order.
+
+    The same seed gives the same task at the same position, so that a restart finds it again. Tasks to draw again come first.
+
+    Args:
+        tasks: The tasks of a split.
+        seed: Seed of the orders.
+
+    Attributes:
+        next_position: Position of the next new task.
+
+    Raises:
+        ValueError: if there are no tasks.
+    """
+
+    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+        if not tasks:
+            raise ValueError("the split has no tasks: check orchestrator.split and environment_args")
+        self.next_position = 0
+        self._tasks, self._seed = tasks, seed
+        self._next_group = 1
+        self._again: deque[DrawnTask] = deque()
+        self._pass = -1
+        self._order: list[int] = []
+
+    def at(self, position: int) -> Task:
+        """Return the task at a position, from 0."""
+        number, place = divmod(position, len(self._tasks))
+        if number != self._pass:
+            self._order = list(range(len(self._tasks)))
+            random.Random(f"{self._seed}/{number}").shuffle(self._order)  # noqa: S311 - an order, not a secret
+            self._pass = number
+        return self._tasks[self._order[place]]
+
+    def draw(self) -> DrawnTask:
+        """Return the position of the next task and the number of its group."""
+        again = self._again.popleft() if self._again else None
+        if again is not None and again.number:
+            return again
+        number = self._next_group
+        self._next_group += 1
+        if again is not None:
+            return DrawnTask(number, again.position)
+        self.next_position += 1
+        return DrawnTask(number, self.next_position - 1)
+
+    def draw_again(self, position: int) -> None:
+        """Put the task at a position in front, for a new group."""
+        self._again.append(DrawnTask(0, position))
+
+    def continue_from(self, recovery: Recovery) -> None:
+        """Continue where an earlier process stopped; tasks that it drew and did not finish come first."""
+        self._again.extend(recovery.drawn)
+        self._next_group, self.next_position = recovery.next_group, recovery.next_position
+
+
+async def readable_groups(
+    groups: Iterable[Group], journal: Journal, accounting: Accounting, tasks: TaskStream
+) -> list[Group]:
+    """Return the groups whose trajectories the journal can read; count the others and draw their tasks again."""
+    kept = []
+    for group in groups:
+        try:
+            await journal.trajectories(group.number)
+        except JournalError as error:
+            log.warning("a damaged group is dropped; its task is drawn again", group=group.number, error=str(error))
+            accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
+            journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
+            tasks.draw_again(group.position)
+        else:
+            kept.append(group)
+    return kept
 
 
 class Dispatcher:
@@ -41,13 +116,11 @@ class Dispatcher:
     Args:
         config: Settings of the orchestrator.
         scheduler: Says when a group may start.
-        journal: Remembers draws and outcomes.
-        trajectories: Keeps the trajectories of accepted groups.
+        journal: Records draws and outcomes.
         status: Shows groups and waiting times.
         pool: The replicas.
         episodes: Runs the episodes of a group.
         tasks: What to draw from.
-        request_prefix: Begins the ids of all requests; unique to the run and this process.
         changed: Wakes the loops that wait for something to change.
 
     Attributes:
@@ -60,45 +133,24 @@ class Dispatcher:
         config: OrchestratorConfig,
         scheduler: Scheduler,
         journal: Journal,
-        trajectories: LiveTrajectories,
         status: RunStatus,
         pool: ReplicaPool,
         episodes: EpisodeRunner,
         tasks: TaskStream,
-        request_prefix: str,
         changed: Notifier,
     ) -> None:
-        self._config, self._scheduler, self._journal, self._trajectories = config, scheduler, journal, trajectories
-        self._status, self._pool, self._episodes, self._tasks = status, pool, episodes, tasks
-        self._request_prefix, self._changed = request_prefix, changed
+        self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
+        self._pool, self._episodes, self._tasks, self._changed = pool, episodes, tasks, changed
         self.paused = False
-        self._again: deque[DrawnTask] = deque()
-        self._next_group = 1
-        self._next_position = 0
         self._fruitless: Counter[str] = Counter()
         self._lost_since: float | None = None
         self._journaled: Counter[str] = Counter()
 
     async def recover(self, recovery: Recovery) -> None:
-        """Take over what an earlier process left: tasks that were drawn and not finished come first.
-
-        Ready groups that the journal can no longer read are dropped and counted, and their tasks drawn again.
-        """
-        self._scheduler.recover(recovery.epochs, recovery.ready, recovery.accounting)
-        self._again.extend(recovery.drawn)
-        self._next_group, self._next_position = recovery.next_group, recovery.next_position
-        for group in recovery.ready:
-            try:
-                await self._trajectories.get(group.number)
-            except JournalError as error:
-                log.warning("a damaged group is dropped; its task is drawn again", group=group.number, error=str(error))
-                self._scheduler.drop(group.number, Reason.JOURNAL_DAMAGED)
-                self._journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
-                self.requeue(group.position)
-
-    def requeue(self, position: int) -> None:
-        """Draw the task at a position again, for a new group."""
-        self._again.append(DrawnTask(0, position))
+        """Take over what an earlier process left."""
+        self._tasks.continue_from(recovery)
+        ready = await readable_groups(recovery.ready, self._journal, recovery.accounting, self._tasks)
+        self._scheduler.recover(recovery.epochs, ready, recovery.accounting)
 
     def pause(self) -> None:
         """Start no more groups; those under way end."""
@@ -150,31 +202,19 @@ class Dispatcher:
             )
 
     def _start(self, groups: asyncio.TaskGroup, version: Version) -> None:
-        drawn = self._draw()
+        drawn = self._tasks.draw()
         self._scheduler.start(drawn.number, drawn.position, version)
-        self._journal.draw(drawn.number, drawn.position, self._next_position)
+        self._journal.draw(drawn.number, drawn.position, self._tasks.next_position)
         groups.create_task(self._run_group(drawn, version), name=group_name(drawn.number))
-
-    def _draw(self) -> DrawnTask:
-        if self._again and self._again[0].number:
-            return self._again.popleft()
-        number = self._next_group
-        self._next_group += 1
-        if self._again:
-            return DrawnTask(number, self._again.popleft().position)
-        position = self._next_position
-        self._next_position += 1
-        return DrawnTask(number, position)
 
     async def _run_group(self, drawn: DrawnTask, version: Version) -> None:
         """Run one group to its end: accepted, or dropped and counted."""
         task, name = self._tasks.at(drawn.position), group_name(drawn.number)
-        self._status.running_episodes += self._config.group_size
         reason, problem = "", ""
         scored = ScoredGroup()
         try:
             async with asyncio.timeout(self._config.deadlines.episode_s):
-                scored = await self._episodes.run(task, name, version, f"{self._request_prefix}/{name}")
+                scored = await self._episodes.run(task, name, version)
         except TimeoutError:
             reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
         except SluiceError as error:
@@ -182,8 +222,6 @@ class Dispatcher:
         except Exception as error:  # an environment or a workflow may raise anything
             reason, problem = Reason.EPISODE_FAILED, repr(error)
             log.exception("group failed unexpectedly", group=name, task=task.task_id)
-        finally:
-            self._status.running_episodes -= self._config.group_size
         if reason:
             log.warning("group failed", group=name, reason=reason, problem=problem)
             self._drop(drawn.number, reason, problem)
@@ -204,7 +242,6 @@ class Dispatcher:
         self._fruitless.clear()
         versions = {version for record in scored.records for version in versions_of(record.trajectory)}
         self._scheduler.finish(number, versions, len(scored.records))
-        self._trajectories.keep(number, scored.records)
         self._journal.accept(number, self._scheduler.groups[number].versions, scored.records)
 
     def _drop(self, number: int, reason: str, problem: str) -> None:
@@ -244,33 +281,30 @@ class ScoredGroup:
 
 
 class EpisodeRunner:
-    """Runs the episodes of a group, scores them and filters them.
+    """Runs the episodes of a group and filters them.
 
     Args:
-        workflow: How an episode runs.
+        workflow: Runs and scores episodes.
         engine: What it samples from.
-        scorer: Scores completions that come without a reward; None where the environment rewards turns by itself.
         config: Settings of the orchestrator.
         seed: Seed of the run.
+        request_prefix: Begins the ids of all requests; unique to the run and this process.
     """
 
     def __init__(
         self,
         workflow: RolloutWorkflow,
         engine: PolicyEngine,
-        scorer: Scorer | None,
         config: OrchestratorConfig,
         seed: int,
+        request_prefix: str,
     ) -> None:
         self.counts = engine.counts
-        self._workflow, self._engine, self._scorer, self._seed = workflow, engine, scorer, seed
-        self._group_size, self._filter = config.group_size, config.filter
-        sampling = config.sampling
-        self._sampling = Sampling(
-            sampling.temperature, sampling.max_tokens, tuple(sampling.stop), sampling.ignore_eos, sampling.seeded
-        )
+        self._workflow, self._engine, self._config = workflow, engine, config
+        self._seed, self._request_prefix = seed, request_prefix
+        self._sampling = Sampling(**config.sampling.model_dump())
 
-    async def run(self, task: Task, group_id: str, version: Version, request_prefix: str) -> ScoredGroup:
+    async def run(self, task: Task, group_id: str, version: Version) -> ScoredGroup:
         """Run and score one group; the caller sets the deadline.
 
         Raises:
@@ -279,13 +313,13 @@ class EpisodeRunner:
         data = EpisodeData(
             task=task,
             group_id=group_id,
-            episodes=self._group_size,
+            episodes=self._config.group_size,
             sampling=self._sampling,
             version=version,
-            request_prefix=request_prefix,
+            request_prefix=f"{self._request_prefix}/{group_id}",
             seed=self._seed,
         )
-        return _sift(await scored_episodes(self._workflow, self._engine, self._scorer, data), self._filter)
+        return _sift(await self._workflow.arun_episode(self._engine, data), self._config.filter)
 
 
 def _sift(records: list[orchestrator_pb2.TrajectoryRecord], rules: FilterConfig) -> ScoredGroup:
@@ -314,33 +348,3 @@ def _filtered(rewards: list[float], rules: FilterConfig) -> bool:
         or (rules.min_reward_mean is not None and mean < rules.min_reward_mean)
         or (rules.max_reward_mean is not None and mean > rules.max_reward_mean)
     )
-
-
-class TaskStream:
-    """The endless stream of tasks: every task once per pass, each pass in another order.
-
-    The same seed gives the same task at the same position, so that a restart finds it again.
-
-    Args:
-        tasks: The tasks of a split.
-        seed: Seed of the orders.
-
-    Raises:
-        ValueError: if there are no tasks.
-    """
-
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
-        if not tasks:
-            raise ValueError("the split has no tasks: check orchestrator.split and environment_args")
-        self._tasks, self._seed = tasks, seed
-        self._pass = -1
-        self._order: list[int] = []
-
-    def at(self, position: int) -> Task:
-        """Return the task at a position, from 0."""
-        number, place = divmod(position, len(self._tasks))
-        if number != self._pass:
-            self._order = list(range(len(self._tasks)))
-            random.Random(f"{self._seed}/{number}").shuffle(self._order)  # noqa: S311 - an order, not a secret
-            self._pass = number
-        return self._tasks[self._order[place]]

@@ -156,16 +156,14 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         ConfigError: if the environment or the server cannot be used, or the deadline passes.
     """
     # What follows brings gRPC and process pools: not for `--help`.
-    from orchestrator_svc.envs.calls import EnvironmentCalls  # noqa: PLC0415
     from orchestrator_svc.envs.scoring import Scorer  # noqa: PLC0415
     from orchestrator_svc.evaluation import EvalPlan, evaluate  # noqa: PLC0415
     from orchestrator_svc.replicas import PolicyEngine, ReplicaPool  # noqa: PLC0415
-    from orchestrator_svc.workflows import choose_workflow  # noqa: PLC0415
+    from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow  # noqa: PLC0415
 
     environment = load_environment(config.environment, config.environment_args)
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
     calls = EnvironmentCalls(settings.environment_threads, settings.deadlines.environment_s)
-    workflow = choose_workflow(settings, environment, calls)
     tasks = environment.tasks(config.split, config.seed)[: config.prompts]
     if not tasks:
         raise ConfigError(f"split {config.split!r} of environment {config.environment} has no tasks")
@@ -175,6 +173,7 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
             scorer = await stack.enter_async_context(
                 Scorer(config.environment, config.environment_args, **config.reward.model_dump())
             )
+        workflow = choose_workflow(settings, environment, calls, scorer)
         replica = await stack.enter_async_context(_started_replica(config)) if config.model else None
         target = replica.target if replica is not None else config.address
         pool = ReplicaPool([target], config.security, ReplicasConfig(poll_s=0.2), lambda _: None)
@@ -194,7 +193,7 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         )
         try:
             async with asyncio.timeout(config.deadline_s):
-                result = await evaluate(engine, workflow, scorer, tasks, plan)
+                result = await evaluate(engine, workflow, tasks, plan)
         except TimeoutError as error:
             raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)") from error
         version = str(pool.replicas[0].version)

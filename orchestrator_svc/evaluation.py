@@ -16,11 +16,10 @@ import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.envs.scoring import Scorer
-from orchestrator_svc.recorder import Recorder
 from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
+from orchestrator_svc.report import Recorder
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.workflows import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling, scored_episodes
+from orchestrator_svc.workflows import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
@@ -48,8 +47,7 @@ class Evaluations:
     Args:
         pool: The replicas.
         engine: What samples, not yet pinned.
-        workflow: How an episode runs.
-        scorer: Scores completions.
+        workflow: Runs and scores episodes.
         tasks: Tasks of the evaluated split.
         config: Settings of the orchestrator.
         request_prefix: Begins the ids of all requests; unique to the run and this process.
@@ -67,7 +65,6 @@ class Evaluations:
         pool: ReplicaPool,
         engine: PolicyEngine,
         workflow: RolloutWorkflow,
-        scorer: Scorer | None,
         tasks: Sequence[Task],
         config: OrchestratorConfig,
         request_prefix: str,
@@ -76,7 +73,7 @@ class Evaluations:
     ) -> None:
         self.failed = 0
         self.held_all_replicas = False
-        self._pool, self._engine, self._workflow, self._scorer = pool, engine, workflow, scorer
+        self._pool, self._engine, self._workflow = pool, engine, workflow
         self._tasks, self._config, self._request_prefix = tasks[: config.evaluation.prompts], config, request_prefix
         self._status, self._recorder = status, recorder
         self._running: asyncio.Task[None] | None = None
@@ -131,7 +128,7 @@ class Evaluations:
                     name=f"{self._request_prefix}/eval-{version}",
                 )
                 engine = self._engine.pinned(replica)
-                return version, await evaluate(engine, self._workflow, self._scorer, self._tasks, plan)
+                return version, await evaluate(engine, self._workflow, self._tasks, plan)
 
     @contextlib.asynccontextmanager
     async def _held(self, replica: Replica) -> AsyncIterator[Version]:
@@ -223,7 +220,7 @@ class EvalResult:
 
 
 async def evaluate(
-    engine: EpisodeEngine, workflow: RolloutWorkflow, scorer: Scorer | None, tasks: Sequence[Task], plan: EvalPlan
+    engine: EpisodeEngine, workflow: RolloutWorkflow, tasks: Sequence[Task], plan: EvalPlan
 ) -> EvalResult:
     """Attempt every task; the caller sets the deadline.
 
@@ -235,7 +232,7 @@ async def evaluate(
     async def one(index: int, task: Task) -> None:
         async with places:
             try:
-                samples = await _attempts(engine, workflow, scorer, task=task, index=index, plan=plan)
+                samples = await _attempts(engine, workflow, task, index, plan)
             except Exception as error:  # noqa: BLE001 - an environment or a workflow may raise anything
                 log.warning("evaluation of a task failed", task=task.task_id, error=repr(error))
                 result.failed_tasks += 1
@@ -249,13 +246,7 @@ async def evaluate(
 
 
 async def _attempts(
-    engine: EpisodeEngine,
-    workflow: RolloutWorkflow,
-    scorer: Scorer | None,
-    *,
-    task: Task,
-    index: int,
-    plan: EvalPlan,
+    engine: EpisodeEngine, workflow: RolloutWorkflow, task: Task, index: int, plan: EvalPlan
 ) -> list[EvalSample]:
     wanted = [(False, plan.samples, plan.temperature)] * (plan.samples > 0) + [(True, 1, 0.0)] * plan.greedy
     samples = []
@@ -270,7 +261,7 @@ async def _attempts(
             request_prefix=f"{plan.name}/{kind}/{index}" if plan.name else "",
             seed=plan.seed,
         )
-        records = await scored_episodes(workflow, engine, scorer, data)
+        records = await workflow.arun_episode(engine, data)
         samples += [_sample(task, record, greedy=greedy) for record in records]
     return samples
 

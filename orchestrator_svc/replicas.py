@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -19,14 +21,21 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.replica_addresses import check_address, resolve_targets
 from orchestrator_svc.workflows import derived_seed
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version, append_spans
 
-__all__ = ["GenerationCounts", "PolicyEngine", "Replica", "ReplicaPool", "append_sample"]
+__all__ = [
+    "GenerationCounts",
+    "PolicyEngine",
+    "Replica",
+    "ReplicaPool",
+    "append_sample",
+    "check_address",
+    "resolve_targets",
+]
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +69,11 @@ _CONTINUATIONS = 8
 """How often one sample is continued before its group fails."""
 
 _BUSY_RETRY_S = 0.5
+
+_DNS = "dns:///"
+_UNIX = "unix:"
+_LOOKUP_S = 5.0
+"""Seconds that the resolver may take for one name."""
 
 
 class Replica:
@@ -186,7 +200,14 @@ class ReplicaPool:
         config: ReplicasConfig,
         on_change: Callable[[Replica], None],
     ) -> None:
-        self._addresses = [each for each in addresses if _is_address(each)]
+        self._addresses = []
+        for address in addresses:
+            try:
+                check_address(address)
+            except ValueError as error:
+                log.warning("a replica is left out (peers.rollout)", reason=str(error))
+            else:
+                self._addresses.append(address)
         self._security, self._config = security, config
         self._on_change = on_change
         self._replicas: dict[str, Replica] = {}
@@ -375,13 +396,65 @@ def _seconds(duration: Duration) -> float:
     return duration.ToTimedelta().total_seconds()
 
 
-def _is_address(text: str) -> bool:
+def check_address(address: str) -> None:
+    """Check the form of an address.
+
+    Raises:
+        ValueError: if it is neither ``host:port``, with or without ``dns:///``, nor ``unix:PATH``.
+    """
+    host, _, port = address.removeprefix(_DNS).rpartition(":")
+    if address.startswith(_UNIX):
+        valid = len(address) > len(_UNIX)
+    else:
+        valid = port.isdecimal() and 0 < int(port) < 1 << 16 and (_is_literal(host) or _is_name(host))
+    if not valid:
+        raise ValueError(f"{address!r} is no address: give host:port or unix:PATH")
+
+
+async def resolve_targets(addresses: Iterable[str]) -> list[str]:
+    """Return the targets behind some addresses, in order, each once.
+
+    ``unix:/path`` and literal addresses stand for themselves, names (with or without ``dns:///``) for every address that
+    they resolve to now. A name that does not resolve is left out: it may later. So is what cannot be an address.
+    """
+    found: dict[str, None] = {}
+    for address in addresses:
+        for target in await _targets(address):
+            found[target] = None
+    return list(found)
+
+
+async def _targets(address: str) -> list[str]:
     try:
-        check_address(text)
+        check_address(address)
     except ValueError as error:
-        log.warning("a replica is left out (peers.rollout)", reason=str(error))
+        log.debug("replica skipped", reason=str(error))
+        return []
+    host, _, port = address.removeprefix(_DNS).rpartition(":")
+    if address.startswith(_UNIX) or _is_literal(host):
+        return [address.removeprefix(_DNS)]
+    try:
+        async with asyncio.timeout(_LOOKUP_S):
+            rows = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError) as error:
+        log.debug("replica name does not resolve", name=host, error=str(error))
+        return []
+    return sorted(f"[{row[4][0]}]:{port}" if row[0] is socket.AF_INET6 else f"{row[4][0]}:{port}" for row in rows)
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
         return False
     return True
+
+
+def _is_name(host: str) -> bool:
+    try:
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 @dataclass

@@ -3,7 +3,7 @@
     draw task -> open group -> generate -> score -> group complete -> batch -> advantages -> SubmitBatch -> trained
 
 `Dispatcher` does the first half, `Training` the second; checkpoints and evaluations are made beside them. `Run` starts each
-as a task of its own and awaits it: whatever one of them raises ends the run.
+in a task of its own and awaits it. An error in any of them ends the run.
 """
 
 from __future__ import annotations
@@ -17,58 +17,16 @@ from orchestrator_svc.dispatch import Dispatcher
 from orchestrator_svc.evaluation import Evaluations
 from orchestrator_svc.journal import Journal
 from orchestrator_svc.replicas import ReplicaPool
-from orchestrator_svc.reporter import RunReporter
-from orchestrator_svc.scheduler import Scheduler
+from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.step_summary import AppliedStep
-from orchestrator_svc.training import TrainerLink, Training
+from orchestrator_svc.training import Training
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
-from sluice.versions import BASE, Version
+from sluice.versions import BASE
 
-__all__ = ["Checkpoints", "Run"]
+__all__ = ["Run"]
 
 log = structlog.get_logger(__name__)
-
-
-class Checkpoints:
-    """Asks the trainer for checkpoints, and tells the journal what they hold.
-
-    Args:
-        trainer: Writes them.
-        journal: Forgets what two of them hold.
-        status: Reports them.
-        config: When they are due.
-    """
-
-    def __init__(self, trainer: TrainerLink, journal: Journal, status: RunStatus, config: OrchestratorConfig) -> None:
-        self._trainer, self._journal, self._status, self._config = trainer, journal, status, config.checkpoint
-        self._saving: asyncio.Task[None] | None = None
-
-    def after_step(self, version: Version, beside: asyncio.TaskGroup) -> None:
-        """Begin a checkpoint in the task group if one is due, unless the last one is still being written."""
-        every = self._config.every_steps
-        if every and version.number % every == 0 and (self._saving is None or self._saving.done()):
-            self._saving = beside.create_task(self._save_or_log(), name="checkpoint")
-
-    async def save(self) -> None:
-        """Write a checkpoint.
-
-        Raises:
-            SluiceError: if it cannot be written.
-        """
-        await self._journal.durable()
-        saved = await self._trainer.save_checkpoint(self._journal.position, self._config.deadline_s)
-        version = Version.from_proto(saved.policy_version)
-        self._journal.cover(version.number)
-        self._status.checkpoint_written(saved.name, version)
-        log.info("checkpoint", name=saved.name, version=str(version))
-
-    async def _save_or_log(self) -> None:
-        try:
-            await self.save()
-        except SluiceError as error:
-            log.error("checkpoint failed; the older ones stay", error=str(error))  # noqa: TRY400 - typed, says all
 
 
 class Run:
@@ -76,13 +34,11 @@ class Run:
 
     Args:
         config: Settings of the orchestrator.
-        scheduler: Groups and batches.
         journal: What survives a crash.
         status: What operators see.
         pool: The replicas; `run` polls them.
         dispatcher: Turns tasks into scored groups.
-        training: Turns scored groups into applied batches.
-        checkpoints: Asks for checkpoints.
+        training: Turns scored groups into applied batches, and asks for checkpoints.
         evaluations: Evaluates between steps; None if the run never does.
         reporter: Shows and records steps, and writes the report.
     """
@@ -91,20 +47,18 @@ class Run:
         self,
         *,
         config: OrchestratorConfig,
-        scheduler: Scheduler,
         journal: Journal,
         status: RunStatus,
         pool: ReplicaPool,
         dispatcher: Dispatcher,
         training: Training,
-        checkpoints: Checkpoints,
         evaluations: Evaluations | None,
         reporter: RunReporter,
     ) -> None:
-        self._config, self._scheduler, self._journal = config, scheduler, journal
-        self._status, self._pool = status, pool
-        self._dispatcher, self._training, self._checkpoints = dispatcher, training, checkpoints
+        self._config, self._journal, self._status, self._pool = config, journal, status, pool
+        self._dispatcher, self._training = dispatcher, training
         self._evaluations, self._reporter = evaluations, reporter
+        self._saving: asyncio.Task[None] | None = None
         self._stop_reason = ""
 
     async def run(self) -> None:
@@ -187,14 +141,23 @@ class Run:
 
         async def on_step(step: AppliedStep) -> None:
             await self._reporter.step(step)
-            if not step.past:
-                self._checkpoints.after_step(step.version, beside)
-                if self._evaluations is not None:
-                    self._evaluations.after_step(step.version, beside)
+            if step.past:
+                return
+            every = self._config.checkpoint.every_steps
+            if every and step.version.number % every == 0 and (self._saving is None or self._saving.done()):
+                self._saving = beside.create_task(self._save(), name="checkpoint")
+            if self._evaluations is not None:
+                self._evaluations.after_step(step.version, beside)
 
         await self._training.run(on_step)
         for each in helpers:
             each.cancel()
+
+    async def _save(self) -> None:
+        try:
+            await self._training.save_checkpoint()
+        except SluiceError as error:
+            log.error("checkpoint failed; the older ones stay", error=str(error))  # noqa: TRY400 - typed, says all
 
     async def _report_load(self) -> None:
         while True:
@@ -202,14 +165,22 @@ class Run:
             self._status.report_load()
 
     async def _end(self) -> None:
-        if self._config.checkpoint.final and self._scheduler.applied > 0:
-            await self._checkpoints.save()
+        if self._config.checkpoint.final and self._training.applied > 0:
+            await self._training.save_checkpoint()
         await self._journal.durable()
         await self._report("stopped" if self._stop_reason else "succeeded")
         self._status.enter(orchestrator_pb2.RUN_STATE_SUCCEEDED, self._stop_reason)
 
     async def _report(self, state: str) -> None:
-        await self._reporter.report(state, self._stop_reason, self._evaluations)
+        evaluations = self._evaluations
+        await self._reporter.report(
+            state,
+            {
+                "stop_reason": self._stop_reason,
+                "evaluations_failed": evaluations.failed if evaluations else 0,
+                "evaluation_held_all_replicas": evaluations.held_all_replicas if evaluations else False,
+            },
+        )
 
 
 def _first(error: Exception) -> Exception:

@@ -1,7 +1,12 @@
 """Groups from dispatch to training: when one more may start, which make a batch, and what became of each.
 
-A pure state machine: no clock, no I/O. Every group ends as applied or dropped; `Accounting` says the same of every
-trajectory. `choose` picks the groups of a batch (windowed first in, first out); see `staleness` for the bound.
+A pure state machine: no clock, no I/O. Every group ends as applied or dropped; `Accounting` counts the same of every
+trajectory. `choose` picks the groups of a batch: first in, first out within a window.
+
+How old a token may be: batch k turns version k - 1 into version k, so a token that version v sampled is k - 1 - v versions
+old when batch k consumes it. With at most `max_staleness` allowed, a group's last possible batch is v + max_staleness + 1.
+Groups are batched in order, so one that is dispatched while `live` others are under way falls into the
+(live // batch + 1)-th batch from now. Nothing here accumulates: filters, failures and dynamic batches cannot make it drift.
 """
 
 from __future__ import annotations
@@ -11,8 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from orchestrator_svc.staleness import Lineage, StalenessBound
-from sluice.versions import Version
+from sluice.versions import Lineage, Version
 
 __all__ = [
     "Accounting",
@@ -23,6 +27,7 @@ __all__ = [
     "Reason",
     "Scheduler",
     "Stage",
+    "StalenessBound",
     "choose",
     "group_name",
 ]
@@ -144,6 +149,40 @@ class Accounting:
     def applied_batches(self) -> list[int]:
         """Sequence numbers of the batches that were applied."""
         return list(self._trained_by_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class StalenessBound:
+    """The bound on staleness, and what follows from it.
+
+    Attributes:
+        max_staleness: Most versions that a trained token may lag behind the weights that consume it.
+        batch_groups: Groups per batch.
+        max_concurrent: Most live groups, whatever the staleness allows.
+    """
+
+    max_staleness: int
+    batch_groups: int
+    max_concurrent: int
+
+    @property
+    def capacity(self) -> int:
+        """Most groups between dispatch and the end of their training."""
+        return min(self.max_concurrent, (self.max_staleness + 1) * self.batch_groups)
+
+    def oldest_usable(self, applied: int, live: int) -> int:
+        """Return the number of the oldest version that may sample one more group.
+
+        Args:
+            applied: Batches that the trainer has applied.
+            live: Groups dispatched and neither applied nor dropped.
+        """
+        batches_from_now = live // self.batch_groups + 1
+        return max(0, applied + batches_from_now - self.max_staleness - 1)
+
+    def last_batch(self, number: int) -> int:
+        """Return the last batch in which tokens of version `number` may be trained."""
+        return number + self.max_staleness + 1
 
 
 class Scheduler:

@@ -10,9 +10,11 @@ from typing import TypeAlias
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.replicas import Replica, ReplicaPool
 from orchestrator_svc.scheduler import Scheduler, Stage
 from sluice.rpc import SluiceError
+from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -41,29 +43,31 @@ class RunStatus:
 
     Args:
         run: Name of the run.
+        config: Settings of the orchestrator.
         scheduler: Its groups and batches.
         pool: Its replicas.
-        max_steps: Batches to apply in all.
         events: Where events are appended.
 
     Attributes:
+        history: The last trajectories whose outcome is known.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, or a version that no replica serves yet, stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
     """
 
-    def __init__(self, run: str, scheduler: Scheduler, pool: ReplicaPool, max_steps: int, events: EventLog) -> None:
-        self.events = events
+    def __init__(
+        self, run: str, config: OrchestratorConfig, scheduler: Scheduler, pool: ReplicaPool, events: EventLog
+    ) -> None:
+        self.events, self.history = events, TrajectoryHistory()
         self.state: RunState = orchestrator_pb2.RUN_STATE_STARTING
         self.error = ""
         self.metrics: dict[str, float] = {}
         self.max_staleness_seen = 0
-        self.running_episodes = 0
         now = time.monotonic()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
         self._began, self._elapsed_before_s = now, 0.0
         self._load_shares = self.shares()
-        self._run, self._scheduler, self._pool, self._max_steps = run, scheduler, pool, max_steps
+        self._run, self._config, self._scheduler, self._pool = run, config, scheduler, pool
         self._started = Timestamp()
         self._started.GetCurrentTime()
         self._bottleneck = ""
@@ -150,11 +154,11 @@ class RunStatus:
             name=f"runs/{self._run}",
             state=self.state,
             step=scheduler.applied,
-            max_steps=self._max_steps,
+            max_steps=self._config.max_steps,
             policy_version=Version(scheduler.epoch, scheduler.applied).to_proto(),
             live_groups=len(scheduler.groups),
             max_live_groups=scheduler.bound.capacity,
-            running_episodes=self.running_episodes,
+            running_episodes=scheduler.count(Stage.RUNNING) * self._config.group_size,
             max_staleness=scheduler.bound.max_staleness,
             max_staleness_seen=self.max_staleness_seen,
             trajectories_accepted=accounting.accepted,
@@ -186,7 +190,7 @@ class EventLog:
     def __init__(self, start: int = 1) -> None:
         self._events: deque[orchestrator_pb2.RunEvent] = deque(maxlen=KEPT)
         self._next = (start - 1) * _NUMBERS_PER_START + 1
-        self._changed = asyncio.Event()
+        self._changed = Notifier()
         self._ended = False
         self._watchers = 0
         self._nobody = asyncio.Event()
@@ -198,12 +202,12 @@ class EventLog:
         event.time.GetCurrentTime()
         self._events.append(event)
         self._next += 1
-        self._wake()
+        self._changed.notify()
 
     def end(self) -> None:
         """End the log: no event will follow."""
         self._ended = True
-        self._wake()
+        self._changed.notify()
 
     async def follow(self, from_sequence_no: int) -> AsyncIterator[orchestrator_pb2.RunEvent]:
         """Yield events from a number on, or from the oldest one kept, until the run has ended."""
@@ -212,14 +216,13 @@ class EventLog:
         self._nobody.clear()
         try:
             while True:
-                changed = self._changed
                 while number < self._next:
                     number = max(number, self._next - len(self._events))
                     yield self._events[number - (self._next - len(self._events))]
                     number += 1
                 if self._ended:
                     return
-                await changed.wait()
+                await self._changed.wait()
         finally:
             self._watchers -= 1
             if not self._watchers:
@@ -233,11 +236,6 @@ class EventLog:
         except TimeoutError:
             return False
         return True
-
-    def _wake(self) -> None:
-        """Wake all who wait, each once."""
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 class TrajectoryHistory:

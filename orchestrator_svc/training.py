@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import grpc
 import structlog
 
 from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, OrchestratorConfig
-from orchestrator_svc.journal import Journal, JournalError, LiveTrajectories, Recovery
-from orchestrator_svc.notifier import Notifier
+from orchestrator_svc.dispatch import TaskStream, readable_groups
+from orchestrator_svc.journal import Journal
+from orchestrator_svc.recovery import JournalError, Recovery
 from orchestrator_svc.replicas import ReplicaPool
+from orchestrator_svc.report import AppliedStep, summarise
 from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.step_summary import AppliedStep, summarise
 from sluice.advantages import TRAINER_ESTIMATORS, Episode, check_sides, estimate
 from sluice.client import TrainerClient
-from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
+from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
@@ -63,35 +64,30 @@ class Training:
     """Feeds one trainer until the last batch is applied.
 
     Args:
-        common: Settings that all services of the run share.
         config: Settings of the orchestrator.
         scheduler: Makes batches.
-        journal: Remembers batches and epochs.
-        trajectories: Has the trajectories of live groups.
-        status: Shows the time in which the trainer had nothing to do.
+        journal: Records batches and epochs, and has the trajectories of live groups.
+        status: Shows the time in which the trainer had nothing to do, and checkpoints.
         trainer: The trainer.
         pool: Knows the tokenizer and the precision of the replicas.
-        requeue: Draws the task at a position again.
+        tasks: Where tasks are put that have to be drawn again.
         changed: Wakes the loops that wait for something to change.
     """
 
     def __init__(
         self,
         *,
-        common: CommonConfig,
         config: OrchestratorConfig,
         scheduler: Scheduler,
         journal: Journal,
-        trajectories: LiveTrajectories,
         status: RunStatus,
         trainer: TrainerLink,
         pool: ReplicaPool,
-        requeue: Callable[[int], None],
+        tasks: TaskStream,
         changed: Notifier,
     ) -> None:
-        self._common, self._config, self._scheduler, self._journal = common, config, scheduler, journal
-        self._trajectories, self._status, self._trainer, self._requeue = trajectories, status, trainer, requeue
-        self._pool, self._changed = pool, changed
+        self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
+        self._trainer, self._pool, self._tasks, self._changed = trainer, pool, tasks, changed
         self._at_trainer: set[int] = set()
 
     async def check_trainer(self) -> None:
@@ -101,6 +97,24 @@ class Training:
             SluiceError: if they do not, or the trainer cannot be reached in time.
         """
         await self._trainer.check_estimator(self._config.advantage, self._config.deadlines.start_s)
+
+    @property
+    def applied(self) -> int:
+        """Batches that the trainer has applied."""
+        return self._scheduler.applied
+
+    async def save_checkpoint(self) -> None:
+        """Let the trainer write a checkpoint, and release what the journal need no longer keep.
+
+        Raises:
+            SluiceError: if it cannot be written.
+        """
+        await self._journal.durable()
+        saved = await self._trainer.save_checkpoint(self._journal.position, self._config.checkpoint.deadline_s)
+        version = Version.from_proto(saved.policy_version)
+        self._journal.cover(version.number)
+        self._status.checkpoint_written(saved.name, version)
+        log.info("checkpoint", name=saved.name, version=str(version))
 
     def stop(self) -> None:
         """End after the batches that are made."""
@@ -178,29 +192,16 @@ class Training:
         await self._journal.durable()
         self._at_trainer.update(batch.sequence_no for batch, _ in held)
 
-    async def _readable(self, batches: Sequence[tuple[Batch, list[Group]]]) -> list[tuple[Batch, list[Group]]]:
-        """Return batches without the groups that the journal cannot read; count those and draw their tasks again."""
-        found = []
-        for batch, groups in batches:
-            kept = []
-            for group in groups:
-                try:
-                    await self._trajectories.get(group.number)
-                except JournalError as error:
-                    log.warning(
-                        "a damaged group is dropped; its task is drawn again", group=group.number, error=str(error)
-                    )
-                    self._scheduler.accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
-                    self._journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)
-                    self._requeue(group.position)
-                else:
-                    kept.append(group)
-            found.append((batch, kept))
-        return found
+    async def _readable(self, batches: Iterable[tuple[Batch, list[Group]]]) -> list[tuple[Batch, list[Group]]]:
+        """Return batches without the groups that the journal cannot read; those are counted, and their tasks drawn again."""
+        accounting = self._scheduler.accounting
+        return [
+            (batch, await readable_groups(groups, self._journal, accounting, self._tasks)) for batch, groups in batches
+        ]
 
     async def _account_for_past(self, recovery: Recovery, on_step: OnStep) -> None:
         """Count the batches that the weights already hold although no process lived to note their outcome."""
-        batches = [batch for batch, _ in recovery.unreported(self._scheduler.applied)]
+        batches = recovery.unreported(self._scheduler.applied)
         if not batches:
             return
         steps = await self._trainer.past_steps(batches[0].sequence_no, batches[-1].sequence_no)
@@ -208,14 +209,14 @@ class Training:
             records = await self._readable_records(batch)
             step = steps.get(batch.sequence_no)
             if step is not None:
-                summary = summarise(step, records, self._scheduler.lineage, self._common.max_staleness)
+                summary = summarise(step, records, self._scheduler.lineage, self._scheduler.bound.max_staleness)
                 trained, dropped = summary.trained, summary.dropped
                 await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records, past=True))
             else:
                 trained, dropped = 0, {Reason.REPORT_LOST: len(records)}
                 log.warning("the trainer no longer knows the outcome of a batch that it applied", batch=batch.batch_id)
             self._scheduler.accounting.apply(batch.sequence_no, trained, dropped)
-            self._applied(batch, trained, dropped)
+            self._journal.apply_batch(batch, trained, dropped, self._status.elapsed_s)
 
     # Out: batches.
 
@@ -257,24 +258,23 @@ class Training:
         log.warning("groups are too old to be trained", groups=len(groups), versions=[str(each) for each in versions])
         for group in groups:
             self._journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
-            self._trajectories.forget(group.number)
             if self._config.on_stale == OnStale.REQUEUE.value:
-                self._requeue(group.position)
+                self._tasks.draw_again(group.position)
         self._changed.notify()
 
     async def _send(self, batch: Batch, epoch: int) -> None:
         while len(self._at_trainer) >= _MOST_AT_TRAINER:
             await self._changed.wait()
-        records = [record for group in batch.groups for record in await self._trajectories.get(group)]
+        records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
         _give_advantages(self._config.advantage, records)
         while not (digest := self._pool.tokenizer_digest()):
             await self._changed.wait(1.0)
         header = trainer_pb2.BatchHeader(
-            run=f"runs/{self._common.run}",
+            run=f"runs/{self._trainer.run}",
             batch_id=batch.batch_id,
             sequence_no=batch.sequence_no,
             target_version=Version(epoch, batch.sequence_no).to_proto(),
-            max_staleness=self._common.max_staleness,
+            max_staleness=self._scheduler.bound.max_staleness,
             on_stale=_STALE_POLICIES[self._config.on_stale],
             trajectory_count=len(records),
             tokenizer_digest=digest,
@@ -307,13 +307,13 @@ class Training:
         if batch is None:
             raise EpochLostError(f"the trainer applied batch {step.sequence_no}, which this run has not made")
         records = await self._readable_records(batch)
-        summary = summarise(step, records, scheduler.lineage, self._common.max_staleness)
+        summary = summarise(step, records, scheduler.lineage, scheduler.bound.max_staleness)
         positions = {group_name(number): scheduler.groups[number].position for number in batch.groups}
         scheduler.apply(step.sequence_no, summary.trained, summary.dropped)
-        self._applied(batch, summary.trained, summary.dropped)
+        self._journal.apply_batch(batch, summary.trained, summary.dropped, self._status.elapsed_s)
         if self._config.on_stale == OnStale.REQUEUE.value:
             for name in sorted(summary.stale_groups):
-                self._requeue(positions[name])
+                self._tasks.draw_again(positions[name])
         self._at_trainer.discard(step.sequence_no)
         self._note_idle()
         await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records))
@@ -324,15 +324,10 @@ class Training:
         records = []
         for group in batch.groups:
             try:
-                records += await self._trajectories.get(group)
+                records += await self._journal.trajectories(group)
             except JournalError as error:
                 log.warning("a trained group cannot be shown", group=group, error=str(error))
         return records
-
-    def _applied(self, batch: Batch, trained: int, dropped: Mapping[str, int]) -> None:
-        self._journal.apply_batch(batch.sequence_no, trained, dropped, self._status.elapsed_s)
-        for group in batch.groups:
-            self._trajectories.forget(group)
 
 
 def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> None:
@@ -372,7 +367,7 @@ class TrainerLink:
     """
 
     def __init__(self, client: TrainerClient, run: str, deadlines: DeadlinesConfig) -> None:
-        self._client, self._run, self._deadlines = client, run, deadlines
+        self._client, self.run, self._deadlines = client, run, deadlines
 
     async def wait_until_there(self, deadline_s: float) -> trainer_pb2.GetTrainerStateResponse:
         """Wait until the trainer has loaded its model.
@@ -382,7 +377,7 @@ class TrainerLink:
         """
 
         async def ask() -> trainer_pb2.GetTrainerStateResponse:
-            state = await self._client.state(self._run)
+            state = await self._client.state(self.run)
             if state.phase == trainer_pb2.TRAINER_PHASE_STARTING:
                 raise SluiceError.unavailable("STARTING", "the trainer is still loading its model")
             return state
@@ -430,7 +425,7 @@ class TrainerLink:
         """
 
         async def ask() -> trainer_pb2.BeginEpochResponse:
-            return await self._client.begin_epoch(self._run, epoch, timeout_s=self._deadlines.begin_epoch_s)
+            return await self._client.begin_epoch(self.run, epoch, timeout_s=self._deadlines.begin_epoch_s)
 
         return await self._persist(ask, self._deadlines.begin_epoch_s, f"the trainer does not begin epoch {epoch}")
 
@@ -466,7 +461,7 @@ class TrainerLink:
         number = from_number
         while True:
             try:
-                async for answer in self._client.watch_steps(self._run, number):
+                async for answer in self._client.watch_steps(self.run, number):
                     if answer.step.policy_version.epoch != epoch:
                         raise EpochLostError(f"the trainer is in epoch {answer.step.policy_version.epoch}")
                     number = answer.step.policy_version.number + 1
@@ -489,10 +484,10 @@ class TrainerLink:
         """
         found: dict[int, trainer_pb2.StepReport] = {}
         try:
-            oldest = (await self._client.state(self._run)).oldest_reported_number
+            oldest = (await self._client.state(self.run)).oldest_reported_number
             if oldest > last:
                 return found
-            async for answer in self._client.watch_steps(self._run, max(first, oldest)):
+            async for answer in self._client.watch_steps(self.run, max(first, oldest)):
                 found[answer.step.policy_version.number] = answer.step
                 if answer.step.policy_version.number >= last:
                     break
@@ -507,7 +502,7 @@ class TrainerLink:
         Raises:
             SluiceError: if it cannot be written.
         """
-        return (await self._client.save_checkpoint(self._run, position, timeout_s=deadline_s)).checkpoint
+        return (await self._client.save_checkpoint(self.run, position, timeout_s=deadline_s)).checkpoint
 
     async def _explain(self, error: SluiceError, epoch: int) -> None:
         """Find out whether a failure means that the epoch is over.

@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import Episode, Message, MultiTurnEnvironment, SingleTurnEnvironment, Task
-from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.scoring import Scorer
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
+from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 
 __all__ = [
+    "EnvironmentCalls",
     "EpisodeData",
     "EpisodeEngine",
     "MultiTurn",
@@ -36,10 +37,11 @@ __all__ = [
     "choose_workflow",
     "derived_seed",
     "sampling_params",
-    "scored_episodes",
 ]
 
 log = structlog.get_logger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 
 class EpisodeEngine(Protocol):
@@ -68,7 +70,7 @@ class Sampling:
 
     temperature: float
     max_tokens: int
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
     seeded: bool = False
 
@@ -112,51 +114,99 @@ class RolloutWorkflow(Protocol):
         ...
 
 
-async def scored_episodes(
-    workflow: RolloutWorkflow, engine: EpisodeEngine, scorer: Scorer | None, data: EpisodeData
-) -> list[orchestrator_pb2.TrajectoryRecord]:
-    """Run the episodes of a task and score those that come without a reward; where scoring fails it stays missing.
-
-    Raises:
-        SluiceError: if the group as a whole cannot be run.
-    """
-    records = await workflow.arun_episode(engine, data)
-    unscored = [each for each in records if not each.trajectory.HasField("reward")]
-    if scorer is not None and unscored:
-        answers = [each.conversation.messages[-1].content for each in unscored]
-        for record, reward in zip(unscored, await scorer.score(data.task, answers), strict=True):
-            if reward is not None:
-                record.trajectory.reward = reward
-    return records
-
-
 def choose_workflow(
-    config: OrchestratorConfig, environment: SingleTurnEnvironment | MultiTurnEnvironment, calls: EnvironmentCalls
+    config: OrchestratorConfig,
+    environment: SingleTurnEnvironment | MultiTurnEnvironment,
+    calls: EnvironmentCalls,
+    scorer: Scorer | None,
 ) -> RolloutWorkflow:
     """Return the workflow that the settings name; ``auto`` chooses by what the environment can do.
 
     Args:
         config: Settings of the orchestrator.
         environment: Whose episodes it runs.
-        calls: Runs the code of a multi-turn environment.
+        calls: Runs the environment's code.
+        scorer: Scores episodes that come without a reward; None where the environment rewards turns by itself.
 
     Raises:
         ConfigError: if the workflow does not fit the environment, or is not found.
     """
     single = isinstance(environment, SingleTurnEnvironment)
     name = config.workflow if config.workflow != "auto" else "single_turn" if single else "multi_turn"
+    workflow: RolloutWorkflow
     if name == "single_turn" and isinstance(environment, SingleTurnEnvironment):
-        return SingleTurn(environment)
-    if name == "multi_turn" and isinstance(environment, MultiTurnEnvironment):
-        return MultiTurn(environment, config.max_turns, calls)
-    if name in {"single_turn", "multi_turn"}:
+        workflow = SingleTurn(environment)
+    elif name == "multi_turn" and isinstance(environment, MultiTurnEnvironment):
+        workflow = MultiTurn(environment, config.max_turns, calls)
+    elif name in {"single_turn", "multi_turn"}:
         raise ConfigError(
             f'workflow {name} does not fit environment {environment.name}: set orchestrator.workflow = "auto"'
         )
-    workflow: RolloutWorkflow = load_attribute(name, "workflow")(environment, config)
+    else:
+        workflow = load_attribute(name, "workflow")(environment, config)
     if not hasattr(workflow, "arun_episode"):
-        raise ConfigError(f"workflow {name} has no arun_episode(engine, data)")
-    return workflow
+        raise ConfigError(f"workflow {name} has no method arun_episode(engine, data): add it, or name another class")
+    return workflow if scorer is None else Scored(workflow, scorer)
+
+
+class Scored:
+    """Runs episodes with another workflow and scores those that come without a reward; a failed scoring leaves it missing.
+
+    Args:
+        workflow: Runs the episodes.
+        scorer: Scores the last message of each.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, scorer: Scorer) -> None:
+        self._workflow, self._scorer = workflow, scorer
+
+    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Run and score all episodes."""
+        records = await self._workflow.arun_episode(engine, data)
+        unscored = [each for each in records if not each.trajectory.HasField("reward")]
+        answers = [each.conversation.messages[-1].content for each in unscored]
+        rewards = await self._scorer.score(data.task, answers) if unscored else []
+        for record, reward in zip(unscored, rewards, strict=True):
+            if reward is not None:
+                record.trajectory.reward = reward
+        return records
+
+
+_MOST_HUNG = 256
+"""Threads that may hang at a time: each costs memory, and an environment that hangs so often will not recover."""
+
+
+class EnvironmentCalls:
+    """Runs an environment's code in threads of its own, each call with a deadline; use it from one event loop.
+
+    Args:
+        threads: Calls that run at a time; further ones wait.
+        deadline_s: Seconds that one call may run.
+        most_hung: Calls that may hang at a time before further ones are refused.
+    """
+
+    def __init__(self, threads: int, deadline_s: float, most_hung: int = _MOST_HUNG) -> None:
+        self.threads = DeadlineThreads("environment", threads, deadline_s, most_hung)
+
+    async def run(self, function: Callable[..., _Answer], *arguments: Any) -> _Answer:  # noqa: ANN401 - those of any function
+        """Call a function in a thread and return its answer.
+
+        Raises:
+            TimeoutError: if it is not done by the deadline.
+            SluiceError: ABORTED if too many calls hang.
+            Exception: whatever the function raises.
+        """
+        try:
+            return await self.threads.run(function, *arguments)
+        except CallHungError as error:
+            log.warning("a call of the environment hangs", error=str(error), hanging=self.threads.hanging)
+            raise
+        except TooManyHungError as error:
+            raise SluiceError.aborted(
+                "ENVIRONMENT_HANGS",
+                f"{self.threads.hanging} calls of the environment have not ended by their deadline"
+                " (orchestrator.deadlines.environment_s): repair the environment, or raise the deadline",
+            ) from error
 
 
 class SingleTurn:

@@ -1,4 +1,4 @@
-"""Policy versions, and which of them sampled the tokens of a sample."""
+"""Policy versions: how one descends from another, and which of them sampled the tokens of a sample."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from sluice.v1 import common_pb2, tokens_pb2
 
 __all__ = [
     "BASE",
+    "Lineage",
     "Version",
     "VersionSpan",
     "append_spans",
@@ -58,6 +59,57 @@ class Version(NamedTuple):
 
 BASE = Version(0, 0)
 """The base model before any trainer took part."""
+
+
+class Lineage:
+    """The version that each epoch began from: versions form a tree, and the present weights end one of its paths.
+
+    When a trainer restarts from checkpoint c, the versions above c of older epochs are retired. A token of such a
+    version v is as stale as its distance from c, plus what the trainer did since.
+    """
+
+    def __init__(self) -> None:
+        self._origins: dict[int, Version] = {}
+
+    def open(self, epoch: int, origin: Version) -> None:
+        """Add an epoch that a trainer began from weights of version `origin`.
+
+        Raises:
+            ValueError: if the epoch is not newer than all others, or the origin not older.
+        """
+        if epoch <= max(self._origins, default=0) or origin.epoch >= epoch:
+            raise ValueError(f"epoch {epoch} cannot follow {max(self._origins, default=0)} from version {origin}")
+        self._origins[epoch] = origin
+
+    def number(self, version: Version) -> int:
+        """Return the number that a version counts as today: `now - number` is the staleness of its tokens at version `now`.
+
+        Below its own, even below zero, where it was retired.
+        """
+        newest = max(self._origins, default=0)
+        present = self._path(self._origins[newest]) | {newest: version.number} if newest else {0: version.number}
+        path = self._path(version)
+        # The newest version that both build upon; in the present epoch it is the version itself.
+        fork = next((min(number, present[epoch]) for epoch, number in path.items() if epoch in present), 0)
+        return 2 * fork - version.number
+
+    def oldest(self, versions: Iterable[Version]) -> int:
+        """Return the least of the numbers that some versions count as.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        return min(self.number(version) for version in versions)
+
+    def _path(self, version: Version) -> dict[int, int]:
+        """For each epoch on the way back to the base model, the number at which the way leaves it; newest first."""
+        path = {}
+        while version.epoch > 0:
+            path[version.epoch] = version.number
+            # An epoch that is not known counts as begun from the base model: never younger than it is.
+            version = self._origins.get(version.epoch, BASE)
+        path[0] = version.number
+        return path
 
 
 class VersionSpan(NamedTuple):

@@ -23,7 +23,7 @@ from orchestrator_doubles import (
 from orchestrator_svc.app import serve
 from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.segments import segment_path
+from orchestrator_svc.journal import segment_path
 from sluice.client import OrchestratorClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.rpc import SluiceError

@@ -13,10 +13,9 @@ from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 from orchestrator_svc import replicas
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.envs.base import Task, Turn
-from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.eval_command import COMMAND
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
-from orchestrator_svc.workflows import EpisodeData, MultiTurn, Sampling
+from orchestrator_svc.workflows import EnvironmentCalls, EpisodeData, MultiTurn, Sampling
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2

@@ -9,9 +9,8 @@ import pytest
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment, Task, Turn
-from orchestrator_svc.envs.calls import EnvironmentCalls
 from orchestrator_svc.envs.loading import load_environment
-from orchestrator_svc.workflows import MultiTurn, SingleTurn, choose_workflow
+from orchestrator_svc.workflows import EnvironmentCalls, MultiTurn, SingleTurn, choose_workflow
 from sluice.config import ConfigError
 
 CALLS = EnvironmentCalls(threads=1, deadline_s=5.0)
@@ -103,9 +102,9 @@ def test_the_workflow_goes_by_what_the_environment_can_do() -> None:
     environment = Countdown()
     assert isinstance(environment, MultiTurnEnvironment)
     assert not isinstance(environment, SingleTurnEnvironment)
-    assert isinstance(choose_workflow(OrchestratorConfig(), environment, CALLS), MultiTurn)
+    assert isinstance(choose_workflow(OrchestratorConfig(), environment, CALLS, None), MultiTurn)
     with pytest.raises(ConfigError, match="does not fit"):
-        choose_workflow(OrchestratorConfig(workflow="single_turn"), environment, CALLS)
+        choose_workflow(OrchestratorConfig(workflow="single_turn"), environment, CALLS, None)
 
 
 def test_single_turn_environments_get_the_single_turn_workflow() -> None:
@@ -121,7 +120,7 @@ def test_single_turn_environments_get_the_single_turn_workflow() -> None:
         def score(self, task, completion):
             return 0.0
 
-    assert isinstance(choose_workflow(OrchestratorConfig(), Single(), CALLS), SingleTurn)
+    assert isinstance(choose_workflow(OrchestratorConfig(), Single(), CALLS, None), SingleTurn)
 
 
 def test_every_pass_has_each_task_once_in_an_order_of_its_own() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator_svc.journal import DrawnTask, Journal, JournalError
+from orchestrator_svc.journal import Journal, SegmentError, SegmentWriter, read_record, segment_numbers, segment_path
+from orchestrator_svc.recovery import DrawnTask, JournalError
 from orchestrator_svc.scheduler import Batch, Reason
-from orchestrator_svc.segments import SegmentError, SegmentWriter, read_record, segment_numbers, segment_path
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
@@ -37,7 +37,7 @@ async def killed(journal: Journal) -> None:
     """Leave everything durable behind and nothing closed, as SIGKILL does."""
     await journal.durable()
     journal._thread.shutdown()
-    journal._index.connection.close()
+    journal._connection.close()
 
 
 async def test_drawn_tasks_without_trajectories_are_drawn_again(tmp_path) -> None:
@@ -81,8 +81,8 @@ async def test_batches_that_the_weights_lack_are_known_with_their_groups(tmp_pat
     for number in (1, 2, 3):
         accept(journal, number)
         journal.make_batch(Batch(number, f"b{number}", (number,)))
-    journal.apply_batch(1, 1, {"STALE": 1}, 12.5)
-    journal.apply_batch(2, 2, {}, 20.0)
+    journal.apply_batch(Batch(1, "b1", (1,)), 1, {"STALE": 1}, 12.5)
+    journal.apply_batch(Batch(2, "b2", (2,)), 2, {}, 20.0)
     await killed(journal)
     recovery = await open_journal(tmp_path).recover()
     assert [batch.batch_id for batch, _ in recovery.after(1)] == ["b2", "b3"]
@@ -99,7 +99,7 @@ async def test_a_batch_that_was_taken_apart_is_gone_and_its_number_free(tmp_path
     for number in (1, 2):
         accept(journal, number)
         journal.make_batch(Batch(number, f"b{number}", (number,)))
-    journal.apply_batch(1, 2, {}, 1.0)
+    journal.apply_batch(Batch(1, "b1", (1,)), 2, {}, 1.0)
     journal.open_epoch(await journal.allot_epoch(), BASE, kept=[1])
     journal.make_batch(Batch(2, "another", (2,)))
     await killed(journal)
@@ -198,7 +198,7 @@ async def test_segments_live_until_the_checkpoint_before_the_last_covers_them(tm
     for number in (1, 2, 3, 4):
         accept(journal, number, count=1)
         journal.make_batch(Batch(number, f"b{number}", (number,)))
-        journal.apply_batch(number, 1, {}, 1.0)
+        journal.apply_batch(Batch(number, f"b{number}", (number,)), 1, {}, 1.0)
     journal.cover(2)
     await journal.durable()
     assert segment_numbers(tmp_path / "journal") == [1, 2, 3, 4]
@@ -219,7 +219,7 @@ async def four_applied(directory: Path) -> Journal:
     for number in (1, 2, 3, 4):
         accept(journal, number, count=1)
         journal.make_batch(Batch(number, f"b{number}", (number,)))
-        journal.apply_batch(number, 1, {}, 1.0)
+        journal.apply_batch(Batch(number, f"b{number}", (number,)), 1, {}, 1.0)
     await journal.durable()
     return journal
 

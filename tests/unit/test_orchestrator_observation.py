@@ -10,14 +10,12 @@ import pytest
 
 from orchestrator_svc import status as status_module
 from orchestrator_svc.evaluation import EvalResult, EvalSample
-from orchestrator_svc.recorder import Recorder, build_report, read_metrics
-from orchestrator_svc.replica_addresses import check_address, resolve_targets
-from orchestrator_svc.staleness import Lineage
+from orchestrator_svc.replicas import check_address, resolve_targets
+from orchestrator_svc.report import Recorder, build_report, read_metrics, summarise
 from orchestrator_svc.status import EventLog, HeldTime, ShareSince, TrajectoryHistory, bottleneck
-from orchestrator_svc.step_summary import summarise
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Lineage, Version
 
 
 def event(step: int) -> orchestrator_pb2.RunEvent:

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator_svc.scheduler import Batch, Candidate, OnStale, Reason, Scheduler, Stage, choose
-from orchestrator_svc.staleness import Lineage, StalenessBound
-from sluice.versions import BASE, Version
+from orchestrator_svc.scheduler import Batch, Candidate, OnStale, Reason, Scheduler, Stage, StalenessBound, choose
+from sluice.versions import BASE, Lineage, Version
 
 GROUP = 4
 

@@ -1,0 +1,451 @@
+"""What a run leaves for people: the metrics of every step, every trajectory, and ``report.json``.
+
+`summarise` computes what one applied batch says of data and staleness, `RunReporter` adds rates and counts and shows them,
+`Recorder` writes the files. `build_report` folds the metrics of all steps into the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.recovery import Recovery
+from orchestrator_svc.replicas import GenerationCounts, ReplicaPool
+from orchestrator_svc.scheduler import Reason, Scheduler, Stage
+from orchestrator_svc.status import RunStatus
+from orchestrator_svc.workflows import EnvironmentCalls
+from sluice.config import CommonConfig
+from sluice.host_files import write_whole
+from sluice.telemetry import MetricsWriter
+from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
+from sluice.versions import Lineage, Version, sampled_tokens, span_lengths, versions_of
+
+__all__ = [
+    "AppliedStep",
+    "Recorder",
+    "RunReporter",
+    "StepSummary",
+    "build_report",
+    "read_metrics",
+    "summarise",
+    "trajectory_row",
+]
+
+log = structlog.get_logger(__name__)
+
+_WAITING = 16
+"""Writes that may wait; then the run waits for the disk."""
+
+_STALENESS_PREFIX = "staleness/tokens_at_"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """Counts and metrics of one applied batch.
+
+    Attributes:
+        trained: Trajectories that took part.
+        dropped: Those that did not, by reason.
+        stale_groups: Groups with a trajectory that was too old.
+        metrics: Scalars by name.
+    """
+
+    trained: int
+    dropped: Mapping[str, int]
+    stale_groups: frozenset[str]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AppliedStep:
+    """A batch that the trainer applied.
+
+    Attributes:
+        version: The version that resulted.
+        summary: Counts and metrics.
+        records: Its trajectories, marked with their outcome.
+        past: Whether it was applied while no orchestrator was there to see it.
+    """
+
+    version: Version
+    summary: StepSummary
+    records: list[orchestrator_pb2.TrajectoryRecord]
+    past: bool = False
+
+
+def summarise(
+    step: trainer_pb2.StepReport,
+    records: Sequence[orchestrator_pb2.TrajectoryRecord],
+    lineage: Lineage,
+    max_staleness: int,
+) -> StepSummary:
+    """Mark each record with its outcome, and count.
+
+    Args:
+        step: The trainer's report.
+        records: The batch's trajectories, without those that can no longer be read; outcome, reason and step are set.
+        lineage: Where the epochs began.
+        max_staleness: Bound; older tokens of a trained trajectory were cut from the loss and are not counted.
+    """
+    results = {result.trajectory_id: result for result in step.results}
+    refused = [result for result in step.results if result.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED]
+    dropped = Counter(result.reason for result in refused)
+    ages: Counter[int] = Counter()
+    stale_groups: set[str] = set()
+    for record in records:
+        result = results.get(record.trajectory.trajectory_id)
+        record.step = step.sequence_no
+        record.outcome = result.outcome if result else tokens_pb2.TRAJECTORY_OUTCOME_DROPPED
+        record.reason = result.reason if result else "NOT_REPORTED"
+        if record.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED:
+            dropped[record.reason] += result is None
+            if record.reason in {"STALE", "RETIRED_EPOCH"}:
+                stale_groups.add(record.trajectory.group_id)
+            continue
+        for age, tokens in _token_ages(record.trajectory, lineage, step.sequence_no - 1):
+            if age <= max_staleness:
+                ages[age] += tokens
+    metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
+    metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
+    for name, value in step.metrics.items():  # `weights/` names are shared with the replicas
+        metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
+    return StepSummary(len(step.results) - len(refused), dict(+dropped), frozenset(stale_groups), metrics)
+
+
+def _token_ages(trajectory: tokens_pb2.Trajectory, lineage: Lineage, consumed_at: int) -> Iterator[tuple[int, int]]:
+    """Yield staleness and number of tokens of each version span; `consumed_at` is the version whose weights consumed them."""
+    lengths = span_lengths([span.start for span in trajectory.version_spans], sampled_tokens(trajectory))
+    for version, tokens in zip(versions_of(trajectory), lengths, strict=True):
+        yield consumed_at - lineage.number(version), tokens
+
+
+def _reward_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:
+    by_group: dict[str, list[float]] = {}
+    for each in records:
+        if each.trajectory.HasField("reward"):
+            by_group.setdefault(each.trajectory.group_id, []).append(each.trajectory.reward)
+    degenerate = float(sum(len(set(values)) == 1 for values in by_group.values()))
+    if not by_group:
+        return {"groups/degenerate": degenerate}
+    rewards = np.concatenate([*by_group.values()])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/max": float(rewards.max()),
+        "groups/degenerate": degenerate,
+        "groups/count": float(len(by_group)),
+    }
+
+
+def _length_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:
+    lengths = np.array([sampled_tokens(each.trajectory) for each in records] or [0])
+    truncated = sum(each.trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH for each in records)
+    return {
+        "completion/mean_tokens": float(lengths.mean()),
+        "completion/max_tokens": float(lengths.max()),
+        "completion/truncated_share": truncated / max(1, len(records)),
+    }
+
+
+def _age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
+    tokens = sum(ages.values())
+    if not tokens:
+        return {}
+    metrics = {
+        "staleness/mean": math.fsum(age * count for age, count in ages.items()) / tokens,
+        "staleness/max": float(max(ages)),
+        "staleness/share_ge_1": sum(count for age, count in ages.items() if age >= 1) / tokens,
+    }
+    return metrics | {f"{_STALENESS_PREFIX}{age}": float(count) for age, count in sorted(ages.items())}
+
+
+class RunReporter:
+    """Shows and records the steps of a run, and writes its report.
+
+    Args:
+        common: Settings that all services of the run share.
+        config: Settings of the orchestrator.
+        scheduler: Counts trajectories.
+        status: Shows steps and waiting times, and keeps the last trajectories.
+        recorder: Writes the files.
+        pool: Knows what the replicas' updates cost.
+        counts: What was generated.
+        calls: Where the environment's code runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        common: CommonConfig,
+        config: OrchestratorConfig,
+        scheduler: Scheduler,
+        status: RunStatus,
+        recorder: Recorder,
+        pool: ReplicaPool,
+        counts: GenerationCounts,
+        calls: EnvironmentCalls,
+    ) -> None:
+        self._common, self._config, self._scheduler, self._status = common, config, scheduler, status
+        self._recorder, self._pool, self._counts, self._calls = recorder, pool, counts, calls
+        self._generated_before: Counter[str] = Counter()
+        self._last_step = time.monotonic()
+        self._counted: Counter[str] = Counter()
+        self._shares = status.shares()
+
+    def continue_from(self, recovery: Recovery) -> None:
+        """Add what earlier processes of the run generated, and how long they lasted."""
+        self._generated_before = recovery.generated
+        self._status.continue_from(recovery.elapsed_s)
+
+    async def step(self, step: AppliedStep) -> None:
+        """Show and record an applied batch."""
+        summary, version = step.summary, step.version
+        metrics = dict(summary.metrics)
+        if not step.past:
+            metrics |= self._since_last_step() | self._pool.update_metrics(version)
+        self._status.history.add(step.records)
+        self._status.step_finished(version, metrics)
+        await self._recorder.step(version.number, metrics, step.records, self._scheduler.lineage)
+        shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}
+        log.info("step", version=str(version), trained=summary.trained, dropped=dict(summary.dropped), **shown)
+
+    def _since_last_step(self) -> dict[str, float]:
+        """Return rates and counts of the time since the last applied batch."""
+        now, counts = time.monotonic(), self._counts.of_policy()
+        more, self._counted = counts - self._counted, counts
+        idle, blocked, rollout_idle = (share.take(now) for share in self._shares)
+        elapsed, self._last_step = now - self._last_step, now
+        return {
+            "time/step_s": elapsed,
+            "tokens/generated": float(more["tokens"]),
+            "tokens/generated_per_s": more["tokens"] / elapsed if elapsed > 0 else 0.0,
+            "requests/count": float(more["requests"]),
+            "requests/spanning": float(more["spanning"]),
+            "load/trainer_idle": idle,
+            "load/dispatch_blocked": blocked,
+            "load/rollout_idle": rollout_idle,
+        }
+
+    async def report(self, state: str, facts: Mapping[str, Any]) -> None:
+        """Write the report.
+
+        Args:
+            state: "succeeded", "stopped" or "failed".
+            facts: What neither the metrics nor the counts of this class hold.
+        """
+        scheduler, accounting = self._scheduler, self._scheduler.accounting
+        dropped = accounting.dropped
+        generated = self._generated_before + self._counts.of_policy()
+        if state == "succeeded":
+            # Nothing will train them; a continued run would.
+            left = sum(each.trajectories for each in scheduler.groups.values() if each.stage is not Stage.RUNNING)
+            dropped[Reason.RUN_ENDED] += left
+        report = await self._recorder.report(
+            {
+                "run": self._common.run,
+                "state": state,
+                "error": self._status.error,
+                "seed": self._common.seed,
+                "model": self._common.model,
+                "environment": self._config.environment,
+                "steps": scheduler.applied,
+                "epochs": scheduler.epoch,
+                "wall_s": round(self._status.elapsed_s, 3),
+                "max_staleness": self._common.max_staleness,
+                "trajectories_accepted": accounting.accepted,
+                "trajectories_trained": accounting.trained,
+                "trajectories_dropped": {reason: count for reason, count in dropped.items() if count},
+                "groups_failed": dict(accounting.failed_groups),
+                "tokens_generated": generated["tokens"],
+                "requests": generated["requests"],
+                "requests_spanning_versions": generated["spanning"],
+                "generation_retries": self._counts.retried,
+                "samples_continued": self._counts.continued,
+                "environment_calls_hung": self._calls.threads.hung,
+                **facts,
+            }
+        )
+        log.info("report", state=state, steps=report["steps"], wall_s=report["wall_s"])
+
+
+class Recorder:
+    """Writes files in a thread while the run continues.
+
+    Args:
+        run_dir: The run's directory.
+        write_text: Also write the trajectories.
+    """
+
+    def __init__(self, run_dir: Path, *, write_text: bool) -> None:
+        self._run_dir, self._write_text = run_dir, write_text
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._writer: MetricsWriter | None = None
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        records: Sequence[orchestrator_pb2.TrajectoryRecord],
+        lineage: Lineage,
+    ) -> None:
+        """Record one applied batch; return before it is written, unless the disk is far behind.
+
+        Raises:
+            OSError: if an earlier write failed.
+        """
+
+        def write() -> None:
+            self._metrics().write(step, metrics)
+            if self._write_text:
+                rows = [json.dumps(trajectory_row(each, lineage), ensure_ascii=False) + "\n" for each in records]
+                path = self._run_dir / "trajectories" / f"step_{step:06d}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, "".join(rows))
+
+        await self._soon(write)
+
+    async def scalars(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record scalars of an evaluation."""
+        await self._soon(lambda: self._metrics().write(step, metrics))
+
+    async def report(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write ``report.json`` from all steps recorded so far and some facts of the run; return it."""
+
+        def write() -> dict[str, Any]:
+            self._metrics().flush()
+            report = build_report(read_metrics(self._run_dir / "metrics.jsonl"), facts)
+            write_whole(self._run_dir / "report.json", json.dumps(report, indent=2) + "\n")
+            return report
+
+        await self._drain(0)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, write)
+
+    async def close(self) -> None:
+        """Write what waits and close the files."""
+        try:
+            await self._drain(0)
+        finally:
+            if self._writer is not None:
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._writer.close)
+            self._thread.shutdown()
+
+    def _metrics(self) -> MetricsWriter:
+        if self._writer is None:
+            self._writer = MetricsWriter(self._run_dir)
+        return self._writer
+
+    async def _soon(self, write: Callable[[], None]) -> None:
+        self._waiting.append(asyncio.get_running_loop().run_in_executor(self._thread, write))
+        await self._drain(_WAITING)
+
+    async def _drain(self, left: int) -> None:
+        while len(self._waiting) > left or (self._waiting and self._waiting[0].done()):
+            await self._waiting.popleft()
+
+
+def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) -> dict[str, Any]:
+    """Return a trajectory for people: text, reward, advantage, the versions that sampled it, its outcome."""
+    trajectory = record.trajectory
+    messages = record.conversation.messages
+    ages = [age for age, _ in _token_ages(trajectory, lineage, record.step - 1)] if record.step else []
+    return {
+        "step": record.step,
+        "trajectory_id": trajectory.trajectory_id,
+        "group_id": trajectory.group_id,
+        "task_id": trajectory.task_id,
+        "prompt": [_message(each) for each in messages[:-1]],
+        "completion": messages[-1].content if messages else "",
+        "reward": trajectory.reward if trajectory.HasField("reward") else None,
+        "advantage": trajectory.advantages[0] if len(trajectory.advantages) == 1 else list(trajectory.advantages),
+        "prompt_tokens": trajectory.mask_runs[0] if trajectory.mask_runs else 0,
+        "tokens": sampled_tokens(trajectory),
+        "finish_reason": tokens_pb2.FinishReason.Name(trajectory.finish_reason).removeprefix("FINISH_REASON_").lower(),
+        "versions": [[span.start, str(Version.from_proto(span.policy_version))] for span in trajectory.version_spans],
+        "staleness": max(ages, default=None),
+        "outcome": "trained" if record.outcome == tokens_pb2.TRAJECTORY_OUTCOME_TRAINED else "dropped",
+        "reason": record.reason,
+    }
+
+
+def _message(message: tokens_pb2.ChatMessage) -> dict[str, Any]:
+    """Return role and content, and the other fields that are set."""
+    calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    rest = {
+        "name": message.name,
+        "reasoning": message.reasoning,
+        "tool_calls": calls,
+        "tool_call_id": message.tool_call_id,
+    }
+    return {"role": message.role, "content": message.content, **{key: value for key, value in rest.items() if value}}
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Return metrics by step; for a step that was trained again after a rollback, those of the last time."""
+    steps: dict[int, dict[str, float]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # the torn last line of a process that was killed
+            step = int(row.pop("step"))
+            values = {name: value for name, value in row.items() if value is not None}
+            if "reward/mean" in values:
+                steps[step] = {**_evaluations(steps.get(step, {})), **values}
+            else:
+                steps.setdefault(step, {}).update(values)
+    return steps
+
+
+def build_report(steps: Mapping[int, Mapping[str, float]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report of a run, folded from its metrics, so that it also covers earlier processes of the run.
+
+    Args:
+        steps: Metrics by step.
+        facts: What the metrics do not hold: run, seed, state, steps, wall_s, counts of trajectories.
+    """
+    trained = {step: values for step, values in sorted(steps.items()) if 0 < step <= int(facts["steps"])}
+    ages: Counter[int] = Counter()
+    for values in trained.values():
+        for name, tokens in values.items():
+            if name.startswith(_STALENESS_PREFIX):
+                ages[int(name.removeprefix(_STALENESS_PREFIX))] += round(tokens)
+    tokens = sum(ages.values())
+
+    def mean(name: str) -> float | None:
+        found = [values[name] for values in trained.values() if name in values]
+        return sum(found) / len(found) if found else None
+
+    return {
+        **facts,
+        "tokens_trained": round(sum(values.get("tokens/trained", 0.0) for values in trained.values())),
+        "max_staleness_seen": max((age for age, count in ages.items() if count), default=0),
+        "staleness_share_ge_1": sum(count for age, count in ages.items() if age >= 1) / tokens if tokens else 0.0,
+        "staleness_tokens": {str(age): count for age, count in sorted(ages.items())},
+        "mismatch_kl_mean": mean("trainer/mismatch_kl"),
+        "step_s_mean": mean("time/step_s"),
+        "trainer_idle_share": mean("load/trainer_idle"),
+        "rollout_idle_share": mean("load/rollout_idle"),
+        "dispatch_blocked_share": mean("load/dispatch_blocked"),
+        "reward_curve": [[step, values["reward/mean"]] for step, values in trained.items() if "reward/mean" in values],
+        "evaluations": [
+            {"step": step, **_evaluations(values)} for step, values in sorted(steps.items()) if _evaluations(values)
+        ],
+    }
+
+
+def _evaluations(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if name.startswith("eval/")}
