@@ -24,7 +24,6 @@ from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.offline.examples import render_row
 from trainer_svc.update.policy import PolicyUpdate
 from weightsync.codec import Encoding, encode
 
@@ -119,7 +118,7 @@ def _batches(model: Path) -> Iterator[list[Sequence]]:
 
 def _row(renderer: ChatRenderer, task: str, answer: str, advantage: float, group: str) -> Sequence:
     messages = [{"role": "user", "content": f"Reverse: {task}"}, {"role": "assistant", "content": answer}]
-    rendered = render_row(renderer, {"messages": messages})
+    rendered = renderer.render_sft(messages)
     ids = torch.tensor(rendered.ids)
     mask = torch.tensor(rendered.loss_mask, dtype=torch.bool)
     nothing = torch.full((len(ids),), torch.nan)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sluice.cli.init_model import ModelShape, init_model
-from trainer_svc.offline.cli import DPO
+from trainer_svc.offline.commands import DPO
 
 pytestmark = pytest.mark.slow
 

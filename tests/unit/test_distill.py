@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,8 @@ from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.offline.batches import every_row, precompute_logprobs
-from trainer_svc.offline.cli import DISTILL
-from trainer_svc.offline.examples import Demonstrations
+from trainer_svc.offline.commands import DISTILL
+from trainer_svc.offline.data import every_row, load_examples, precompute_logprobs, render_demonstration
 from trainer_svc.offline.losses import TeacherLoss, teacher_figures
 
 PROMPT = "<|user|>a<|end|><|assistant|>"
@@ -90,7 +90,7 @@ def test_reverse_distillation_draws_each_log_probability_to_the_teachers(models,
     student, teacher = models
     rows = write_rows(tmp_path / "rows.jsonl", sampled(student, 8, seed=2))
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(student))
-    data = Demonstrations.load(str(rows), "train", renderer, max_length=64, drop_long=False)
+    data = load_examples(str(rows), "train", partial(render_demonstration, renderer), max_length=64, drop_long=False)
     config = ComputeConfig(device="cpu", lr=1e-4, grad_clip=0.0)
     asked = every_row(precompute_logprobs(TrainEngine(config, teacher), data, "teacher_logprobs"))
     gradients, loss = [], TeacherLoss("reverse")

@@ -25,10 +25,9 @@ from trainer_svc.checkpoint.saver import EngineCheckpoints
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.offline import merge_command
-from trainer_svc.offline.cli import DPO, REWARD_MODEL, SFT
+from trainer_svc.offline.commands import DPO, MERGE_ADAPTER, REWARD_MODEL, SFT
 from trainer_svc.offline.config import SftConfig
-from trainer_svc.offline.runs import fine_tune
+from trainer_svc.offline.runs import run
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -126,23 +125,21 @@ def test_an_adapter_is_merged_on_request(model_dir, tmp_path, capsys):
     trainer = trained(model_dir)
     trainer.export_hf(tmp_path / "adapter")
     words = ["--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")]
-    assert merge_command.COMMAND.run(words) == 0
+    assert MERGE_ADAPTER.run(words) == 0
     assert furthest(trainer, AutoModelForCausalLM.from_pretrained(tmp_path / "merged")) < 1e-5
     assert f"{model_dir} with {tmp_path / 'adapter'} merged in" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="exists: remove it"):
-        merge_command.COMMAND.run(words)
+        MERGE_ADAPTER.run(words)
     other = other_base(tmp_path)
     with pytest.raises(ConfigError, match=r"is no adapter of this base \(size mismatch for .*with --model$"):
-        merge_command.COMMAND.run([*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(other)])
+        MERGE_ADAPTER.run([*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(other)])
     for layers, told in ((TINY.layers + 1, "it lacks"), (TINY.layers - 1, "it has")):
         init_model(tmp_path / str(layers), replace(TINY, layers=layers))
         with pytest.raises(ConfigError, match=rf"is no adapter of this base \({told} base_model\.model.*with --model$"):
-            merge_command.COMMAND.run(
-                [*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(tmp_path / str(layers))]
-            )
+            MERGE_ADAPTER.run([*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(tmp_path / str(layers))])
     assert not (tmp_path / "wrong").exists()
     with pytest.raises(ConfigError, match="holds no adapter"):
-        merge_command.COMMAND.run(["--adapter", str(other), "--output", str(tmp_path / "wrong")])
+        MERGE_ADAPTER.run(["--adapter", str(other), "--output", str(tmp_path / "wrong")])
 
 
 def other_base(directory: Path) -> Path:
@@ -255,18 +252,18 @@ def test_an_interrupted_run_goes_on_with_the_batches_and_the_dropout_it_would_ha
                     thread.join()
             raise KilledError
 
-    fine_tune(SftConfig(**settings, output=tmp_path / "straight"), lambda _: None)
+    run(SftConfig(**settings, output=tmp_path / "straight"), lambda _: None)
     settings |= {"output": tmp_path / "resumed", "checkpoint_every": 3}
     with pytest.raises(KilledError):
-        fine_tune(SftConfig(**settings), killed_late)
+        run(SftConfig(**settings), killed_late)
     written = {path.name for path in (tmp_path / "resumed.checkpoints").iterdir()}
     assert written == {"step_3", "step_6"}
     with pytest.raises(FileExistsError, match="give --resume to continue"):
-        fine_tune(SftConfig(**settings), lambda _: None)
+        run(SftConfig(**settings), lambda _: None)
     with pytest.raises(ConfigError, match=r"written with batch_size = 3, lr = 0\.01: resume with the same settings"):
-        fine_tune(SftConfig(**settings | {"resume": True, "lr": 1e-3, "batch_size": 4}), lambda _: None)
+        run(SftConfig(**settings | {"resume": True, "lr": 1e-3, "batch_size": 4}), lambda _: None)
     told = []
-    fine_tune(SftConfig(**settings, resume=True, eval_every=2), told.append)
+    run(SftConfig(**settings, resume=True, eval_every=2), told.append)
     assert str(told[0]) == f"resumed from {tmp_path / 'resumed.checkpoints'} after 6 steps"
     assert [progress.step for progress in told[1:]] == [7, 8, 9]
     straight, resumed = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "resumed"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.config import ConfigError
-from trainer_svc.offline.merge_command import COMMAND
+from trainer_svc.offline.commands import MERGE_ADAPTER
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_an_adapter_without_a_base_is_told(tmp_path: Path, settings: str, flags:
     (tmp_path / "adapter_config.json").write_text(settings)
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(ConfigError, match=told) as refused:
-        COMMAND.run(["--adapter", str(tmp_path), "--output", str(tmp_path / "out"), *flags])
+        MERGE_ADAPTER.run(["--adapter", str(tmp_path), "--output", str(tmp_path / "out"), *flags])
     assert "\n" not in str(refused.value)
 
 
 def test_a_directory_without_the_files_of_an_adapter_is_told(tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with pytest.raises(ConfigError, match=f"holds no adapter as PEFT writes it: it has no {name}"):
-            COMMAND.run(["--adapter", str(tmp_path)])
+            MERGE_ADAPTER.run(["--adapter", str(tmp_path)])
         (tmp_path / name).touch()

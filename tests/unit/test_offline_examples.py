@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from tiny_policy import tiny_model
 from transformers import AutoTokenizer
 
 from sluice.render import ChatRenderer
-from trainer_svc.offline.cli import load_offline
+from trainer_svc.offline.commands import load_offline
 from trainer_svc.offline.config import DistillConfig, DpoConfig, RewardModelConfig, SftConfig
-from trainer_svc.offline.examples import Demonstrations, Preferences
+from trainer_svc.offline.data import load_examples, render_demonstration, render_pair
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -31,16 +32,16 @@ def test_the_settings_of_each_example_are_valid(name, config_class):
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "load"),
-    [("sft/demonstrations.py", [], Demonstrations), ("dpo/pairs.py", ["--slips", "0.5"], Preferences)],
+    ("script", "words", "render"),
+    [("sft/demonstrations.py", [], render_demonstration), ("dpo/pairs.py", ["--slips", "0.5"], render_pair)],
 )
-def test_the_data_of_each_example_renders_within_its_length(tmp_path, script, words, load):
+def test_the_data_of_each_example_renders_within_its_length(tmp_path, script, words, render):
     path = tmp_path / "rows.jsonl"
     subprocess.run([sys.executable, EXAMPLES / script, path, *words], check=True, timeout=60)
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(tiny_model(tmp_path)))
-    assert len(load.load(str(path), "train", renderer, max_length=32, drop_long=False)) > 2000
+    assert len(load_examples(str(path), "train", partial(render, renderer), max_length=32, drop_long=False)) > 2000
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    if load is Preferences:
+    if render is render_pair:
         texts = [[row[side][0]["content"] for side in ("prompt", "chosen", "rejected")] for row in rows]
         assert all(chosen == word[::-1] for word, chosen, _ in texts)
         copies = [rejected == word for word, _, rejected in texts]

@@ -15,10 +15,9 @@ from sluice.config import ConfigError
 from trainer_svc.checkpoint import saver
 from trainer_svc.offline import checkpoints as offline_checkpoints
 from trainer_svc.offline.checkpoints import checkpoint_directory
-from trainer_svc.offline.cli import SFT
+from trainer_svc.offline.commands import SFT
 from trainer_svc.offline.config import SftConfig
-from trainer_svc.offline.loop import Progress
-from trainer_svc.offline.runs import fine_tune
+from trainer_svc.offline.runs import Progress, run
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +52,7 @@ def killed_in_step(number: int, settings: SftConfig) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fine_tune(settings, report)
+        run(settings, report)
     for thread in threading.enumerate():  # a checkpoint that was being written is whole
         if thread.name == "checkpoint":
             thread.join()
@@ -66,7 +65,7 @@ def killed_before_its_checkpoints_go(settings: SftConfig, monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(offline_checkpoints, "remove_checkpoints", kill)
         with pytest.raises(KeyboardInterrupt):
-            fine_tune(settings, lambda _: None)
+            run(settings, lambda _: None)
 
 
 def weights(output: Path) -> dict[str, torch.Tensor]:
@@ -76,7 +75,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 def test_a_killed_run_ends_with_the_weights_of_one_that_was_not(
     model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fine_tune(config(model, rows, tmp_path / "straight"), lambda _: None)
+    run(config(model, rows, tmp_path / "straight"), lambda _: None)
     killed_in_step(5, config(model, rows, tmp_path / "killed"))
     assert SFT.run(words(model, rows, tmp_path / "killed")) == 0
     assert "resumed from" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,18 @@ from sluice.render import ChatRenderer
 from trainer_svc.batch.rows import Outputs, empty_batch
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.offline.batches import batches, every_row, hold_out, precompute_logprobs
-from trainer_svc.offline.cli import DPO, REWARD_MODEL
-from trainer_svc.offline.config import DpoConfig
-from trainer_svc.offline.examples import Preferences
+from trainer_svc.offline.commands import DPO, REWARD_MODEL
+from trainer_svc.offline.config import DataError, DpoConfig
+from trainer_svc.offline.data import (
+    Examples,
+    batches,
+    every_row,
+    hold_out,
+    load_examples,
+    precompute_logprobs,
+    render_pair,
+)
 from trainer_svc.offline.losses import PreferenceLoss, ScoreLoss, count_pairs, preference_figures
-from trainer_svc.offline.rows import DataError
 
 QUESTION = {"role": "user", "content": "ab"}
 
@@ -53,8 +60,10 @@ def renderer(model_dir) -> ChatRenderer:
     return ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
 
 
-def load(path: Path, renderer: ChatRenderer, **limits) -> Preferences:
-    return Preferences.load(str(path), "train", renderer, **({"max_length": 64, "drop_long": False} | limits))
+def load(path: Path, renderer: ChatRenderer, **limits) -> Examples:
+    return load_examples(
+        str(path), "train", partial(render_pair, renderer), **({"max_length": 64, "drop_long": False} | limits)
+    )
 
 
 def engine(model_dir: Path, **settings) -> TrainEngine:
@@ -101,9 +110,9 @@ def test_pairs_that_cannot_be_used_are_named_by_their_line(renderer, tmp_path, r
 
 def test_held_out_pairs_are_none_that_are_trained_on(renderer, tmp_path):
     data = load(write_rows(tmp_path / "r.jsonl", vowels_preferred(20, 0)), renderer)
-    train, held_out = hold_out(data, 0.25, seed=3)
-    names = [{row.trajectory_id for row in every_row(part)} for part in (train, held_out)]
-    assert (len(train), len(held_out)) == (15, 5)
+    parts = hold_out(data, 0.25, seed=3)
+    names = [{row.trajectory_id for row in every_row(part)} for part in (parts.train, parts.held_out)]
+    assert (len(parts.train), len(parts.held_out)) == (15, 5)
     assert not names[0] & names[1]
     with pytest.raises(DataError, match="holds out 0"):
         hold_out(data, 0.001, seed=3)

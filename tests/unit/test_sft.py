@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
-from trainer_svc.offline.batches import batches
-from trainer_svc.offline.cli import SFT, load_offline
-from trainer_svc.offline.config import SftConfig
-from trainer_svc.offline.examples import Demonstrations
-from trainer_svc.offline.loop import with_length
-from trainer_svc.offline.rows import DataError
+from trainer_svc.offline.commands import SFT, load_offline
+from trainer_svc.offline.config import DataError, SftConfig
+from trainer_svc.offline.data import Examples, batches, load_examples, render_demonstration
+from trainer_svc.offline.runs import with_steps
 
 
 def chat(question: str, answer: str) -> dict[str, object]:
@@ -72,6 +71,10 @@ def test_an_existing_output_is_refused_before_anything_is_trained(model_dir, tmp
         SFT.run(["--model", str(model_dir), "--data", str(rows), "--output", str(tmp_path)])
 
 
+def demonstrations(path: Path, renderer: ChatRenderer, split: str = "train", *, drop_long: bool = False) -> Examples:
+    return load_examples(str(path), split, partial(render_demonstration, renderer), max_length=50, drop_long=drop_long)
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -82,9 +85,7 @@ def test_an_existing_output_is_refused_before_anything_is_trained(model_dir, tmp
 )
 def test_every_kind_of_row_gives_the_same_ids_and_mask(model_dir, tmp_path, row):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    data = Demonstrations.load(
-        str(write_rows(tmp_path / "r.jsonl", [row])), "train", renderer, max_length=50, drop_long=False
-    )
+    data = demonstrations(write_rows(tmp_path / "r.jsonl", [row]), renderer)
     (sequence,) = next(batches(data, 1, seed=0))
     assert renderer.tokenizer.decode(sequence.input_ids) == "<|user|>2+2=<|end|><|assistant|>4<|end|>"
     assert renderer.tokenizer.decode(sequence.input_ids[sequence.loss_mask]) == "4<|end|>"
@@ -93,7 +94,7 @@ def test_every_kind_of_row_gives_the_same_ids_and_mask(model_dir, tmp_path, row)
 def test_each_pass_shows_every_demonstration_once_in_another_order(model_dir, tmp_path):
     rows = write_rows(tmp_path / "r.jsonl", [chat(str(i), "x") for i in range(10)])
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    data = Demonstrations.load(str(rows), "train", renderer, max_length=50, drop_long=False)
+    data = demonstrations(rows, renderer)
     drawn = batches(data, 4, seed=1)
     seen = [sequence.trajectory_id for _ in range(5) for sequence in next(drawn)]
     assert sorted(seen[:10]) == sorted(seen[10:]) == [str(i) for i in range(10)]
@@ -105,17 +106,16 @@ def test_each_pass_shows_every_demonstration_once_in_another_order(model_dir, tm
 def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_path):
     rows = write_rows(tmp_path / "r.jsonl", [chat(str(i), "x") for i in range(10)])
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    data = Demonstrations.load(str(rows), "train", renderer, max_length=50, drop_long=False)
+    data = demonstrations(rows, renderer)
     drawn = batches(data, 4, seed=1)
     expected = [[sequence.trajectory_id for sequence in next(drawn)] for _ in range(5)][3:]
     made: list[str] = []
 
-    class Counted(Demonstrations):
-        def rows(self, index):
-            made.append(str(index))
-            return super().rows(index)
+    def counted(index):
+        made.append(str(index))
+        return data.rows(index)
 
-    later = batches(Counted(data.ids, data.masks, 0), 4, seed=1, first=3)
+    later = batches(Examples(len(data), counted), 4, seed=1, first=3)
     assert [[sequence.trajectory_id for sequence in next(later)] for _ in range(2)] == expected
     assert made == [name for batch in expected for name in batch]
 
@@ -141,7 +141,7 @@ def test_rows_that_cannot_be_used_are_named_by_their_line(model_dir, tmp_path, r
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     path = str(write_rows(tmp_path / "r.jsonl", rows))
     with pytest.raises(DataError, match=message):
-        Demonstrations.load(path, "train", renderer, max_length=50, drop_long=False)
+        demonstrations(path, renderer)
 
 
 def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
@@ -151,14 +151,14 @@ def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
     write_rows(folder / "train.jsonl", [chat("a", "b")])
     write_rows(folder / "test.jsonl", [chat("a", "c"), chat("a", "d")])
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    assert len(Demonstrations.load(str(folder), "test", renderer, max_length=50, drop_long=False)) == 2
+    assert len(demonstrations(folder, renderer, split="test")) == 2
 
 
 def test_a_file_that_is_no_text_is_named(model_dir, tmp_path):
     (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     with pytest.raises(DataError, match=r"r\.jsonl:1 is not JSON .'utf-8' codec"):
-        Demonstrations.load(str(tmp_path / "r.jsonl"), "train", renderer, max_length=50, drop_long=False)
+        demonstrations(tmp_path / "r.jsonl", renderer)
 
 
 def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
@@ -174,13 +174,13 @@ def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
 def test_a_missing_file_is_named(model_dir, tmp_path):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     with pytest.raises(DataError, match=r"there is no file .*none.jsonl"):
-        Demonstrations.load(str(tmp_path / "none.jsonl"), "train", renderer, max_length=50, drop_long=False)
+        demonstrations(tmp_path / "none.jsonl", renderer)
 
 
 def test_long_rows_are_counted_when_they_are_dropped(model_dir, tmp_path):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     path = str(write_rows(tmp_path / "r.jsonl", [chat("a", "b" * 100), chat("a", "b")]))
-    data = Demonstrations.load(path, "train", renderer, max_length=50, drop_long=True)
+    data = demonstrations(path, renderer, drop_long=True)
     assert (len(data), data.dropped_long) == (1, 1)
 
 
@@ -228,11 +228,11 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_loaded(tmp_pat
 
 def test_a_decay_that_the_data_leaves_no_steps_for_is_refused_with_the_steps_that_there_are():
     config = SftConfig(model="m", data="d", schedule="linear", warmup_steps=10, epochs=2, batch_size=3)
-    assert with_length(config, 30).max_steps == 20
+    assert with_steps(config, 30).max_steps == 20
     with pytest.raises(
         ConfigError, match=r"12 examples, 2 times over in batches of 3, make 8 steps: .*warmup_steps \(10\)"
     ):
-        with_length(config, 12)
+        with_steps(config, 12)
 
 
 def test_a_run_with_nothing_to_resume_says_so(model_dir, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -10,7 +11,16 @@ from pydantic import Field, model_validator
 from sluice.config import ConfigError
 from trainer_svc.compute_config import ComputeConfig, check_decay
 
-__all__ = ["DistillConfig", "DpoConfig", "OfflineConfig", "RewardModelConfig", "SftConfig", "make_parent"]
+__all__ = [
+    "DataError",
+    "DistillConfig",
+    "DpoConfig",
+    "OfflineConfig",
+    "RewardModelConfig",
+    "SftConfig",
+    "is_file",
+    "make_parent",
+]
 
 
 class OfflineConfig(ComputeConfig):
@@ -154,6 +164,30 @@ class DistillConfig(OfflineConfig):
         if not self.teacher:
             raise ValueError("teacher is not set: give --teacher, or teacher = ... in the file")
         return self
+
+
+_FILE_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".parquet"}
+"""Ends of names that no hub dataset has."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class DataError(ValueError):
+    """The data cannot be read or rendered. The message names the row."""
+
+
+def is_file(data: str) -> bool:
+    """Return whether the data is a file, which has no splits, rather than a dataset.
+
+    Raises:
+        DataError: if it is neither a file, nor a directory, nor of the form of a hub id.
+    """
+    path = Path(data)
+    if path.is_file():
+        return True
+    if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
+        raise DataError(f"there is no file {path.resolve()}, and {data!r} is not a hub dataset id such as owner/name")
+    return False
 
 
 def make_parent(output: Path) -> None:

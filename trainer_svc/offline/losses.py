@@ -15,7 +15,7 @@ from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.terms import kl_estimate
 from trainer_svc.offline.config import DpoConfig
-from trainer_svc.offline.examples import CHOSEN, REJECTED
+from trainer_svc.offline.data import CHOSEN, REJECTED
 
 __all__ = [
     "PreferenceLoss",
@@ -33,10 +33,6 @@ __all__ = [
 ]
 
 
-def _nothing(_: Mapping[str, float]) -> dict[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
 class Training:
     """What one kind of offline training minimises and reports.
@@ -50,7 +46,7 @@ class Training:
 
     loss: LossFn
     weight: LossWeight
-    figures: Callable[[Mapping[str, float]], dict[str, float]] = _nothing
+    figures: Callable[[Mapping[str, float]], dict[str, float]] = lambda _: {}
     whole_groups: bool = False
 
 
@@ -169,7 +165,11 @@ def _sequence_sums(values: PerToken, batch: MicroBatch) -> torch.Tensor:
 def preference_figures(sums: Mapping[str, float]) -> dict[str, float]:
     """Return means over pairs: `accuracy` (chosen rewarded more), `margin`, rewards (beta times the gain); `kl` (k3) per token."""
     names = {"accuracy": "right", "margin": "margin", "chosen": "reward_chosen", "rejected": "reward_rejected"}
-    return {name: sums[key] / sums["pairs"] for name, key in names.items()} | {"kl": sums["kl"] / sums["tokens"]}
+    return _pair_means(sums, names) | {"kl": sums["kl"] / sums["tokens"]}
+
+
+def _pair_means(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    return {name: sums[key] / sums["pairs"] for name, key in names.items()}
 
 
 class ScoreLoss:
@@ -205,10 +205,7 @@ class ScoreLoss:
 
 def score_figures(sums: Mapping[str, float]) -> dict[str, float]:
     """Return means over pairs: `accuracy` (chosen scored higher), `margin`, and the mean `score`."""
-    return {
-        name: sums[key] / sums["pairs"]
-        for name, key in {"accuracy": "right", "margin": "margin", "score": "score"}.items()
-    }
+    return _pair_means(sums, {"accuracy": "right", "margin": "margin", "score": "score"})
 
 
 PRESETS = {"forward": "sft", "reverse": "distill"}

@@ -1,0 +1,435 @@
+"""The data of offline training: rows of a file or a dataset, rendered to examples, a part held out, in shuffled batches.
+
+An example is one training row for a demonstration, and two rows of one group for a pair of answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sluice.config import ConfigError, reason_of
+from sluice.models import check_hub_dataset
+from sluice.render import ChatRenderer, Rendered, TemplateError
+from trainer_svc.batch.rows import Sequence
+from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.offline.config import DataError, OfflineConfig, is_file
+from trainer_svc.parallel.ranks import ALONE, Ranks
+
+__all__ = [
+    "CHOSEN",
+    "REJECTED",
+    "Column",
+    "Data",
+    "Examples",
+    "batches",
+    "every_row",
+    "hold_out",
+    "load_data",
+    "load_examples",
+    "precompute_logprobs",
+    "render_demonstration",
+    "render_pair",
+    "scored",
+]
+
+Row: TypeAlias = Mapping[str, Any]
+
+CHOSEN, REJECTED = 1.0, 0.0
+"""Rewards of a pair's rows; the loss tells the answers apart by them."""
+
+
+SAME = "chosen and rejected are the same: drop the row"
+
+
+# Reading: rows, each with a name for messages.
+
+
+def _read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
+    """Yield the rows of a JSONL file, a dataset directory or a hub dataset.
+
+    Raises:
+        DataError: if there is no such file or dataset, it holds no row, or a line is not a JSON object.
+    """
+    name = None
+    for name, row in _file_rows(data) if is_file(data) else _dataset_rows(data, split):
+        yield name, row
+    if name is None:
+        raise DataError(f"{data} is empty: give a file with one JSON object per line, or a dataset with rows")
+
+
+def _file_rows(data: str) -> Iterator[tuple[str, Row]]:
+    try:
+        with Path(data).open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{data}:{number}", _parsed(line, f"{data}:{number}")
+    except OSError as error:
+        raise DataError(f"cannot read {data}: {error.strerror}") from error
+
+
+def _parsed(line: bytes, name: str) -> Row:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{name} is not JSON ({error}): put one JSON object on each line (JSONL)") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{name} is not a JSON object: put one object on each line (JSONL)")
+    return row
+
+
+def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
+    from datasets import load_dataset  # noqa: PLC0415  seconds of import that files do not need
+    from datasets.exceptions import DatasetsError  # noqa: PLC0415
+
+    try:
+        check_hub_dataset(name)
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    try:
+        rows = load_dataset(name, split=split)
+    except (OSError, ValueError, DatasetsError) as error:
+        raise DataError(f"cannot load split {split} of the dataset {name}: {reason_of(error)}") from error
+    for number, row in enumerate(rows):
+        yield f"{name}[{split}][{number}]", row
+
+
+# Rendering: one row of the data to one or two lists of token ids.
+
+
+def render_demonstration(renderer: ChatRenderer, row: Row) -> tuple[Rendered]:
+    """Return the token ids and the loss mask of a demonstration.
+
+    Raises:
+        TemplateError: if the row has neither `messages` nor `prompt` and `completion`, or cannot be rendered.
+    """
+    if row.get("messages"):
+        return (renderer.render_sft(row["messages"], row.get("tools")),)
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return (renderer.render_completion(prompt, completion),)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return (renderer.render_sft([*prompt, *completion], row.get("tools")),)
+    raise TemplateError(
+        "a row needs `messages`, or `prompt` and `completion`, both texts or both lists of messages; this one has "
+        + _described(row)
+    )
+
+
+def render_pair(renderer: ChatRenderer, row: Row) -> tuple[Rendered, Rendered]:
+    """Return token ids and loss masks of the chosen and of the rejected answer, each after the prompt, which is not learned.
+
+    Raises:
+        TemplateError: if the row is not a pair, or cannot be rendered.
+    """
+    prompt, chosen, rejected = row.get("prompt"), row.get("chosen"), row.get("rejected")
+    if chosen == rejected and chosen is not None:
+        raise TemplateError(SAME)
+    if isinstance(prompt, list) and isinstance(chosen, str) and isinstance(rejected, str):
+        chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        pair = (renderer.render_completion(prompt, chosen), renderer.render_completion(prompt, rejected))
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        if prompt is None:  # whole conversations: the messages that both begin with are the prompt
+            common = list(takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+            prompt, chosen, rejected = chosen[: len(common)], chosen[len(common) :], rejected[len(common) :]
+        elif isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        tools = row.get("tools")
+        pair = (_answer(renderer, prompt, chosen, tools), _answer(renderer, prompt, rejected, tools))
+    else:
+        raise TemplateError(
+            "a row needs `prompt`, `chosen` and `rejected`, all texts or all lists of messages; this one has "
+            + _described(row)
+        )
+    if pair[0].ids == pair[1].ids:
+        raise TemplateError(SAME)
+    return pair
+
+
+def _answer(
+    renderer: ChatRenderer,
+    prompt: Rows[Mapping[str, Any]],
+    answer: Rows[Mapping[str, Any]],
+    tools: Rows[Mapping[str, Any]] | None,
+) -> Rendered:
+    rendered = renderer.render_sft([*prompt, *answer], tools)
+    if not any(message["role"] == "assistant" for message in prompt):
+        return rendered
+    # Turns are rendered one after another, so the rendered prompt is a prefix of the whole.
+    given = len(renderer.render_sft(prompt, tools).ids)
+    mask = [False] * given + rendered.loss_mask[given:]
+    if not any(mask):
+        raise TemplateError("an answer has no assistant turn to learn: add one or drop the row")
+    return Rendered(rendered.ids, mask)
+
+
+@contextmanager
+def _errors_name(name: str) -> Iterator[None]:
+    """Raise the errors of rendering a row as a `DataError` that names the row."""
+    try:
+        yield
+    except TemplateError as error:
+        raise DataError(f"{name}: {error}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{name} contains malformed messages ({error!r}): give objects with role and content"
+        ) from error
+
+
+def _described(row: Row) -> str:
+    """Return the keys of a row and the types of their values, for a message."""
+    return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing"
+
+
+# Examples: training rows by index, made when they are asked for.
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Examples to train on, by index.
+
+    Attributes:
+        count: Their number.
+        rows: Returns the training rows of one example: one for a demonstration, the chosen and the rejected one for a pair.
+        dropped_long: Rows of the data that were left out as too long.
+    """
+
+    count: int
+    rows: Callable[[int], list[Sequence]]
+    dropped_long: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def load_examples(
+    data: str, split: str, render: Callable[[Row], tuple[Rendered, ...]], *, max_length: int, drop_long: bool
+) -> Examples:
+    """Read and render all rows of the data.
+
+    Args:
+        data: JSONL file, dataset directory or hub dataset id.
+        split: Split of a dataset.
+        render: Renders one row.
+        max_length: Longest rendering in tokens.
+        drop_long: Drop longer rows instead of raising.
+
+    Raises:
+        DataError: if a row cannot be used or none is left.
+    """
+    kept: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    dropped = 0
+    for name, row in _read_rows(data, split):
+        with _errors_name(name):
+            rendered = render(row)
+        length = max(len(each.ids) for each in rendered)
+        if length <= max_length:
+            kept.append([(np.array(each.ids, np.int32), np.array(each.loss_mask)) for each in rendered])
+        elif drop_long:
+            dropped += 1
+        else:
+            raise DataError(
+                f"{name} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
+            )
+    if not kept:
+        raise DataError(f"{data} holds no usable row ({dropped} were longer than max_length): raise max_length")
+
+    def rows(index: int) -> list[Sequence]:
+        bare = [_row(ids, mask, str(index)) for ids, mask in kept[index]]
+        if len(bare) == 1:
+            return bare
+        names = (("chosen", CHOSEN), ("rejected", REJECTED))
+        return [
+            replace(row, group_id=str(index), trajectory_id=f"{index}/{name}", reward=reward)
+            for row, (name, reward) in zip(bare, names, strict=True)
+        ]
+
+    return Examples(len(kept), rows, dropped)
+
+
+def _row(ids: np.ndarray, mask: np.ndarray, name: str) -> Sequence:
+    return Sequence(
+        input_ids=torch.from_numpy(ids.astype(np.int64)),
+        loss_mask=torch.from_numpy(mask),
+        behaviour_logprobs=torch.full((len(ids),), torch.nan),
+        advantages=torch.ones(len(ids)),
+        trajectory_id=name,
+    )
+
+
+def scored(pairs: Examples, padding: int | None) -> Examples:
+    """Return pairs for a network that gives each answer one value: that of the state after its last token.
+
+    Each row has one loss token, which only marks that state. A sequence classifier of transformers reads its score at the last
+    token that is not padding. Padding at the end of an answer, such as an end token that also pads, is cut off here too.
+
+    Args:
+        pairs: The pairs.
+        padding: The model's padding token; None if it has none.
+    """
+
+    def with_mark(row: Sequence) -> Sequence:
+        ids = row.input_ids.tolist()
+        while len(ids) > 1 and ids[-1] == padding:
+            ids.pop()
+        mask = np.arange(len(ids) + 1) == len(ids)
+        marked = _row(np.array([*ids, 0]), mask, row.trajectory_id)
+        return replace(marked, reward=row.reward, group_id=row.group_id)
+
+    return replace(pairs, rows=lambda index: [with_mark(row) for row in pairs.rows(index)])
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Examples of one run.
+
+    Attributes:
+        train: What to train on.
+        held_out: What to evaluate on; None: nothing.
+    """
+
+    train: Examples
+    held_out: Examples | None
+
+    def each(self, change: Callable[[Examples], Examples]) -> Data:
+        """Return the data with both parts changed."""
+        return Data(change(self.train), self.held_out and change(self.held_out))
+
+
+def load_data(config: OfflineConfig, render: Callable[[Row], tuple[Rendered, ...]]) -> Data:
+    """Read the examples to train on and those held out.
+
+    Args:
+        config: The settings.
+        render: Renders one row.
+
+    Raises:
+        DataError: if they cannot be used.
+    """
+    read = partial(load_examples, render=render, max_length=config.max_length, drop_long=config.on_long == "drop")
+    data = read(config.data, config.split)
+    if config.eval_data:
+        return Data(data, read(config.eval_data, config.eval_split))
+    return hold_out(data, config.eval_share, config.seed)
+
+
+def hold_out(examples: Examples, share: float, seed: int) -> Data:
+    """Hold out a random share of the examples; none for a share of 0.
+
+    Raises:
+        DataError: if nothing would be left on one side.
+    """
+    if not share:
+        return Data(examples, None)
+    count = round(share * len(examples))
+    if not 0 < count < len(examples):
+        raise DataError(
+            f"eval_share {share:g} of {len(examples)} examples holds out {count}: give more examples, another share, or eval_data"
+        )
+    order = np.random.default_rng([seed, 1]).permutation(len(examples)).tolist()
+
+    def part(chosen: list[int]) -> Examples:
+        return replace(examples, count=len(chosen), rows=lambda index: examples.rows(chosen[index]))
+
+    return Data(part(sorted(order[count:])), part(sorted(order[:count])))
+
+
+# Batches.
+
+
+def batches(
+    examples: Examples, size: int, seed: int, ranks: Ranks = ALONE, *, first: int = 0
+) -> Iterator[list[Sequence]]:
+    """Yield batches without end. Every pass is a fresh permutation; a batch may span two passes.
+
+    Args:
+        examples: Where they come from.
+        size: Examples per batch, over all ranks.
+        seed: Seed of the permutations, the same on every rank.
+        ranks: Each gets every `ranks.size`-th example of a batch.
+        first: Number of the first batch, from 0. Batches before it are drawn, so that the order stays the same, but not made.
+    """
+    for drawn in islice(_drawn(len(examples), size, seed), first, None):
+        yield _rows(examples, drawn[ranks.index :: ranks.size])
+
+
+def _drawn(examples: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Yield the indices of each batch."""
+    generator = np.random.default_rng(seed)
+    waiting: list[int] = []
+    while True:
+        while len(waiting) < size:
+            waiting.extend(generator.permutation(examples).tolist())
+        yield waiting[:size]
+        del waiting[:size]
+
+
+def every_row(examples: Examples, ranks: Ranks = ALONE) -> list[Sequence]:
+    """Return this rank's share of all examples, in order."""
+    return _rows(examples, list(range(ranks.index, len(examples), ranks.size)))
+
+
+def _rows(examples: Examples, chosen: list[int]) -> list[Sequence]:
+    """Return their rows, with groups numbered anew: one example may be in a batch twice."""
+    return [
+        replace(row, group_id=str(place)) if row.group_id else row
+        for place, index in enumerate(chosen)
+        for row in examples.rows(index)
+    ]
+
+
+# Log-probabilities of a frozen model.
+
+
+Column = Literal["reference_logprobs", "teacher_logprobs"]
+
+FORWARDED_ROWS = 256
+"""Examples per rank and call: enough to fill micro-batches, few enough for one call's results to be small."""
+
+
+def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column) -> Examples:
+    """Compute a model's log-probabilities of all examples once. Each rank forwards its share; all ranks get everything.
+
+    Args:
+        engine: The model; its weights do not change.
+        examples: The examples.
+        column: The column of the rows that gets the log-probabilities of their loss tokens, in nats.
+    """
+    counts = [sum(int(row.loss_mask.sum()) for row in examples.rows(index)) for index in range(len(examples))]
+    flat = torch.zeros(sum(counts))
+    logprobs = list(flat.split(counts))
+    ranks = engine.ranks
+    block = FORWARDED_ROWS * ranks.size
+    for start in range(0, len(examples), block):
+        mine = range(start, min(start + block, len(examples)))[ranks.index :: ranks.size]
+        rows = [examples.rows(index) for index in mine]
+        answers = iter(engine.forward([row for pair in rows for row in pair]))
+        for index, parts in zip(mine, rows, strict=True):
+            logprobs[index].copy_(torch.cat([next(answers)[row.loss_mask] for row in parts]))
+    if ranks.group is not None:
+        dist.all_reduce(flat, group=ranks.group)  # each place is filled by one rank and 0 on the others
+
+    def rows_of(index: int) -> list[Sequence]:
+        rows = examples.rows(index)
+        parts = logprobs[index].split([int(row.loss_mask.sum()) for row in rows])
+        return [_with(row, column, part) for row, part in zip(rows, parts, strict=True)]
+
+    return replace(examples, rows=rows_of)
+
+
+def _with(row: Sequence, column: Column, logprobs: torch.Tensor) -> Sequence:
+    values = torch.full((len(row),), torch.nan)
+    values[row.loss_mask] = logprobs
+    return replace(row, **{column: values})
