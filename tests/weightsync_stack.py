@@ -24,9 +24,8 @@ from weightsync.format.manifest import manifest_digest
 from weightsync.publish.shards import ShardSource
 from weightsync.publisher import PushReport, WeightPublisher
 from weightsync.receiver import WeightReceiver
-from weightsync.service.delivery import WeightDeliveryServicer
-from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.runs import Runs
+from weightsync.service.servicer import WeightDeliveryServicer, WeightSyncServicer
 from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
 RUN = "test-run"
@@ -150,7 +149,6 @@ async def running_stack(
         await server.stop(0)
         retention.cancel()
         await asyncio.wait({retention})
-        await ingest.close()
         await runs.close()
 
 

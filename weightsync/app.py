@@ -20,9 +20,8 @@ from sluice.v1 import weightsync_pb2_grpc
 from weightsync.config import WeightSyncConfig
 from weightsync.format.manifest import run_resource
 from weightsync.relay import Relay, RelayCycleError, advertised_address
-from weightsync.service.delivery import WeightDeliveryServicer
-from weightsync.service.ingest import WeightSyncServicer
 from weightsync.service.runs import Runs
+from weightsync.service.servicer import WeightDeliveryServicer, WeightSyncServicer
 
 __all__ = ["SERVICE", "Serving", "build_runs", "serve", "serving"]
 
@@ -82,9 +81,18 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
         runs = build_runs(common, config, relay)
         stack.push_async_callback(runs.close)
         server = RpcServer("weightsync", config.server, common.security)
-        ingest = WeightSyncServicer(runs)
-        stack.push_async_callback(ingest.close)
-        _register(server, ingest, WeightDeliveryServicer(runs, partial(server.require, role="admin")))
+        server.add(
+            weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server,
+            WeightSyncServicer(runs),
+            "sluice.v1.WeightSyncService",
+            "admin",
+        )
+        server.add(
+            weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server,
+            WeightDeliveryServicer(runs, partial(server.require, role="admin")),
+            "sluice.v1.WeightDeliveryService",
+            "agent",
+        )
         await _open_own_run(runs, common.run)
         failed = asyncio.Event()
         await server.start()
@@ -94,18 +102,6 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
             address = advertised_address(config.advertise, server.target)
             await stack.enter_async_context(_background(relay.run_forever(address), failed))
         yield Serving(server, runs, relay, failed)
-
-
-def _register(server: RpcServer, ingest: WeightSyncServicer, delivery: WeightDeliveryServicer) -> None:
-    server.add(
-        weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, ingest, "sluice.v1.WeightSyncService", "admin"
-    )
-    server.add(
-        weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server,
-        delivery,
-        "sluice.v1.WeightDeliveryService",
-        "agent",
-    )
 
 
 @asynccontextmanager

@@ -18,7 +18,6 @@ import grpc
 import structlog
 
 from sluice.rpc import SluiceError
-from sluice.tasks import run_to_end
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
@@ -31,11 +30,8 @@ from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
 from weightsync.receive.link import VersionWatch
 from weightsync.receive.pull import ChunkSink, PullError, PullLimits, ShardRange, pull_call, pull_range
 from weightsync.service.chain import is_reachable, newest_model
-from weightsync.service.commit import commit_version
-from weightsync.service.errors import translated
-from weightsync.service.run import RELAY_PREFIX, Run
-from weightsync.service.runs import Runs
-from weightsync.service.upload import OffsetError, SupersededError, Upload
+from weightsync.service.runs import RELAY_PREFIX, Run, Runs
+from weightsync.service.upload import OffsetError, SupersededError, Upload, translated
 
 __all__ = [
     "FetchError",
@@ -414,8 +410,7 @@ async def fetch_version(runs: Runs, run: Run, manifest: pb.Manifest, pull: Pull)
         raise FetchError(f"the manifest of {Version.from_proto(manifest.version)}: {error}") from error
     for shard in manifest.shards:
         await _fetch_shard(runs, run, manifest, shard, pull)
-    # A commit under way ends although the relay is stopped, so that the version is whole or not there.
-    await run_to_end(asyncio.create_task(commit_version(runs, run, manifest)))
+    await runs.commit(run, manifest)
 
 
 async def _fetch_shard(runs: Runs, run: Run, manifest: pb.Manifest, shard: pb.Shard, pull: Pull) -> None:

@@ -23,7 +23,7 @@ from sluice.versions import Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
 from weightsync.publish.shards import ShardSource
 from weightsync.publisher import WeightPublisher
-from weightsync.service.stored import read_form
+from weightsync.service.store import read_form
 
 
 @pytest_asyncio.fixture

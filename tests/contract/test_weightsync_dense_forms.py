@@ -17,7 +17,7 @@ from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.publish.shards import ShardSource
-from weightsync.service import dense_files
+from weightsync.service import dense as dense_module
 
 pytestmark = pytest.mark.slow
 
@@ -174,14 +174,14 @@ async def test_a_dense_form_goes_on_after_a_restart(tmp_path: Path) -> None:
 async def test_a_service_that_stops_ends_a_dense_form_under_construction_and_reports_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    began, advance_file = threading.Event(), dense_files._advance_file
+    began, advance_file = threading.Event(), dense_module._advance_file
 
     def until_told_to_stop(*arguments: object) -> pb.Shard:
         began.set()
         assert arguments[-1].wait(20)
         return advance_file(*arguments)
 
-    monkeypatch.setattr(dense_files, "_advance_file", until_told_to_stop)
+    monkeypatch.setattr(dense_module, "_advance_file", until_told_to_stop)
     async with running_stack(tmp_path, dense_delay_s=0) as stack:
         await stack.push(version(1), content(1), deadline_s=30)
         await push_deltas(stack, 2, 2)

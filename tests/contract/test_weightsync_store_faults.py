@@ -55,7 +55,7 @@ def test_two_versions_that_become_dense_at_once_both_get_the_model_s_files(tmp_p
                 manifest = pb.Manifest(version=Version(1, number).to_proto(), kind=pb.VERSION_KIND_ANCHOR)
                 building = store.build_dense(Version(1, number))
                 together.wait(10)
-                return store.publish_dense(manifest, building).directory
+                return store.install_dense(manifest, building).directory
 
             for directory in threads.map(publish, (1, 2)):
                 assert names < {path.name for path in directory.iterdir()}

@@ -24,7 +24,7 @@ from trainer_svc.service.trainer import Trainer
 from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import AdapterPublisher, WeightPublisher
-from weightsync.service.ingest import WeightSyncServicer
+from weightsync.service.servicer import WeightSyncServicer
 
 RUN = "test"
 TINY = ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=256)
@@ -56,7 +56,6 @@ async def weight_service(common: CommonConfig, port: int = 0) -> AsyncIterator[s
         yield server.target
     finally:
         await server.stop(0)
-        await servicer.close()
         await runs.close()
 
 

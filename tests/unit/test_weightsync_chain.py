@@ -13,7 +13,7 @@ from weightsync.service.chain import (
     Form,
     Forms,
     VersionForm,
-    anchors,
+    chain_starts,
     delta_chain,
     find_path,
     is_reachable,
@@ -124,7 +124,7 @@ def test_nothing_is_removed_before_what_is_lost_without_it(versions: Versions, d
 
 @given(histories(), st.integers(1, 4))
 def test_chains_start_from_anchors_at_most_so_far_apart(versions: Versions, every: int) -> None:
-    chosen = anchors(versions, every)
+    chosen = chain_starts(versions, every)
     assert all(versions[each].dense_bytes is not None for each in chosen)
     assert {each for each, forms in versions.items() if forms.dense_bytes and not forms.delta_bytes} <= chosen
     for each, forms in versions.items():
@@ -137,7 +137,7 @@ def test_chains_start_from_anchors_at_most_so_far_apart(versions: Versions, ever
 
 def test_dense_forms_between_anchors_are_given_up() -> None:
     versions = {version(0): anchor()} | {version(n): delta(n - 1, 1, dense=True) for n in range(1, 41)}
-    assert anchors(versions, 16) == {version(0), version(16), version(32)}
+    assert chain_starts(versions, 16) == {version(0), version(16), version(32)}
     kept = keep(versions, [version(40), version(39), version(38)], (), (), 16)
     assert kept.dense == {version(32), version(40)}
     assert kept.versions == {version(n) for n in range(32, 41)}
@@ -145,7 +145,7 @@ def test_dense_forms_between_anchors_are_given_up() -> None:
 
 def test_a_chain_that_outgrew_half_a_copy_has_an_anchor() -> None:
     versions = {version(0): anchor()} | {version(n): delta(n - 1, 20, dense=True) for n in range(1, 7)}
-    assert anchors(versions, 16) == {version(0), version(3), version(6)}
+    assert chain_starts(versions, 16) == {version(0), version(3), version(6)}
 
 
 @pytest.mark.parametrize(("size", "stays"), [(20, True), (60, False)])

@@ -42,8 +42,8 @@ _PUSH = Point("weightsync.service.upload:Upload.append", nth=3)
 _DELTA_NAME, _DENSE_NAME = r"/\.deltas/v\d+\.\d+$", r"/weights/v\d+\.\d+$"
 _COMMIT = Point("os:rename", match=_DELTA_NAME)
 _COMMITTED = Point("os:rename", "after", match=_DELTA_NAME)
-_WATCH = Point("weightsync.service.run:Run.publish", "after")
-_SEND = Point("weightsync.service.delivery:_read_chunk", nth=3)
+_WATCH = Point("weightsync.service.runs:Run.add_version", "after")
+_SEND = Point("weightsync.service.servicer:_read_chunk", nth=3)
 _PULL = Point("weightsync.format.chunks:RawChunk.check", nth=3)
 _STAGE = Point("weightsync.receive.patched_file:_decode", nth=3)
 _STAGED = Point("weightsync.receive.shared_area:Claim.publish", "after")
@@ -55,7 +55,7 @@ _TRAINER = (
     Cell("before_push", "trainer", Point("weightsync.publisher:WeightPublisher.encode")),
     Cell("diff", "trainer", Point("weightsync.codec:encode", nth=3)),
     Cell("mid_push", "trainer", Point("weightsync.publish.push:wire_chunk", nth=3)),
-    Cell("pushed", "trainer", Point("weightsync.service.ingest:WeightSyncServicer._receive", "after"), at="service"),
+    Cell("pushed", "trainer", Point("weightsync.service.servicer:WeightSyncServicer._receive", "after"), at="service"),
     Cell("commit", "trainer", _COMMIT, at="service"),
     Cell("committed", "trainer", Point("weightsync.publisher:WeightPublisher.publish", "after")),
     Cell("watch", "trainer", _WATCH, at="service"),
@@ -74,7 +74,7 @@ _SERVICE = (
     Cell("stage", "service", _STAGE, at="engine"),
     Cell("apply", "service", _APPLY, at="engine"),
     Cell("report", "service", _REPORTED),
-    Cell("mid_materialize", "service", Point("weightsync.service.dense_files:_advance_tensor", nth=3)),
+    Cell("mid_materialize", "service", Point("weightsync.service.dense:_advance_tensor", nth=3)),
     Cell("materialize", "service", Point("os:rename", match=_DENSE_NAME)),
     Cell("materialized", "service", Point("os:rename", "after", match=_DENSE_NAME)),
     Cell("remove", "service", Point("os:rename", match=r"/\.trash/v\d+\.\d+\.\d+$")),

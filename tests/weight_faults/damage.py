@@ -115,7 +115,7 @@ def _damaged_pull(world: World) -> float:
 def _damaged_delta_file(world: World) -> float:
     """A committed delta rots before anybody read it: nobody applies it, and whole tensors come soon."""
     lost = Version(1, 3)
-    world.service.arm(Point("weightsync.service.run:Run.publish"), halt=True)
+    world.service.arm(Point("weightsync.service.runs:Run.add_version"), halt=True)
     pushing = world.push_later(lost)
     expect(world.service.reached.wait(DEADLINE_S), "the service did not come to publish")
     (file,) = (world.store("service") / ".deltas" / f"v{lost}").glob("*.safetensors")
@@ -185,7 +185,7 @@ def _standstill(world: World) -> float:
 
 def _standstill_in_pull(world: World) -> float:
     """A service that stands still in the midst of a pull is waited for no longer than a chunk may take."""
-    world.service.arm(Point("weightsync.service.delivery:_read_chunk", nth=3), halt=True)
+    world.service.arm(Point("weightsync.service.servicer:_read_chunk", nth=3), halt=True)
     world.push(Version(1, 3))
     expect(world.service.reached.wait(DEADLINE_S), "the service did not come to the pull")
     world.service.signal(signal.SIGSTOP)

@@ -18,7 +18,7 @@ __all__ = [
     "Forms",
     "Kept",
     "VersionForm",
-    "anchors",
+    "chain_starts",
     "damaged_on_the_way",
     "delta_chain",
     "find_path",
@@ -192,7 +192,7 @@ def delta_chain(versions: Versions, held: Version, target: Version) -> list[Vers
     return chain[::-1]
 
 
-def anchors(versions: Versions, every: int) -> set[Version]:
+def chain_starts(versions: Versions, every: int) -> set[Version]:
     """Return the versions whose dense forms chains start from.
 
     These are the versions that were pushed whole. Of the others, a version is one if it is `every` versions after the last
@@ -224,13 +224,13 @@ def keep(
         held: Versions of which every form must stay: transfers of them are under way.
         served: Versions that live replicas have; the deltas from them to the newest stay while they are smaller than a
             dense copy.
-        every: See `anchors`.
+        every: See `chain_starts`.
     """
     latest = newest_dense(versions)
     dense = {version for version in held if version in versions and versions[version].dense_bytes is not None}
     if latest is not None:
         dense.add(latest)
-    sources = anchors(versions, every) | dense
+    sources = chain_starts(versions, every) | dense
     kept = Kept(set(dense), dense)
     for version in {*wanted, *held, *served}:
         _keep_reachable(versions, version, sources, kept)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+import grpc
+
+from sluice.rpc import SluiceError
 from sluice.versions import BASE, Version
 from weightsync.service import chain
 from weightsync.service.chain import Forms, Kept
@@ -17,16 +20,15 @@ from weightsync.service.chain import Forms, Kept
 __all__ = ["Lease", "Ledger", "RefusedError"]
 
 
-class RefusedError(Exception):
-    """The transition is not allowed.
+_CODES = {"OTHER_DIGEST": grpc.StatusCode.ALREADY_EXISTS, "NO_SUCH_VERSION": grpc.StatusCode.NOT_FOUND}
+"""Codes of the refusals that are not FAILED_PRECONDITION."""
 
-    Attributes:
-        reason: UPPER_SNAKE_CASE name for programs.
-    """
+
+class RefusedError(SluiceError):
+    """The transition is not allowed."""
 
     def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+        super().__init__(_CODES.get(reason, grpc.StatusCode.FAILED_PRECONDITION), reason, message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,24 @@ class Ledger:
             )
         raise RefusedError("OVERTAKEN", f"version {version} is older than the newest, {newest}: push a newer one")
 
-    def check_delta(self, version: Version, base: Version) -> None:
-        """Check that a delta may be committed.
+    def check(self, version: Version, base: Version | None, *, is_adapter: bool) -> None:
+        """Check that a version may become visible.
+
+        Args:
+            version: Which one.
+            base: Version that a delta or an adapter is based on; None for an anchor.
+            is_adapter: Whether it is an adapter. One for the base model needs no version here.
 
         Raises:
-            RefusedError: BASE_UNKNOWN or BASE_DAMAGED.
+            RefusedError: OLDER_EPOCH, OVERTAKEN, BASE_UNKNOWN or BASE_DAMAGED.
         """
+        self.check_push(version)
+        if base is not None and is_adapter:
+            self._check_adapter(version, base)
+        elif base is not None:
+            self._check_delta(version, base)
+
+    def _check_delta(self, version: Version, base: Version) -> None:
         known = self.committed.get(base)
         damaged = chain.damaged_on_the_way(self.committed, base)
         if damaged is not None:
@@ -116,12 +130,7 @@ class Ledger:
                 f" whole model (the newest version is {self.newest}): push an anchor",
             )
 
-    def check_adapter(self, version: Version, base: Version) -> None:
-        """Check that an adapter may be committed. One for the base model needs no version here.
-
-        Raises:
-            RefusedError: BASE_UNKNOWN.
-        """
+    def _check_adapter(self, version: Version, base: Version) -> None:
         known = self.committed.get(base)
         if base != BASE and (known is None or known.is_adapter or base >= version):
             raise RefusedError(
@@ -148,9 +157,7 @@ class Ledger:
                     " a version never changes, commit the next number or begin a new epoch",
                 )
             return False
-        self.check_push(version)
-        if forms.base is not None:
-            (self.check_adapter if forms.is_adapter else self.check_delta)(version, forms.base)
+        self.check(version, forms.base, is_adapter=forms.is_adapter)
         self.committed[version] = forms
         return True
 

@@ -1,4 +1,4 @@
-"""The runs that a service keeps: their ledgers, stores and uploads, and the disk that they share."""
+"""The runs that a service keeps: their versions and uploads, commits, retention, and the disk that they share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -17,22 +18,169 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.config import WeightSyncConfig
-from weightsync.format.manifest import parse_run
+from weightsync.format.manifest import ManifestError, parse_run
 from weightsync.format.safetensors import BadNameError
-from weightsync.metrics import HELD_BYTES
-from weightsync.service.dense_forms import DenseForms
-from weightsync.service.errors import RETRY_AFTER_S, translated
-from weightsync.service.ledger import Ledger
-from weightsync.service.run import Run
-from weightsync.service.store import RunStore, StoreLockedError
-from weightsync.service.upload import Upload
+from weightsync.metrics import COMMIT_SECONDS, COMMITTED_BYTES, HELD_BYTES
+from weightsync.service.chain import Form
+from weightsync.service.dense import DenseForms
+from weightsync.service.ledger import Ledger, RefusedError
+from weightsync.service.store import RunStore, StoredForm, StoredVersion, form_of, is_loadable
+from weightsync.service.upload import FAILURES, RETRY_AFTER_S, Upload, complete_manifest, translated
 
-__all__ = ["Runs", "Upstream"]
+__all__ = ["RELAY_PREFIX", "Run", "Runs", "Upstream"]
+
+RELAY_PREFIX = "relay:"
+"""Names of relays begin with it, and no others: a replica that reports under such a name has to be allowed to."""
+
+_MOST_ERROR_CHARACTERS = 2000
+
+_USELESS_UPLOADS = {"BASE_UNKNOWN", "BASE_DAMAGED", "NON_FINITE", "DIGEST"}
+"""Refusals after which nothing that was pushed of the version can be committed."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
+
+
+class Run:
+    """One run's versions.
+
+    Args:
+        name: The run.
+        ledger: Which versions are visible and in use.
+        store: Its directory.
+
+    Attributes:
+        versions: The visible versions.
+        uploads: Shards that are being pushed, by version and name.
+        commit_lock: Commits are made one at a time.
+        committing: The version whose commit is under way.
+        changed: Set when a version becomes visible; another event takes its place then.
+        watchers: WatchVersions streams of this run.
+        reserved_bytes: Sizes of the files that are being made: a dense form of deltas, whole tensors of slices.
+    """
+
+    def __init__(self, name: str, ledger: Ledger, store: RunStore) -> None:
+        self.name = name
+        self.ledger = ledger
+        self.store = store
+        self.versions: dict[Version, StoredVersion] = {}
+        self.uploads: dict[tuple[Version, str], Upload] = {}
+        self.commit_lock = asyncio.Lock()
+        self.committing: Version | None = None
+        self.changed = asyncio.Event()
+        self.watchers = 0
+        self.reserved_bytes = 0
+        self._reports: dict[str, pb.ReportVersionRequest] = {}
+
+    def restore(self, found: list[StoredVersion]) -> None:
+        """Take up what was found on disk."""
+        for stored in found:
+            self.versions[stored.version] = stored
+            self.ledger.restore(stored.version, stored.describe())
+
+    def add_version(self, stored: StoredVersion) -> None:
+        """Make a version visible and wake the watchers.
+
+        Raises:
+            RefusedError: as `Ledger.commit`.
+        """
+        self.ledger.commit(stored.version, stored.describe())
+        self.versions[stored.version] = stored
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def add_dense(self, version: Version, form: StoredForm) -> None:
+        """Give a visible version a dense form."""
+        self.ledger.add_dense(version, form.manifest.size_bytes)
+        self.versions[version] = self.versions[version].with_form(form)
+
+    def drop_dense(self, version: Version) -> None:
+        """Take the dense form of a visible version out of sight."""
+        self.ledger.drop_dense(version)
+        self.versions[version] = self.versions[version].without_dense()
+
+    def find(self, version: Version | None) -> StoredVersion:
+        """Return a visible version; None: the newest.
+
+        Raises:
+            SluiceError: NOT_FOUND.
+        """
+        wanted = self.ledger.newest if version is None else version
+        if wanted is None:
+            raise SluiceError.not_found(
+                "NO_VERSION", f"nothing was committed in run {self.name} yet: push a version, or watch for one"
+            )
+        stored = self.versions.get(wanted)
+        if stored is None:
+            raise SluiceError.not_found(
+                "NO_SUCH_VERSION",
+                f"run {self.name} has no version {wanted}; the newest is {self.ledger.newest}: watch again",
+            )
+        return stored
+
+    def uploads_of(self, version: Version) -> dict[str, Upload]:
+        """Return the uploads of one version by shard name."""
+        return {name: upload for (owner, name), upload in self.uploads.items() if owner == version}
+
+    @property
+    def bytes_held(self) -> int:
+        """Return the bytes of visible versions, of the uploads as announced, and of what is being made."""
+        uploads = sum(upload.size for upload in self.uploads.values())
+        return self.ledger.bytes_committed + uploads + self.reserved_bytes
+
+    def report(self, request: pb.ReportVersionRequest, now: float, lease_s: float) -> None:
+        """Renew a replica's lease; what it reports replaces what it reported before."""
+        about = Version.from_proto(request.version)
+        serving = Version.from_proto(request.serving) if request.HasField("serving") else None
+        self.ledger.report(
+            request.replica,
+            serving=about if request.phase == pb.REPLICA_PHASE_SERVING else serving,
+            staged=about if request.phase == pb.REPLICA_PHASE_STAGED else None,
+            error=request.error[:_MOST_ERROR_CHARACTERS],
+            now=now,
+            lease_s=lease_s,
+        )
+        live, before = self.ledger.replicas(now), self._reports.get(request.replica)
+        kept = pb.ReportVersionRequest(
+            relay_address=request.relay_address, host=request.host, watchers=request.watchers
+        )
+        for report in (before, request):
+            if report is not None and report.HasField("timings"):
+                kept.timings.CopyFrom(report.timings)
+        self._reports = {name: report for name, report in self._reports.items() if name in live}
+        self._reports[request.replica] = kept
+
+    def describe_replicas(self, now: float) -> list[pb.ReplicaVersion]:
+        """Return what each live replica serves, in the order of their names."""
+        rows = []
+        for name, lease in sorted(self.ledger.replicas(now).items()):
+            row = pb.ReplicaVersion(replica=name, error=lease.error)
+            row.age.FromNanoseconds(int((now - lease.reported) * 1e9))
+            if lease.serving is not None:
+                row.version.CopyFrom(lease.serving.to_proto())
+                row.versions_behind = sum(version > lease.serving for version in self.versions)
+            if (report := self._reports.get(name)) is not None:
+                row.relay_address = report.relay_address
+                if report.HasField("timings"):
+                    row.timings.CopyFrom(report.timings)
+            rows.append(row)
+        return rows
+
+    def describe_relays(self, now: float) -> list[pb.WeightSource]:
+        """Return the live relays, which give the same versions out again, in the order of their names."""
+        live = self.ledger.replicas(now)
+        return [
+            pb.WeightSource(
+                address=report.relay_address,
+                host=report.host,
+                watchers=report.watchers,
+                newest=None if (serving := live[name].serving) is None else serving.to_proto(),
+            )
+            for name, report in sorted(self._reports.items())
+            if report.relay_address and name in live
+        ]
 
 
 class Upstream(Protocol):
@@ -99,8 +247,12 @@ class Runs:
         self.retention_due = asyncio.Event()
         self.threads = ThreadPoolExecutor(config.io_threads, thread_name_prefix="weightsync-io")
         self.dense_forms = DenseForms(
-            self.room_for, self.retention_due.set, delay_s=config.dense_delay_s, retry_s=config.heartbeat_s
+            partial(self.room_for, evict=False),
+            self.retention_due.set,
+            delay_s=config.dense_delay_s,
+            retry_s=config.heartbeat_s,
         )
+        self._commits: set[asyncio.Task[pb.CommitVersionResponse]] = set()
         self._directory_of = directory_of
         self._model_of = model_of
         self._runs: dict[str, Run] = {}
@@ -160,7 +312,7 @@ class Runs:
         run = Run(name, ledger, RunStore(self._directory_of(name), self._model_of(name)))
         try:
             run.restore(await self.in_thread(run.store.read_versions))
-        except (StoreLockedError, OSError) as error:
+        except FAILURES as error:
             run.store.close()  # its lock would keep out the next attempt
             raise translated(error) from error
         self.dense_forms.wake(run)
@@ -181,10 +333,81 @@ class Runs:
             await self._make_room(run, announced.size_bytes)
             try:
                 upload = await self.in_thread(run.store.begin_upload, version, announced, self.clock())
-            except (StoreLockedError, OSError) as error:
+            except OSError as error:
                 raise translated(error) from error
             run.uploads[key] = upload
             return upload
+
+    async def commit(self, run: Run, announced: pb.Manifest) -> pb.CommitVersionResponse:
+        """Make a pushed version visible. If it is visible already, compare and say so.
+
+        The commit ends even if the caller leaves, so that the version is whole or not there.
+
+        Raises:
+            SluiceError: as the contract says of CommitVersion.
+        """
+        task = asyncio.create_task(self._commit(run, announced))
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+        return await asyncio.shield(task)
+
+    async def _commit(self, run: Run, announced: pb.Manifest) -> pb.CommitVersionResponse:
+        version = Version.from_proto(announced.version)
+        async with run.commit_lock:
+            known = run.versions.get(version)
+            if known is not None:
+                _compare(known, announced)
+                return pb.CommitVersionResponse(manifest=known.manifest, duplicate=True)
+            run.committing = version
+            started = time.perf_counter()
+            try:
+                stored = await self._verify_and_install(run, version, announced, started)
+                await self.drop_uploads(run, version)
+            except FAILURES as error:
+                failure = translated(error)
+                if failure.reason in _USELESS_UPLOADS or isinstance(error, OSError):
+                    await self.drop_uploads(run, version)
+                raise failure from error
+            finally:
+                run.committing = None
+        seconds = time.perf_counter() - started
+        COMMIT_SECONDS.observe(seconds)
+        COMMITTED_BYTES.labels(run.name).inc(stored.manifest.size_bytes)
+        log.info(
+            "version committed",
+            run=run.name,
+            version=str(version),
+            form=form_of(stored.manifest).value,
+            bytes=stored.manifest.size_bytes,
+            digest=stored.manifest.digest,
+            seconds=round(seconds, 4),
+        )
+        self.retention_due.set()
+        self.dense_forms.wake(run)
+        return pb.CommitVersionResponse(manifest=stored.manifest)
+
+    async def _verify_and_install(
+        self, run: Run, version: Version, announced: pb.Manifest, started: float
+    ) -> StoredVersion:
+        """Verify what was pushed, build the version's directory, rename it into sight and tell the watchers."""
+        uploads = run.uploads_of(version)
+        base = _check_base(run, version, announced)
+        base_version, holder = Version.from_proto(announced.base), object()
+        if base_version in run.versions:
+            run.ledger.hold(base_version, holder)
+        try:
+            manifest = await self.in_thread(complete_manifest, announced, uploads, base)
+            manifest.commit_time.GetCurrentTime()
+            assembled_bytes = 0 if is_loadable(manifest) else manifest.dense_bytes
+            async with self.room_for(run, assembled_bytes, evict=True) if assembled_bytes else nullcontext():
+                stored = await self.in_thread(run.store.commit, manifest, uploads, started)
+                run.add_version(stored)
+        except RefusedError:  # its base was found damaged in the meantime; a restart must not bring it into sight
+            await self.in_thread(run.store.remove, version)
+            raise
+        finally:
+            run.ledger.release(base_version, holder)
+        return stored
 
     async def _make_room(self, run: Run, need: int) -> None:
         """See that a file of `need` bytes fits; the versions of all runs that nobody needs give way, the oldest first.
@@ -208,7 +431,7 @@ class Runs:
         """Return the version to give up next, of all runs the one that was committed first; None if all are needed."""
         now = self.clock()
         found = [(each, evictable[0]) for each in self if (evictable := each.ledger.evictable(now))]
-        return min(found, key=lambda each: each[0].versions[each[1]].commit_ns, default=None)
+        return min(found, key=_commit_ns, default=None)
 
     @asynccontextmanager
     async def room_for(self, run: Run, need: int, *, evict: bool) -> AsyncIterator[None]:
@@ -308,7 +531,9 @@ class Runs:
                     log.warning("retention failed", run=run.name, error=str(error))
 
     async def close(self) -> None:
-        """End the work in the background, wait for the threads, and let other processes have the directories."""
+        """Wait for commits, end the work in the background, and let other processes have the directories."""
+        if self._commits:
+            await asyncio.wait(self._commits)
         await self.dense_forms.close()
         await asyncio.to_thread(self.threads.shutdown)
         for run in self:
@@ -317,11 +542,46 @@ class Runs:
             run.store.close()
 
 
+def _compare(known: StoredVersion, announced: pb.Manifest) -> None:
+    """Check that a repeated commit names the same content: the version's digest, else the digests of its shards."""
+    if announced.digest:
+        same = announced.digest in {known.manifest.digest, known.pushed.digest}
+    else:
+        digests = {shard.name: shard.digest for shard in known.pushed.shards}
+        same = {shard.name: shard.digest or digests.get(shard.name) for shard in announced.shards} == digests
+    if not same:
+        raise SluiceError.already_exists(
+            "OTHER_DIGEST",
+            f"version {known.version} is committed with digest {known.manifest.digest}: a version never changes,"
+            " commit the next number or begin a new epoch",
+        )
+
+
+def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manifest | None:
+    """Check that a version may be committed. Return the manifest of the version that a delta is based on, if it is one.
+
+    Raises:
+        RefusedError: as `Ledger.check`.
+        ManifestError: if the kind and the base do not go together.
+    """
+    form = form_of(announced)
+    if announced.HasField("base") == (form is Form.DENSE):
+        raise ManifestError("an anchor stands alone, a delta or an adapter names its base: set base accordingly")
+    base = Version.from_proto(announced.base) if announced.HasField("base") else None
+    run.ledger.check(version, base, is_adapter=form is Form.ADAPTER)
+    return run.versions[base].manifest if base is not None and form is Form.DELTA else None
+
+
 def _name_of(resource: str) -> str:
     try:
         return parse_run(resource)
     except BadNameError as error:
         raise SluiceError.invalid_argument("run", str(error)) from error
+
+
+def _commit_ns(found: tuple[Run, Version]) -> int:
+    run, version = found
+    return run.versions[version].manifest.commit_time.ToNanoseconds()
 
 
 def _no_room(need: int, lacking: int) -> SluiceError:

@@ -8,7 +8,7 @@
     <root>/.building/v1.43/  dense forms under construction that are made of deltas
     <root>/.model/           what each dense directory shares: config, tokenizer
 
-A form is built under ``.incoming`` and renamed into sight, its manifest written last. Before a form is removed it is
+A form is built in a hidden directory and renamed into sight, its manifest written last. Before a form is removed it is
 renamed out of sight. A crash at any point therefore leaves whole versions, and rubbish that the next start removes.
 """
 
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -28,32 +30,27 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from sluice.host_files import remove_tree
+from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.format.chunks import ChunkSums
 from weightsync.format.manifest import (
     MANIFEST_FILE,
     ManifestError,
     entry_name,
+    from_json,
     is_whole,
     parse_version_directory,
     to_json,
     version_directory,
 )
-from weightsync.service.chain import Form, is_reachable
-from weightsync.service.dense_files import assemble
-from weightsync.service.stored import (
-    PUSHED_FILE,
-    StoredForm,
-    StoredVersion,
-    file_names,
-    form_of,
-    read_form,
-    stored_form,
-    weight_index,
-)
-from weightsync.service.upload import Upload
+from weightsync.service.chain import Form, Forms, is_reachable
+from weightsync.service.upload import Upload, assemble
 
-__all__ = ["RunStore", "StoreLockedError", "is_loadable"]
+__all__ = ["RunStore", "StoredForm", "StoredVersion", "form_of", "is_loadable", "read_form"]
+
+_PUSHED_FILE = "pushed.json"
+"""Manifest as the trainer pushed it, kept where the shards were assembled into another file."""
 
 _ADAPTER_CONFIG_FILE = "adapter_config.json"
 """PEFT's name for it."""
@@ -64,11 +61,144 @@ _WEIGHT_INDEX = ".index.json"
 _LARGEST_MODEL_FILE_BYTES = 256 << 20
 """Larger files are no configuration; the largest tokenizers have some 40 MB."""
 
+_FORMS = {
+    pb.VERSION_KIND_ANCHOR: Form.DENSE,
+    pb.VERSION_KIND_DELTA: Form.DELTA,
+    pb.VERSION_KIND_ADAPTER: Form.ADAPTER,
+}
+
 log = structlog.get_logger(__name__)
 
 
-class StoreLockedError(Exception):
-    """Another process keeps the directory."""
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """One form of a version.
+
+    Attributes:
+        directory: Where it lies.
+        manifest: What its files are, as given out.
+        pushed: What was pushed; differs from `manifest` where slices were assembled.
+        sums: Checksums of the shards' chunks, as far as they are known.
+    """
+
+    directory: Path
+    manifest: pb.Manifest
+    pushed: pb.Manifest
+    sums: dict[str, ChunkSums] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """Return its files by shard name."""
+        return {shard: self.directory / name for shard, name in _file_names(self.manifest).items()}
+
+    def sums_of(self, shard: str) -> ChunkSums:
+        """Return the checksums of a shard's chunks."""
+        if shard not in self.sums:
+            size = next(each.size_bytes for each in self.manifest.shards if each.name == shard)
+            self.sums[shard] = ChunkSums(size)
+        return self.sums[shard]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version on disk, in one or more forms.
+
+    Attributes:
+        version: Which one.
+        forms: What there is of it.
+    """
+
+    version: Version
+    forms: Mapping[Form, StoredForm]
+
+    def with_form(self, stored: StoredForm) -> StoredVersion:
+        """Return the version with a form added."""
+        return replace(self, forms={**self.forms, form_of(stored.manifest): stored})
+
+    def without_dense(self) -> StoredVersion:
+        """Return the version with its other forms."""
+        return replace(self, forms={form: stored for form, stored in self.forms.items() if form is not Form.DENSE})
+
+    @property
+    def announced(self) -> StoredForm:
+        """Return the form that is announced: the smallest."""
+        return next(self.forms[form] for form in (Form.DELTA, Form.ADAPTER, Form.DENSE) if form in self.forms)
+
+    @property
+    def manifest(self) -> pb.Manifest:
+        """Return the manifest that is announced."""
+        return self.announced.manifest
+
+    @property
+    def pushed(self) -> pb.Manifest:
+        """Return what the trainer pushed."""
+        return self.announced.pushed
+
+    def describe(self) -> Forms:
+        """Return what the ledger has to know."""
+        manifest = self.manifest
+        sizes = {form: stored.manifest.size_bytes for form, stored in self.forms.items()}
+        return Forms(
+            digest=manifest.digest,
+            dense_bytes=sizes.get(Form.DENSE),
+            delta_bytes=sizes.get(Form.DELTA),
+            adapter_bytes=sizes.get(Form.ADAPTER),
+            base=Version.from_proto(manifest.base) if manifest.HasField("base") else None,
+            copy_bytes=0 if Form.ADAPTER in sizes else manifest.dense_bytes,
+        )
+
+
+def form_of(manifest: pb.Manifest) -> Form:
+    """Return the form that a manifest describes.
+
+    Raises:
+        ManifestError: if it names no kind.
+    """
+    try:
+        return _FORMS[manifest.kind]
+    except KeyError:
+        raise ManifestError("the version has no kind: set it to ANCHOR, DELTA or ADAPTER") from None
+
+
+def _file_names(manifest: pb.Manifest) -> dict[str, str]:
+    """Return the names of a form's files by shard name: those of Hugging Face and PEFT where there are such."""
+    form, names = form_of(manifest), [shard.name for shard in manifest.shards]
+    if form is Form.DELTA:
+        return {name: f"{name}.safetensors" for name in names}
+    stem, count = ("model" if form is Form.DENSE else "adapter_model"), len(names)
+    if count == 1:
+        return {names[0]: f"{stem}.safetensors"}
+    return {name: f"{stem}-{index + 1:05d}-of-{count:05d}.safetensors" for index, name in enumerate(names)}
+
+
+def _weight_index(manifest: pb.Manifest) -> str:
+    """Return the JSON text by which `transformers` finds the tensors of several files."""
+    files = _file_names(manifest)
+    weight_map = {tensor.name: files[shard.name] for shard in manifest.shards for tensor in shard.tensors}
+    return json.dumps({"metadata": {"total_size": manifest.dense_bytes}, "weight_map": weight_map}, indent=1)
+
+
+def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
+    """Read a form's directory.
+
+    Raises:
+        ManifestError: if it is not whole, another version's, or a delta where none is expected or the reverse.
+        OSError: if it cannot be read.
+    """
+    manifest = from_json((directory / MANIFEST_FILE).read_text())
+    if Version.from_proto(manifest.version) != version:
+        raise ManifestError(f"the manifest is that of version {Version.from_proto(manifest.version)}")
+    if (form_of(manifest) is Form.DELTA) != delta:
+        raise ManifestError(f"a {form_of(manifest).value} form does not belong here")
+    pushed_path = directory / _PUSHED_FILE
+    pushed = from_json(pushed_path.read_text()) if pushed_path.exists() else manifest
+    form = StoredForm(directory, manifest, pushed)
+    files = form.files
+    for shard in manifest.shards:
+        path = files[shard.name]
+        if path.stat().st_size != shard.size_bytes:
+            raise ManifestError(f"{path.name} has {path.stat().st_size} bytes, expected {shard.size_bytes}")
+    return form
 
 
 class RunStore:
@@ -97,7 +227,7 @@ class RunStore:
         """Remove what a crash left behind, and return the versions that are whole and can be reached.
 
         Raises:
-            StoreLockedError: if another process keeps the same directory.
+            SluiceError: DIRECTORY_IN_USE.
             OSError: if the disk cannot be read now; nothing is dropped for that.
         """
         if not self.root.is_dir():
@@ -112,8 +242,8 @@ class RunStore:
         found: dict[Version, StoredVersion] = {}
         for parent in (self.root, self._deltas):
             for version, form in self._read_forms(parent):
-                found[version] = found.get(version, StoredVersion(version)).with_form(form)
-        forms = {version: stored.forms() for version, stored in found.items()}
+                found[version] = found.get(version, StoredVersion(version, {})).with_form(form)
+        forms = {version: stored.describe() for version, stored in found.items()}
         for version in [version for version in found if not is_reachable(forms, version)]:
             log.warning("dropping a version that no dense form leads to", version=str(version), root=str(self.root))
             self.remove(version)
@@ -137,7 +267,7 @@ class RunStore:
         """Begin a shard at its beginning.
 
         Raises:
-            StoreLockedError: if another process keeps the same directory.
+            SluiceError: DIRECTORY_IN_USE.
             OSError: if the disk does not take it.
         """
         self.root.mkdir(parents=True, exist_ok=True)
@@ -161,30 +291,28 @@ class RunStore:
         building = self._incoming / version_directory(version) / ".building"
         remove_tree(building)
         building.mkdir()
-        given_out = self._place_weights(manifest, uploads, building)
+        given_out = manifest
+        if is_loadable(manifest):
+            for shard, name in _file_names(manifest).items():
+                uploads[shard].path.rename(building / name)
+        else:
+            stem = "model" if form is Form.DENSE else "adapter_model"
+            given_out = assemble(manifest, uploads, building / f"{stem}.safetensors")
         if form is Form.ADAPTER:
             _write_synced(building / _ADAPTER_CONFIG_FILE, manifest.adapter_config)
         if given_out is not manifest:
-            _write_synced(building / PUSHED_FILE, to_json(manifest))
+            _write_synced(building / _PUSHED_FILE, to_json(manifest))
         given_out.commit_time_taken.FromNanoseconds(int((time.perf_counter() - started) * 1e9))
-        final = self._publish(version, form, given_out, building)
+        final = self._install(given_out, building)
         sums = {name: upload.sums for name, upload in uploads.items()} if given_out is manifest else {}
-        return StoredVersion(version).with_form(stored_form(final, given_out, manifest, sums))
+        return StoredVersion(version, {form: StoredForm(final, given_out, manifest, sums)})
 
-    def _place_weights(self, manifest: pb.Manifest, uploads: Mapping[str, Upload], building: Path) -> pb.Manifest:
-        """Put the weights into the directory; return the manifest of what lies there."""
-        if not is_loadable(manifest):
-            stem = "model" if form_of(manifest) is Form.DENSE else "adapter_model"
-            return assemble(manifest, uploads, building / f"{stem}.safetensors")
-        for shard, name in file_names(manifest).items():
-            uploads[shard].path.rename(building / name)
-        return manifest
-
-    def _publish(self, version: Version, form: Form, manifest: pb.Manifest, building: Path) -> Path:
-        """Complete a directory and rename it to where it belongs."""
+    def _install(self, manifest: pb.Manifest, building: Path) -> Path:
+        """Complete a directory, rename it to where it belongs, and return that."""
+        form = form_of(manifest)
         if form is Form.DENSE:
             if len(manifest.shards) > 1:
-                _write_synced(building / "model.safetensors.index.json", weight_index(manifest))
+                _write_synced(building / "model.safetensors.index.json", _weight_index(manifest))
             with self._collecting:
                 if self._model_files is None:
                     self._model_files = _collect_model_files(self._model, self._model_copies)
@@ -195,7 +323,7 @@ class RunStore:
         if not parent.exists():
             parent.mkdir()
             _sync_directory(self.root)
-        final = parent / version_directory(version)
+        final = parent / version_directory(Version.from_proto(manifest.version))
         building.rename(final)
         _sync_directory(parent)
         return final
@@ -211,14 +339,13 @@ class RunStore:
         building.mkdir(parents=True)
         return building
 
-    def publish_dense(self, manifest: pb.Manifest, building: Path) -> StoredForm:
+    def install_dense(self, manifest: pb.Manifest, building: Path) -> StoredForm:
         """Rename a dense form that was made of deltas into sight; its files are on the disk.
 
         Raises:
             OSError: if the disk does not take it.
         """
-        final = self._publish(Version.from_proto(manifest.version), Form.DENSE, manifest, building)
-        return stored_form(final, manifest, manifest)
+        return StoredForm(self._install(manifest, building), manifest, manifest)
 
     def drop_building(self, version: Version) -> None:
         """Remove a dense form that was not finished."""
@@ -261,8 +388,8 @@ class RunStore:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
-            raise StoreLockedError(
-                f"another weightsync keeps {self.root}: stop it, or give this one another directory"
+            raise SluiceError.failed_precondition(
+                "DIRECTORY_IN_USE", f"another weightsync keeps {self.root}: stop it, or give this one another directory"
             ) from error
         self._lock = descriptor
 

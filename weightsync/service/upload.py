@@ -1,27 +1,89 @@
-"""A shard that is being pushed: its bytes are checked, scanned and written chunk by chunk. Blocking; called in threads."""
+"""The bytes of a version that is not committed yet: shards come in, are compared with the manifest, and are put together.
+
+Blocking; called in threads. Each tensor is hashed and scanned once, while its bytes come in.
+"""
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import grpc
+import numpy as np
 import xxhash
 
 from sluice.host_files import PeerFileError
+from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkSums, check_chunk
-from weightsync.format.safetensors import Scan, ScannedTensor
+from weightsync.codec import slice_region
+from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, ChunkSizeError, ChunkSums, check_chunk
+from weightsync.format.manifest import (
+    ManifestError,
+    box,
+    check_adapter_config,
+    check_manifest,
+    entry_name,
+    manifest_digest,
+)
+from weightsync.format.safetensors import DTYPES, Entry, LayoutError, Scan, ScannedTensor, place, render_header
 
-__all__ = ["OffsetError", "SupersededError", "Upload"]
+__all__ = [
+    "FAILURES",
+    "RETRY_AFTER_S",
+    "OffsetError",
+    "SupersededError",
+    "Upload",
+    "allocate",
+    "assemble",
+    "complete_manifest",
+    "describe_dense",
+    "translated",
+    "with_shards",
+]
+
+RETRY_AFTER_S = 5.0
+"""Seconds after which a trainer may repeat what a full disk refused: about the time in which a lease or a pull ends."""
+
+FAILURES = (ManifestError, ChunkSizeError, LayoutError, ChunkError, PeerFileError, OSError, SluiceError)
+"""Everything that `translated` takes."""
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_ENCODED = {pb.TENSOR_ENCODING_DENSE_ZSTD, pb.TENSOR_ENCODING_DELTA}
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+_NAMED_IN_MESSAGE = 5
+"""How many tensors or shards a message names before it says how many more there are."""
 
 
-class OffsetError(Exception):
+def translated(error: Exception) -> SluiceError:
+    """Return one of `FAILURES` as the contract words it."""
+    if isinstance(error, SluiceError):
+        return error
+    if isinstance(error, ChunkError):
+        remedy = "the shard was discarded, push it from its beginning"
+        return SluiceError.data_loss("CHUNK_CRC", f"{error}; {remedy}")
+    if isinstance(error, PeerFileError):
+        return SluiceError.failed_precondition("NO_LOCAL_FILE", f"{error}: push the shard in chunks")
+    if isinstance(error, OSError):
+        if error.errno in _DISK_FULL:
+            message = f"the disk is full ({error}); the versions so far stay: make room"
+            return SluiceError.resource_exhausted("DISK_FULL", message, RETRY_AFTER_S)
+        message = f"the disk failed ({error}); the versions so far stay: look at the service's log"
+        return SluiceError(grpc.StatusCode.INTERNAL, "DISK_ERROR", message)
+    return SluiceError.invalid_argument("manifest" if isinstance(error, ManifestError) else "chunk", str(error))
+
+
+class OffsetError(SluiceError):
     """The chunk does not follow the bytes that are stored."""
 
 
-class SupersededError(Exception):
+class SupersededError(SluiceError):
     """A newer stream writes to the shard."""
 
 
@@ -129,7 +191,9 @@ class Upload:
         with self._lock:
             self._check(ticket)
             if offset != self.stored:
-                raise OffsetError(f"the chunk begins at byte {offset}, expected {self.stored}: send chunks in order")
+                raise OffsetError.invalid_argument(
+                    "chunk", f"the chunk begins at byte {offset}, expected {self.stored}: send chunks in order"
+                )
             self._scan.feed(data)
             rest, position = memoryview(data), offset
             while rest:
@@ -204,4 +268,201 @@ class Upload:
 
     def _check(self, ticket: object) -> None:
         if ticket is not self._ticket:
-            raise SupersededError("a newer stream pushes this shard; end this one")
+            raise SupersededError.aborted("SUPERSEDED", "a newer stream pushes this shard; end this one")
+
+
+def complete_manifest(
+    announced: pb.Manifest, uploads: Mapping[str, Upload], base: pb.Manifest | None = None
+) -> pb.Manifest:
+    """Check the announced version against the uploaded files.
+
+    Args:
+        announced: The manifest of the commit; of dense slices, digests may be left out.
+        uploads: The uploaded files by shard name.
+        base: Manifest of the version that a delta is based on; None for other kinds.
+
+    Returns:
+        The manifest with every digest and size filled in.
+
+    Raises:
+        ManifestError: if the announcement contradicts itself, or a delta's base has other tensors.
+        SluiceError: SHARDS_MISSING, DIGEST, or NON_FINITE.
+    """
+    check_manifest(announced)
+    check_adapter_config(announced)
+    manifest = pb.Manifest()
+    manifest.CopyFrom(announced)
+    missing = [shard.name for shard in manifest.shards if shard.name not in uploads or not uploads[shard.name].complete]
+    if missing:
+        raise _missing(f"shards missing: {_some(missing)}; push them, then commit again")
+    if base is not None:
+        _check_same_model(manifest, base)
+    for shard in manifest.shards:
+        _complete_shard(shard, uploads[shard.name])
+    _check_finite([uploads[shard.name] for shard in manifest.shards])
+    manifest.size_bytes = sum(shard.size_bytes for shard in manifest.shards)
+    manifest.dense_bytes = sum(
+        box(tensor).volume * DTYPES[tensor.dtype].size for shard in manifest.shards for tensor in shard.tensors
+    )
+    manifest.digest = _same("version", manifest.digest, manifest_digest(manifest))
+    return manifest
+
+
+def _check_same_model(manifest: pb.Manifest, base: pb.Manifest) -> None:
+    """Check that a delta has the tensors of its base, and that what it calls unchanged has the base's digest if that is known."""
+    model, base_model = _model(manifest), _model(base)
+    if model != base_model:
+        different = sorted({name for name, _ in model.items() ^ base_model.items()})
+        raise ManifestError(f"the delta and its base differ in names, types or shapes of {_some(different)}")
+    digests = {(tensor.name, box(tensor)): tensor.digest for shard in base.shards for tensor in shard.tensors}
+    for shard in manifest.shards:
+        for tensor in shard.tensors:
+            if tensor.encoding == pb.TENSOR_ENCODING_UNCHANGED:
+                known = digests.get((tensor.name, box(tensor)), tensor.digest)
+                tensor.digest = _same(f"unchanged {tensor.name}", tensor.digest, known)
+
+
+def _model(manifest: pb.Manifest) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {
+        tensor.name: (tensor.dtype, tuple(tensor.global_shape)) for shard in manifest.shards for tensor in shard.tensors
+    }
+
+
+def _complete_shard(shard: pb.Shard, received: Upload) -> None:
+    shard.digest = _same(f"shard {shard.name}", shard.digest, received.digest)
+    if shard.size_bytes and shard.size_bytes != received.size:
+        raise _other_bytes(f"shard {shard.name} has {received.size} bytes, announced were {shard.size_bytes}")
+    shard.size_bytes = received.size
+    stored = [tensor for tensor in shard.tensors if tensor.encoding != pb.TENSOR_ENCODING_UNCHANGED]
+    entries = {entry_name(tensor) for tensor in stored}
+    if entries != received.tensors.keys():
+        different = sorted(entries ^ received.tensors.keys())
+        raise _missing(f"shard {shard.name}: file and manifest disagree on the entries {_some(different)}")
+    for tensor in stored:
+        found = received.tensors[entry_name(tensor)]
+        if tensor.encoding in _ENCODED:
+            if found.entry.dtype != "U8" or len(found.entry.shape) != 1:
+                raise ManifestError(
+                    f"{tensor.name} in shard {shard.name} is encoded; its entry must be U8 of one dimension"
+                )
+            continue
+        if (found.entry.dtype, found.entry.shape) != (tensor.dtype, box(tensor).sizes):
+            raise _other_bytes(
+                f"{tensor.name} in shard {shard.name} is {found.entry.dtype} {list(found.entry.shape)},"
+                f" announced was {tensor.dtype} {list(box(tensor).sizes)}"
+            )
+        tensor.digest = _same(f"{tensor.name} in shard {shard.name}", tensor.digest, found.digest)
+        tensor.encoding = pb.TENSOR_ENCODING_DENSE
+    for tensor in shard.tensors:
+        if not _DIGEST.fullmatch(tensor.digest):
+            raise ManifestError(f"{tensor.name} in shard {shard.name} needs the xxh3-128 of its dense bytes")
+
+
+def _check_finite(shards: Sequence[Upload]) -> None:
+    broken = sorted(name for shard in shards for name, tensor in shard.tensors.items() if not tensor.finite)
+    if broken:
+        raise SluiceError.failed_precondition(
+            "NON_FINITE",
+            f"NaN or infinite values in {_some(broken)}: the version would poison the engines' caches;"
+            " the trainer must skip the step that made it",
+        )
+
+
+def _same(what: str, announced: str, found: str) -> str:
+    if announced and announced != found:
+        raise _other_bytes(f"{what} has digest {found}, announced was {announced}; push it again")
+    return found
+
+
+def _missing(message: str) -> SluiceError:
+    return SluiceError.failed_precondition("SHARDS_MISSING", message)
+
+
+def _other_bytes(message: str) -> SluiceError:
+    return SluiceError.data_loss("DIGEST", message)
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED_IN_MESSAGE
+    return ", ".join(names[:_NAMED_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+
+
+def assemble(pushed: pb.Manifest, uploads: Mapping[str, Upload], target: Path) -> pb.Manifest:
+    """Put slices from many shards together into one safetensors file of whole tensors.
+
+    Args:
+        pushed: A manifest that passed `complete_manifest`.
+        uploads: Its shards by name.
+        target: The file to write; on disk when this returns.
+
+    Returns:
+        The manifest of the assembled version, digests filled in.
+
+    Raises:
+        OSError: if the disk does not take it.
+    """
+    shapes = {each.name: (each.dtype, tuple(each.global_shape)) for shard in pushed.shards for each in shard.tensors}
+    entries = place([(name, *shapes[name]) for name in sorted(shapes)])
+    header = render_header(entries, {"format": "pt"})
+    shard = pb.Shard(name="model", size_bytes=len(header) + sum(entry.size for entry in entries))
+    allocate(target, shard.size_bytes)
+    with target.open("r+b") as file:
+        with mmap.mmap(file.fileno(), shard.size_bytes) as mapped:
+            mapped[: len(header)] = header
+            _copy_slices(pushed, uploads, mapped, len(header), entries)
+            with memoryview(mapped) as view:
+                for entry in entries:
+                    with view[len(header) + entry.begin : len(header) + entry.end] as part:
+                        describe_dense(shard, entry, xxhash.xxh3_128(part).hexdigest())
+                shard.digest = xxhash.xxh3_128(view).hexdigest()
+            mapped.flush()
+        os.fsync(file.fileno())
+    manifest = with_shards(pushed, [shard])
+    manifest.dense_bytes = sum(entry.size for entry in entries)
+    return manifest
+
+
+def _copy_slices(
+    pushed: pb.Manifest, uploads: Mapping[str, Upload], mapped: mmap.mmap, data_begin: int, entries: Sequence[Entry]
+) -> None:
+    targets = {entry.name: entry for entry in entries}
+    for shard in pushed.shards:
+        upload = uploads[shard.name]
+        source = np.memmap(upload.path, dtype=np.uint8, mode="r")
+        for tensor in shard.tensors:
+            found, target = upload.tensors[entry_name(tensor)].entry, targets[tensor.name]
+            if not found.size:
+                continue
+            begin = upload.data_begin + found.begin
+            part = source[begin : begin + found.size].reshape(*box(tensor).sizes, DTYPES[tensor.dtype].size)
+            whole = np.frombuffer(mapped, dtype=np.uint8, count=target.size, offset=data_begin + target.begin)
+            slice_region(whole, tensor)[...] = part
+            del whole  # the map cannot be closed while an array looks into it
+
+
+def allocate(path: Path, size: int) -> None:
+    """Make a file of a size. On a full disk this fails; a write to a map of the file would end the process."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+
+
+def describe_dense(shard: pb.Shard, entry: Entry, digest: str) -> None:
+    """Add a whole tensor to a shard's description."""
+    shard.tensors.add(
+        name=entry.name,
+        dtype=entry.dtype,
+        global_shape=entry.shape,
+        encoding=pb.TENSOR_ENCODING_DENSE,
+        digest=digest,
+    )
+
+
+def with_shards(described: pb.Manifest, shards: Sequence[pb.Shard]) -> pb.Manifest:
+    """Return the manifest with other shards, which hold whole dense tensors."""
+    manifest = pb.Manifest()
+    manifest.CopyFrom(described)
+    manifest.ClearField("shards")
+    manifest.shards.extend(shards)
+    manifest.size_bytes = sum(shard.size_bytes for shard in shards)
+    manifest.digest = manifest_digest(manifest)
+    return manifest
