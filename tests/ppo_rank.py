@@ -22,7 +22,7 @@ from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join, make_mesh
-from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
+from trainer_svc.update.policy import PolicyUpdate, load_frozen
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -67,14 +67,11 @@ def settings(case: str) -> TrainerConfig:
 
 def train(case: str, model: str, mesh: Mesh) -> tuple[StepMetrics, dict[str, torch.Tensor]]:
     config = settings(case)
-    trained = TrainedModels.load(config, model, seed=1, mesh=mesh)
-    update = policy_update(config, trained, FrozenModels.load(config, model, mesh=mesh))
+    update = PolicyUpdate.load(config, model, seed=1, mesh=mesh, frozen=load_frozen(config, model, mesh=mesh))
     share = balance(ROWS, mesh.dims.data_parallel)[mesh.dims.data_rank(mesh.rank)]
     metrics = update.apply([ROWS[place] for place in share]).metrics
     weights = {
-        f"{name}.{key}": tensor
-        for name, each in trained.by_name.items()
-        for key, tensor in each.named_tensors().items()
+        f"{name}.{key}": tensor for name, each in update.engines.items() for key, tensor in each.named_tensors().items()
     }
     return metrics, weights
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 from functools import partial
 
+import grpc
 import structlog
 
 from sluice.config import CommonConfig, ConfigError, Service
@@ -13,9 +14,8 @@ from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import trainer_pb2_grpc
 from trainer_svc.config import TrainerConfig
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join
-from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.learner import FollowingRank, Learner
-from trainer_svc.service.publication import GroupPublisher, PolicyPublisher
+from trainer_svc.service.learner import ComputeThread, FollowingRank, Learner
+from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.rank_group import RankGroup, RankLink
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
@@ -81,12 +81,10 @@ async def _lead(
     channel = connect(common.peers.weightsync, common.security)
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
     ranks = RankGroup(link, on_broken=lambda: loop.call_soon_threadsafe(failed.set))
-    group = None if link is None else link.publishing
-    weights = GroupPublisher(
-        ranks, channel, common.run, encoding=config.publish.encoding, local=config.publish.local, group=group
+    publisher = PolicyPublisher(
+        _weight_publisher(common, config, channel, link), AdapterPublisher(channel, common.run), ranks
     )
-    publisher = PolicyPublisher(weights, AdapterPublisher(channel, common.run))
-    trainer = Trainer(common, config, publisher, Learner(common, config, mesh, ranks), compute)
+    trainer = Trainer(Learner(common, config, mesh, ranks), publisher, compute)
     server = RpcServer(
         "trainer",
         config.server,
@@ -106,8 +104,7 @@ async def _lead(
         ended = await trainer.stop(config.server.drain_s)
         if ended:  # otherwise a thread still uses the link; the others end when this process does
             ranks.stop_others()
-        if await weights.settle(PUSH_GRACE_S):
-            await weights.close()
+        await publisher.close(PUSH_GRACE_S)
         await channel.close()
     if ranks.broken is not None:
         raise ranks.broken
@@ -128,19 +125,22 @@ async def _follow(
     if link is None:
         raise RuntimeError("a rank other than the first needs a link to it")
     channel = connect(common.peers.weightsync, common.security)
-    weights = WeightPublisher(
-        channel,
-        common.run,
-        encoding=config.publish.encoding,
-        local=config.publish.local,
-        group=link.publishing,
-    )
+    publisher = PolicyPublisher(_weight_publisher(common, config, channel, link))
     learner = Learner(common, config, mesh, RankGroup(leads=False))
     try:
-        await FollowingRank(learner, link, PolicyPublisher(weights)).run(compute)
+        await FollowingRank(learner, link, publisher).run(compute)
     finally:
-        await weights.close()
+        await publisher.close(0.0)
         await channel.close()
+
+
+def _weight_publisher(
+    common: CommonConfig, config: TrainerConfig, channel: grpc.aio.Channel, link: RankLink | None
+) -> WeightPublisher:
+    group = None if link is None else link.publishing
+    return WeightPublisher(
+        channel, common.run, encoding=config.publish.encoding, local=config.publish.local, group=group
+    )
 
 
 def _end(error: BaseException | None) -> None:

@@ -61,7 +61,7 @@ async def test_a_restarted_trainer_has_its_critic_back(model: Path, tmp_path: Pa
     options = {"objective": {"preset": "ppo"}, "critic": {"lr": 1e-2}, "epochs": 2, "minibatches": 2}
 
     def weights(running: Stack) -> dict[str, torch.Tensor]:
-        engines = running.trainer.learner.models.by_name
+        engines = running.trainer.learner.update.engines
         return {f"{name}.{key}": value for name, each in engines.items() for key, value in each.named_tensors().items()}
 
     async with stack(model, tmp_path, **options) as running:
@@ -75,7 +75,7 @@ async def test_a_restarted_trainer_has_its_critic_back(model: Path, tmp_path: Pa
         await running.submit(2, gae_batch(2), epoch=2, max_staleness=9, advantage_estimator="gae")
         await running.report(2)
         found = weights(running)
-        assert running.trainer.learner.models.critic.optimizer_steps == 8
+        assert running.trainer.learner.update.engines["critic"].optimizer_steps == 8
     assert found.keys() == expected.keys()
     assert any(name.startswith("critic.") for name in found)
     assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -18,6 +18,7 @@ from sluice.rpc import RpcServer, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc, weightsync_pb2_grpc
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
+from trainer_svc.service.learner import Learner
 from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
@@ -65,9 +66,8 @@ async def trainer_service(
 ) -> AsyncIterator[tuple[Trainer, str]]:
     """A trainer, loaded unless told otherwise; gives it and its address."""
     channel = connect(common.peers.weightsync, common.security)
-    trainer = Trainer(
-        common, config, PolicyPublisher(WeightPublisher(channel, common.run), AdapterPublisher(channel, common.run))
-    )
+    publisher = PolicyPublisher(WeightPublisher(channel, common.run), AdapterPublisher(channel, common.run))
+    trainer = Trainer(Learner(common, config), publisher)
     server = RpcServer("trainer", ServerConfig(), SecurityConfig(), run=common.run)
     server.add(
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

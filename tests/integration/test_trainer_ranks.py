@@ -22,6 +22,7 @@ from sluice.rpc import RpcServer, SluiceError, connect
 from sluice.v1 import trainer_pb2_grpc
 from sluice.versions import Version
 from trainer_svc.config import TrainerConfig
+from trainer_svc.service.learner import Learner
 from trainer_svc.service.publication import PolicyPublisher
 from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
@@ -48,7 +49,7 @@ async def one_process(programs: Programs) -> AsyncIterator[tuple[Trainer, Traine
     )
     channel = connect(target, SecurityConfig())
     config = TrainerConfig(lr=1e-3, threads=1, device="cpu")
-    trainer = Trainer(common, config, PolicyPublisher(WeightPublisher(channel, ALONE)))
+    trainer = Trainer(Learner(common, config), PolicyPublisher(WeightPublisher(channel, ALONE)))
     server = RpcServer("trainer", ServerConfig(), SecurityConfig(), run=ALONE)
     add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
     server.add(add, TrainerServicer(trainer), "sluice.v1.TrainerService", "admin")

@@ -11,9 +11,8 @@ from sluice.config import CommonConfig
 from sluice.versions import BASE, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.convert import Sample
+from trainer_svc.service.convert import Batch, OnStale, Sample
 from trainer_svc.service.learner import Learner
-from trainer_svc.service.stale_filter import Batch, OnStale
 
 
 def learner(model: Path, output_dir: Path, **settings: object) -> Learner:
@@ -31,7 +30,7 @@ def train(policy: Learner, *numbers: int) -> None:
 
 
 def _sample(row: Sequence) -> Sample:
-    return Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), 1.0, has_advantages=True, truncated=False)
+    return Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), has_advantages=True)
 
 
 def state(policy: Learner) -> dict[str, torch.Tensor]:

@@ -12,9 +12,8 @@ from lone_link import lone_link
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.learner import Learner
-from trainer_svc.service.loop import CheckpointWriter
+from trainer_svc.service.checkpoint_writer import CheckpointWriter
+from trainer_svc.service.learner import ComputeThread, Learner
 from trainer_svc.service.rank_group import RankGroup
 
 
@@ -33,7 +32,7 @@ async def busy() -> AsyncIterator[ComputeThread]:
 def writer(output_dir: Path, compute: ComputeThread, ranks: RankGroup) -> CheckpointWriter:
     config = TrainerConfig(deadlines={"step_s": 0.01, "save_s": 0.01})
     learner = Learner(CommonConfig(run="test", output_dir=output_dir, model="none"), config, ranks=ranks)
-    return CheckpointWriter(learner, compute, config)
+    return CheckpointWriter(learner, compute)
 
 
 async def test_one_process_notes_it_and_goes_on(tmp_path: Path, busy: ComputeThread) -> None:

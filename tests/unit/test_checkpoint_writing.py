@@ -33,8 +33,8 @@ from trainer_svc.checkpoint.state import (
 )
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.loop import CheckpointWriter
+from trainer_svc.service.checkpoint_writer import CheckpointWriter
+from trainer_svc.service.learner import ComputeThread
 
 WAIT_S = 30.0
 
@@ -138,7 +138,7 @@ async def test_a_record_that_cannot_be_synced_fails_the_checkpoint_and_training_
     policy.restore(1, "")
     train(policy, 1)
     compute = ComputeThread()
-    writer = CheckpointWriter(policy, compute, policy.config)
+    writer = CheckpointWriter(policy, compute)
     with monkeypatch.context() as patched:
         patched.setattr(policy.record, "sync", hang_up)
         await writer.begin_scheduled()

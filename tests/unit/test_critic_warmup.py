@@ -14,11 +14,9 @@ from sluice.v1 import tokens_pb2
 from sluice.versions import BASE, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.convert import Sample
+from trainer_svc.service.convert import Batch, OnStale, Sample
 from trainer_svc.service.learner import Applied, Learner
-from trainer_svc.service.stale_filter import Batch, OnStale
 from trainer_svc.update.critic import Critic
-from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
 from trainer_svc.update.policy import PolicyUpdate
 
 SETTINGS = {
@@ -40,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def update(model: Path) -> PolicyUpdate:
     config = TrainerConfig(**SETTINGS)
-    return policy_update(config, TrainedModels.load(config, model, seed=1), FrozenModels())
+    return PolicyUpdate.load(config, model, seed=1)
 
 
 def rewarded(seed: int, scale: float = 1.0) -> list[Sequence]:
@@ -77,7 +75,7 @@ def test_the_critic_learns_alone_and_then_beside_the_policy(update: PolicyUpdate
 
 def test_without_a_warm_up_nothing_is_said_about_one(model: Path) -> None:
     config = TrainerConfig(**SETTINGS | {"critic": {"lr": 1e-3}})
-    update = policy_update(config, TrainedModels.load(config, model), FrozenModels())
+    update = PolicyUpdate.load(config, model)
     measured = update.apply(rewarded(5)).metrics.measured
     assert measured["optimizer_steps"] == 4
     assert "critic/warmup" not in measured
@@ -97,7 +95,7 @@ def test_a_critic_on_the_policys_network_has_no_warm_up(model: Path) -> None:
     with pytest.raises(ValueError, match="set freeze_policy_steps to 0, or shared to false"):
         TrainerConfig(**shared | {"critic": {"shared": True, "freeze_policy_steps": 6}})
     config = TrainerConfig(**shared)
-    update = policy_update(config, TrainedModels.load(config, model), FrozenModels())
+    update = PolicyUpdate.load(config, model)
     with pytest.raises(ValueError, match="set freeze_policy_steps to 0"):
         PolicyUpdate(update.engine, update.objective, critic=Critic(update.engine, freeze_policy_steps=6))
 
@@ -127,15 +125,14 @@ def test_a_run_resumed_within_the_warm_up_is_the_uninterrupted_one(model: Path, 
         train(second, number)
     for name, state in everything(uninterrupted).items():
         assert_same(everything(second)[name], state)
-    assert second.optimizer_steps == uninterrupted.optimizer_steps == 4
+    assert second.engine.optimizer_steps == uninterrupted.engine.optimizer_steps == 4
     assert second.version.number == uninterrupted.version.number == 3
 
 
 def train(policy: Learner, number: int) -> Applied:
     """Apply the batch of this number, with rewards and without advantages."""
     samples = tuple(
-        Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), row.reward, False, row.truncated)
-        for row in rewarded(number)
+        Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), has_advantages=False) for row in rewarded(number)
     )
     target = Version(policy.version.epoch, number)
     return policy.apply(Batch(f"b{number}", number, target, 9, OnStale.DROP, "gae", samples))
@@ -145,5 +142,5 @@ def everything(policy: Learner) -> dict[str, dict[str, torch.Tensor]]:
     """Weights and moments of policy and critic."""
     return {
         name: {key: tensor.clone() for key, tensor in engine.state_tensors().items()}
-        for name, engine in policy.engines.items()
+        for name, engine in policy.update.engines.items()
     }

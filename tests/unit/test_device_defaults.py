@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trainer_svc.compute_config import ComputeConfig, LoraConfig, frozen_precision, on_device
 from trainer_svc.config import ObjectiveConfig, ReferenceConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.update.models import FrozenModels
+from trainer_svc.update.policy import load_frozen
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_narrow_reference_takes_half_the_memory_and_says_the_same(published):
         config = TrainerConfig(
             device="cpu", dtype="bfloat16", objective=kl, reference=ReferenceConfig(model="base", dtype=dtype)
         )
-        engine = FrozenModels.load(config, published).reference
+        engine = load_frozen(config, published)["reference"]
         assert engine is not None
         assert not any(each.requires_grad for each in engine.network.model.parameters())
         return engine

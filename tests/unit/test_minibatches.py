@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tiny_policy import ragged_batch, row
 
 from trainer_svc.parallel.ranks import Ranks
-from trainer_svc.update.minibatches import split_by_group
+from trainer_svc.update.policy import split_by_group
 
 
 def split(rows, *args, **options) -> list[list]:

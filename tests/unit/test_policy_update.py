@@ -18,8 +18,7 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.trainable import keep_trainable, with_batch_facts
 from trainer_svc.update.critic import with_values
-from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
-from trainer_svc.update.policy import PolicyUpdate, update_report, with_logprobs
+from trainer_svc.update.policy import PolicyUpdate, load_frozen, update_report, with_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +32,7 @@ def settings(preset: str, objective: dict | None = None, **options) -> TrainerCo
 
 
 def update_of(model_dir: Path, config: TrainerConfig) -> PolicyUpdate:
-    trained = TrainedModels.load(config, model_dir, seed=1)
-    return policy_update(config, trained, FrozenModels.load(config, model_dir))
+    return PolicyUpdate.load(config, model_dir, seed=1, frozen=load_frozen(config, model_dir))
 
 
 def on_policy(update: PolicyUpdate, rows: list[Sequence]) -> list[Sequence]:
@@ -73,7 +71,7 @@ def gradients(update: PolicyUpdate) -> list[torch.Tensor]:
 
 
 def test_the_critic_gives_each_token_the_value_of_the_state_before_it_and_a_truncated_end_its_own(model_dir):
-    critic = opinionated(TrainedModels.load(settings("ppo"), model_dir, seed=1).critic)
+    critic = opinionated(PolicyUpdate.load(settings("ppo"), model_dir, seed=1).critic.engine)
     whole = row([5, 6], [7, 8, 9, 10], name="whole")
     rows, after = with_values([replace(whole, truncated=True), whole], critic)
     model = critic.network.model
@@ -89,7 +87,7 @@ def test_the_critic_gives_each_token_the_value_of_the_state_before_it_and_a_trun
 
 
 def test_rows_that_bring_a_column_keep_it(model_dir):
-    engine = TrainedModels.load(settings("grpo"), model_dir).policy
+    engine = PolicyUpdate.load(settings("grpo"), model_dir).engine
     rows = [row([5], [6, 7], reference=-1.5, name="brings"), row([5], [8, 9], name="lacks")]
     brings, lacks = with_logprobs(rows, "reference_logprobs", engine)
     assert brings.reference_logprobs.tolist() == rows[0].reference_logprobs.tolist()
@@ -152,7 +150,7 @@ def test_gae_by_hand(model_dir):
 
 def test_gae_without_a_critic_is_refused(model_dir):
     config = settings("ppo")
-    policy = TrainedModels.load(settings("grpo"), model_dir).policy
+    policy = PolicyUpdate.load(settings("grpo"), model_dir).engine
     with pytest.raises(ValueError, match="needs the values of a critic"):
         PolicyUpdate(policy, Objective.of(config.objective))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sluice.versions import Version, VersionSpan
 from trainer_svc.batch.rows import OPTIONAL_COLUMNS, Sequence
-from trainer_svc.service.row_codec import decode_rows, encode_rows
+from trainer_svc.service.rank_group import decode_rows, encode_rows
 
 names = st.text(max_size=12)
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)

@@ -17,8 +17,8 @@ from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.trainable import trainable
-from trainer_svc.service.convert import Sample
-from trainer_svc.service.stale_filter import Batch, FilteredBatch, OnStale, filter_stale
+from trainer_svc.service.convert import Batch, OnStale, Sample
+from trainer_svc.service.stale_filter import FilteredBatch, filter_stale
 
 LINEAGE = Lineage().begin(1, BASE)
 NOW = Version(1, 5)
@@ -50,7 +50,7 @@ def sample(
         episode_id=episode or name,
         trajectory_id=name,
     )
-    return Sample(sequence, spans if tokens else (), tokens, reward, advantage is not None, truncated=False)
+    return Sample(sequence, spans if tokens else (), tokens, advantage is not None)
 
 
 def consumed(

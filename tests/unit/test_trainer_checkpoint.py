@@ -48,7 +48,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_an_uninterrupted_one(model:
     assert (restored.version, restored.origin, restored.last_batch_id) == (Version(2, 3), Version(1, 3), "b3")
     train(second, 4, 5)
     assert_same(state(second), state(uninterrupted))
-    assert second.optimizer_steps == uninterrupted.optimizer_steps == 5
+    assert second.engine.optimizer_steps == uninterrupted.engine.optimizer_steps == 5
 
 
 def test_the_random_state_goes_on_where_it_was(model: Path, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_rollback_in_the_same_process_is_exact_too(model: Path, tmp_path: Path
     policy.restore(2, "")
     assert_same(state(policy), fresh)
     assert policy.version == Version(2, 0)
-    assert policy.optimizer_steps == 0
+    assert policy.engine.optimizer_steps == 0
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(model: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(CheckpointDamagedError, match="restore another checkpoint"):
-        policy.checkpoints.load(policy.checkpoints.complete()[0], policy.engines)
+        policy.checkpoints.load(policy.checkpoints.complete()[0], policy.update.engines)
     with pytest.raises(SluiceError) as error:
         policy.restore(2, "")
     assert error.value.reason == "CHECKPOINT_DAMAGED"

@@ -11,7 +11,7 @@ from sluice.rpc import SluiceError
 from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
-from trainer_svc.service.step_reports import StepLog
+from trainer_svc.service.trainer import StepLog
 
 
 def report(number: int) -> StepReport:

@@ -1,17 +1,15 @@
-"""Which batch may enter, in which order, and which is a repeat: a pure state machine, and the queue that waits for batches."""
+"""Which batch may enter, in which order, and which is a repeat: a pure state machine."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from sluice.versions import Version
-from trainer_svc.service.stale_filter import Batch
 
-__all__ = ["Admission", "BatchQueue", "Known", "RefusedError", "Ticket"]
+__all__ = ["Admission", "Known", "RefusedError", "Ticket"]
 
 REMEMBERED_BATCHES = 1024
 """Ids of applied batches that are kept to recognise repeats: as many as WatchSteps keeps reports."""
@@ -225,44 +223,3 @@ class Admission(Generic[Payload]):
             raise RuntimeError("no batch is in training")
         self._version, self._in_training = self._in_training.target, None
         return self._version
-
-
-class BatchQueue:
-    """The accepted batches that wait for training: `Admission`, with a consumer that waits.
-
-    Args:
-        capacity: Batches that may wait.
-        tokenizer_digest: Digest that every batch must carry.
-    """
-
-    def __init__(self, capacity: int, tokenizer_digest: str) -> None:
-        self.admission: Admission[Batch] = Admission(capacity, tokenizer_digest)
-        self._arrived = asyncio.Event()
-
-    def admit(self, ticket: Ticket, batch: Batch) -> bool:
-        """Queue a batch, or recognise a repeat.
-
-        Returns:
-            Whether it was accepted before.
-
-        Raises:
-            RefusedError: if it may not enter.
-        """
-        duplicate = self.admission.admit(ticket, batch)
-        self._arrived.set()
-        return duplicate
-
-    async def next(self) -> Batch:
-        """Take the next batch; wait while there is none."""
-        while (batch := self.admission.take()) is None:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return batch
-
-    def finish(self) -> Version:
-        """Mark the batch that was taken last as applied.
-
-        Returns:
-            The version that it produced.
-        """
-        return self.admission.finish()

@@ -6,17 +6,19 @@ import math
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.v1 import tokens_pb2
+from sluice.advantages import Advantages
+from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 
-__all__ = ["MAX_TOKENS", "Expectations", "Sample", "convert"]
+__all__ = ["MAX_TOKENS", "Batch", "Expectations", "OnStale", "Sample", "convert"]
 
 MAX_TOKENS = 262_144
 """Most tokens of a trajectory; the limit is the contract's."""
@@ -38,17 +40,51 @@ class Sample:
         sequence: Its training row; the advantages are zero where none were given.
         spans: Versions that sampled its trained tokens; starts are counted in trained tokens.
         trained_tokens: Number of trained tokens.
-        reward: Reward of its episode; None where it is missing.
         has_advantages: Whether the trajectory carried advantages.
-        truncated: Whether the episode was cut off by its length.
     """
 
     sequence: Sequence
     spans: tuple[VersionSpan, ...]
     trained_tokens: int
-    reward: float | None
     has_advantages: bool
-    truncated: bool
+
+
+class OnStale(Enum):
+    """What happens to a trajectory with tokens that are too old."""
+
+    DROP = trainer_pb2.STALE_POLICY_DROP
+    TRUNCATE = trainer_pb2.STALE_POLICY_TRUNCATE
+    REQUEUE = trainer_pb2.STALE_POLICY_REQUEUE
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An accepted batch.
+
+    Attributes:
+        batch_id: Its name.
+        sequence_no: Its place in the order of batches.
+        target: Version that applying it produces.
+        max_staleness: Oldest token that may be trained, in versions.
+        on_stale: What happens to a trajectory with older tokens.
+        estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost a
+            member; or one that the update itself runs; or empty to keep the given advantages.
+        samples: Its trajectories.
+        estimated: What the estimator returns for the whole batch; None if it was not run yet.
+        content_digest: Digest of its trajectories as they arrived.
+        sampler_dtype: Precision of the weights that sampled, such as ``bfloat16``; empty if it is not known.
+    """
+
+    batch_id: str
+    sequence_no: int
+    target: Version
+    max_staleness: int
+    on_stale: OnStale
+    estimator: str
+    samples: tuple[Sample, ...]
+    estimated: Advantages | None = None
+    content_digest: str = ""
+    sampler_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +303,7 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
         sequence=sequence,
         spans=spans,
         trained_tokens=len(places),
-        reward=sequence.reward,
         has_advantages=len(trajectory.advantages) > 0,
-        truncated=sequence.truncated,
     )
 
 

@@ -1,21 +1,23 @@
-"""The policy in training, on the rank that leads and on those that follow: restore, apply a batch, encode, save.
+"""One process's learning: restore, apply a batch, encode, save, on the rank that leads and on those that follow.
 
-Everything here blocks and runs in the compute thread, one call after another, so that version and weights never disagree.
+A `Learner` blocks. The `ComputeThread` runs its calls one after another, so that version and weights never disagree.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
+import grpc
 import numpy as np
 import structlog
 import torch
@@ -30,7 +32,6 @@ from sluice.versions import BASE, Version
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS, BatchRecordFiles
 from trainer_svc.checkpoint.checkpoints import Checkpoints, origin_of
-from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.checkpoint.manifest import CheckpointDamagedError
 from trainer_svc.checkpoint.saver import Saver, export_state
 from trainer_svc.checkpoint.state import training_state
@@ -42,19 +43,80 @@ from trainer_svc.objectives.trainable import trainable, with_batch_facts
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.admission import Known
-from trainer_svc.service.compute_thread import ComputeThread
+from trainer_svc.service.convert import Batch
 from trainer_svc.service.publication import Offer, PolicyPublisher
 from trainer_svc.service.rank_group import Command, RankGroup, RankLink
-from trainer_svc.service.stale_filter import Batch, FilteredBatch, filter_stale
-from trainer_svc.update.models import FrozenModels, TrainedModels, policy_update
-from trainer_svc.update.policy import PolicyUpdate, Updated
+from trainer_svc.service.stale_filter import FilteredBatch, filter_stale
+from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
 
-__all__ = ["Applied", "FollowingRank", "Learner", "Restored"]
+__all__ = ["Applied", "ComputeThread", "FollowingRank", "Learner", "Restored"]
 
 FOR_GOOD_S = 366 * 86400.0
 """Seconds that a rank may serve, a year: each command has a deadline of its own, their number has no bound."""
 
+PUBLISH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Result = TypeVar("Result")
+
 log = structlog.get_logger(__name__)
+
+
+class ComputeThread:
+    """Run jobs one after another in the one thread that uses the model: PyTorch blocks, and the event loop must not.
+
+    The thread is a daemon: a job that hangs in a kernel cannot be ended, and must not keep the process from exiting.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Callable[[], Result], *, deadline_s: float, what: str) -> Result:
+        """Run a job and wait for it.
+
+        Args:
+            work: The job. It is never cancelled half-way; if the caller is cancelled before it begins, it is skipped.
+            deadline_s: Seconds to wait, including for the jobs before it.
+            what: Name of the job, for the error.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if it takes longer. The job continues, and later jobs wait for it.
+        """
+        future: Future[Result] = Future()
+        self._jobs.put((future, work))
+        awaited = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait({awaited}, timeout=deadline_s)
+        finally:
+            if not awaited.done():
+                future.cancel()
+                awaited.cancel()  # nobody waits for the outcome of a running job any more
+        if awaited.cancelled():
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "COMPUTE_DEADLINE",
+                f"{what} took longer than {deadline_s:g} s: raise the deadline in trainer.deadlines, or restart the trainer if it hangs",
+            )
+        return awaited.result()
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Stop after the running job. Return whether the thread ended in time."""
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join, timeout_s)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, work = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001 - the caller that awaits the job gets the error
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,64 +198,41 @@ class Learner:
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
         self.tokenizer_digest = ""
-        self._models: TrainedModels | None = None
-        self._frozen = FrozenModels()
+        self._update: PolicyUpdate | None = None
+        self._frozen: dict[str, TrainEngine] = {}
         self._is_base = False
         self._advised: set[int] = set()
         self._abandoned = threading.Event()
         self._deal = partial(balance)
 
     @property
-    def engine(self) -> TrainEngine:
-        """The loaded engine.
-
-        Raises:
-            RuntimeError: before `load`.
-        """
-        return self.models.policy
-
-    @property
-    def models(self) -> TrainedModels:
-        """The policy and its critic.
-
-        Raises:
-            RuntimeError: before `load`.
-        """
-        if self._models is None:
-            raise RuntimeError("the model is not loaded")
-        return self._models
-
-    @property
-    def engines(self) -> dict[str, TrainEngine]:
-        """The engines that a checkpoint holds, by name."""
-        return self.models.by_name
-
-    @property
     def update(self) -> PolicyUpdate:
-        """The update that trains the policy on a batch."""
-        return policy_update(self.config, self.models, self._frozen, self.common.seed)
+        """The update that trains the policy on a batch, with its networks.
+
+        Raises:
+            RuntimeError: before `load`.
+        """
+        if self._update is None:
+            raise RuntimeError("the model is not loaded")
+        return self._update
 
     @property
-    def vocabulary(self) -> int:
-        """Number of token ids that the model knows."""
-        return self.engine.network.vocabulary
+    def engine(self) -> TrainEngine:
+        """The policy's network and optimizer; raise RuntimeError before `load`."""
+        return self.update.engine
 
     @property
-    def lineage(self) -> Lineage:
-        """The epochs of the run."""
-        return self.checkpoints.lineage
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps behind the weights; skipped ones do not count."""
-        return self.engine.optimizer_steps
+    def publish_dtype(self) -> torch.dtype:
+        """Precision of the published weights."""
+        if self.config.publish_dtype == "auto":
+            return torch.bfloat16 if self.engine.device.type == "cuda" else torch.float32
+        return PUBLISH_DTYPES[self.config.publish_dtype]
 
     def load(self) -> None:
         """Load the base model, and read the checkpoints and epochs of the run."""
         with self.ranks.on_all_ranks("load"):
-            self._frozen = FrozenModels.load(self.config, self.common.model, mesh=self.mesh)
-            for engine in filter(None, (self._frozen.reference, self._frozen.teacher)):
-                self._make_abandonable(engine)
+            self._frozen = load_frozen(self.config, self.common.model, mesh=self.mesh)
+            self._make_abandonable(self._frozen.values())
             self._load_base()  # last, so that the generators are in the state of the run's seed
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
         if self.ranks.leads:
@@ -225,17 +264,17 @@ class Learner:
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
-        held = self.record.held_by(self.version, self.lineage, KEPT_REPORTS) if self.ranks.leads else []
+        held = self.record.held_by(self.version, self.checkpoints.lineage, KEPT_REPORTS) if self.ranks.leads else []
         return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
     def apply(self, batch: Batch) -> Applied:
         """Train on a batch: filter, share out, update, record. The version advances even if every step was skipped."""
         start = perf_counter()
         objective = self.update.objective.resolved
-        filtered = filter_stale(batch, self.version, self.lineage, partial(trainable, objective=objective))
+        filtered = filter_stale(batch, self.version, self.checkpoints.lineage, partial(trainable, objective=objective))
         updated, trained = None, np.zeros((0, 2), np.int64)
         if filtered.sequences:
-            staleness = partial(self.lineage.staleness, now=self.version)
+            staleness = partial(self.checkpoints.lineage.staleness, now=self.version)
             sequences = with_batch_facts(filtered.sequences, objective, staleness)
             with self.ranks.on_all_ranks("train", sequences, deal=self._deal) as dealt:
                 updated, rows = self.train(dealt.rows)
@@ -336,7 +375,7 @@ class Learner:
             ),
             run=f"runs/{self.common.run}",
             tokenizer_digest=self.tokenizer_digest,
-            optimizer_steps=self.optimizer_steps,
+            optimizer_steps=self.engine.optimizer_steps,
             next_sequence_no=self.version.number + 1,
         )
 
@@ -344,7 +383,7 @@ class Learner:
             if (end := self.record.sync()) is not None:
                 manifest.batch_record.CopyFrom(end)
 
-        state = training_state(self.engines, self.mesh.rank)
+        state = training_state(self.update.engines, self.mesh.rank)
         export = partial(export_state, self.engine, dtype=self.publish_dtype)
         return self.checkpoints.begin(manifest, state, export, before=note_record)
 
@@ -381,26 +420,28 @@ class Learner:
 
     def _restore_base(self) -> None:
         if not self._is_base:
-            self._models = None  # frees its memory before the next one is loaded
+            self._update = None  # frees its memory before the next one is loaded
             self._load_base()
 
     def _load_base(self) -> None:
-        self._models = TrainedModels.load(self.config, self.common.model, self.common.seed, mesh=self.mesh)
-        for engine in self._models.by_name.values():
-            self._make_abandonable(engine)
-        objective = self.update.objective
+        update = PolicyUpdate.load(
+            self.config, self.common.model, self.common.seed, mesh=self.mesh, frozen=self._frozen
+        )
+        self._update = update
+        self._make_abandonable(update.engines.values())
         # Rows without an advantage are not forwarded in the steps, but are in the passes before them.
-        left_out = not (objective.resolved.runs_estimator or objective.resolved.needs_proximal)
+        left_out = not (update.objective.resolved.runs_estimator or update.objective.resolved.needs_proximal)
         self._deal = partial(
             balance,
             cost=Cost.of(self.engine.network.model.config.get_text_config()),
             fold=self.config.fold_prompts,
-            contributes=objective.contributes if left_out else None,
+            contributes=update.objective.contributes if left_out else None,
         )
         self._is_base = True
 
-    def _make_abandonable(self, engine: TrainEngine) -> None:
-        engine.network.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
+    def _make_abandonable(self, engines: Iterable[TrainEngine]) -> None:
+        for engine in engines:
+            engine.network.model.base_model.register_forward_pre_hook(self._end_if_abandoned)
 
     def _end_if_abandoned(self, *_: object) -> None:
         if self._abandoned.is_set():
@@ -414,18 +455,11 @@ class Learner:
             )
         self._is_base = False
         try:
-            self.checkpoints.load(manifest, self.engines)
+            self.checkpoints.load(manifest, self.update.engines)
         except CheckpointDamagedError as error:
             raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
         except ValueError as error:
             raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
-
-    @property
-    def publish_dtype(self) -> torch.dtype:
-        """Precision of the published weights."""
-        if self.config.publish_dtype == "auto":
-            return torch.bfloat16 if self.engine.device.type == "cuda" else torch.float32
-        return PUBLISH_DTYPES[self.config.publish_dtype]
 
 
 def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
@@ -439,9 +473,6 @@ def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
     )
     record.end_time.GetCurrentTime()
     return record
-
-
-PUBLISH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class FollowingRank:

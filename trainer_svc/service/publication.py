@@ -1,18 +1,16 @@
-"""From the policy to weight sync: what is published of a version, on which ranks, and in which order versions are pushed."""
+"""From the policy to weight sync: encode a version, its weights or its adapter, and push versions in their order."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from typing import Literal
 
 import grpc
 import structlog
 import torch
-import torch.distributed as dist
 
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
@@ -21,7 +19,7 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.service.rank_group import RankGroup
 from weightsync.publisher import AdapterPublisher, PushReport, Update, WeightPublisher
 
-__all__ = ["GroupPublisher", "Offer", "PolicyPublisher", "Publication"]
+__all__ = ["Offer", "PolicyPublisher", "Publication"]
 
 RETRIED = {
     grpc.StatusCode.UNAVAILABLE,
@@ -39,6 +37,81 @@ LONGEST_PAUSE_S = 5.0
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that is ready to be published. Later steps do not change it.
+
+    Attributes:
+        version: The version.
+        push: Publishes it, given `deadline_s`; may be called again after a failure.
+    """
+
+    version: Version
+    push: Callable[..., Awaitable[PushReport]]
+
+
+class PolicyPublisher:
+    """Encode and push the versions of one policy: its weights, or its adapter if the replicas have the base.
+
+    Args:
+        weights: Publishes weights.
+        adapters: Publishes adapters of the model that the run starts from, which every replica loads from disk; None on
+            ranks that only help to collect one.
+        ranks: The ranks that push together; None: this process is alone, or another one leads.
+    """
+
+    def __init__(
+        self, weights: WeightPublisher, adapters: AdapterPublisher | None = None, ranks: RankGroup | None = None
+    ) -> None:
+        self._weights, self._adapters, self._ranks = weights, adapters, ranks
+        self._pushing: asyncio.Task[PushReport] | None = None
+
+    def encode(self, engine: TrainEngine, version: Version, *, dtype: torch.dtype | None, deadline_s: float) -> Offer:
+        """Encode a version of the engine. Blocks; every rank calls it.
+
+        Args:
+            engine: The policy.
+            version: The version of the engine's weights.
+            dtype: Precision of the published tensors; None keeps float32.
+            deadline_s: Seconds to wait for the push of the version before.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if that push takes longer.
+        """
+        adapter = engine.adapter
+        if adapter is None or adapter.config.merges:
+            update = self._weights.encode(version, engine.live_tensors(), dtype=dtype, deadline_s=deadline_s)
+            return Offer(version, partial(self._push_weights, update))
+        tensors = adapter.tensors(dtype)
+        if self._adapters is None:
+            return Offer(version, _nothing)
+        return Offer(version, partial(self._adapters.push, version, tensors, adapter.settings))
+
+    async def _push_weights(self, update: Update, *, deadline_s: float) -> PushReport:
+        """Push weights on every rank.
+
+        With several ranks a push runs to its end even if its caller is cancelled, because the other ranks do not stop.
+        """
+        if self._ranks is None or not self._ranks.several:
+            return await self._weights.publish(update, deadline_s=deadline_s)
+        self._ranks.publish(version=str(update.version), deadline_s=deadline_s)
+        self._pushing = asyncio.create_task(self._weights.publish(update, deadline_s=deadline_s))
+        discard_outcome(self._pushing)
+        return await asyncio.shield(self._pushing)
+
+    async def close(self, grace_s: float) -> None:
+        """Release the kept copy, unless a push whose caller was cancelled still reads it after `grace_s` seconds."""
+        if self._pushing is not None and not self._pushing.done():
+            await asyncio.wait({self._pushing}, timeout=grace_s)
+            if not self._pushing.done():
+                return
+        await self._weights.close()
+
+
+async def _nothing(*, deadline_s: float) -> PushReport:
+    raise RuntimeError(f"this rank has nothing to publish, not within {deadline_s:g} s either")
+
+
 class Publication:
     """Publish the versions of one epoch in order, in the background.
 
@@ -46,12 +119,10 @@ class Publication:
     `idle` has returned. Training continues meanwhile.
 
     Args:
-        publisher: Encodes versions of the policy.
         deadline_s: Seconds for one version, retries included.
     """
 
-    def __init__(self, publisher: PolicyPublisher, deadline_s: float) -> None:
-        self.publisher = publisher
+    def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._offered: asyncio.Queue[Offer] = asyncio.Queue(maxsize=1)
         self._idle = asyncio.Event()
@@ -97,124 +168,15 @@ class Publication:
                 self.last_push = await offered.push(deadline_s=deadline - monotonic())
             except SluiceError as error:
                 if error.code not in RETRIED or monotonic() + pause_s >= deadline:
-                    raise _unpublished(offered.version, error, self._deadline_s) from error
+                    raise SluiceError(
+                        error.code,
+                        error.reason,
+                        f"version {offered.version} could not be published within {self._deadline_s:g} s:"
+                        f" {error.message} (is weightsync up at peers.weightsync?)",
+                    ) from error
                 log.warning("push failed, retrying", version=str(offered.version), error=str(error), pause_s=pause_s)
             else:
                 self.published = offered.version
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _unpublished(version: Version, error: SluiceError, deadline_s: float) -> SluiceError:
-    return SluiceError(
-        error.code,
-        error.reason,
-        f"version {version} could not be published within {deadline_s:g} s: {error.message}"
-        " (is weightsync up at peers.weightsync?)",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A version that is ready to be published. Later steps do not change it.
-
-    Attributes:
-        version: The version.
-        push: Publishes it, given `deadline_s`; may be called again after a failure.
-    """
-
-    version: Version
-    push: Callable[..., Awaitable[PushReport]]
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyPublisher:
-    """Encode and publish the versions of one policy: its weights, or its adapter if the replicas have the base.
-
-    Attributes:
-        weights: Publishes weights.
-        adapters: Publishes adapters of the model that the run starts from, which every replica loads from disk; None on
-            ranks that only help to collect one.
-    """
-
-    weights: WeightPublisher
-    adapters: AdapterPublisher | None = None
-
-    def encode(self, engine: TrainEngine, version: Version, *, dtype: torch.dtype | None, deadline_s: float) -> Offer:
-        """Encode a version of the engine. Blocks; every rank calls it.
-
-        Args:
-            engine: The policy.
-            version: The version of the engine's weights.
-            dtype: Precision of the published tensors; None keeps float32.
-            deadline_s: Seconds to wait for the push of the version before.
-
-        Raises:
-            SluiceError: DEADLINE_EXCEEDED if that push takes longer.
-        """
-        adapter = engine.adapter
-        if adapter is None or adapter.config.merges:
-            update = self.weights.encode(version, engine.live_tensors(), dtype=dtype, deadline_s=deadline_s)
-            return Offer(version, partial(self.weights.publish, update))
-        tensors = adapter.tensors(dtype)
-        if self.adapters is None:
-            return Offer(version, _nothing)
-        return Offer(version, partial(self.adapters.push, version, tensors, adapter.settings))
-
-
-async def _nothing(*, deadline_s: float) -> PushReport:
-    raise RuntimeError(f"this rank has nothing to publish, not within {deadline_s:g} s either")
-
-
-class GroupPublisher(WeightPublisher):
-    """Publish versions of one run from all ranks; for rank 0.
-
-    Args:
-        ranks: The ranks.
-        channel: To the weight service.
-        run: The run's name.
-        encoding: As for `WeightPublisher`.
-        local: As for `WeightPublisher`.
-        group: The process group of the ranks' publishers; None: this process is alone.
-    """
-
-    def __init__(
-        self,
-        ranks: RankGroup,
-        channel: grpc.aio.Channel,
-        run: str,
-        *,
-        encoding: Literal["auto", "dense"] = "auto",
-        local: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(channel, run, encoding=encoding, local=local, group=group)
-        self._rank_group = ranks
-        self._pushing: asyncio.Task[PushReport] | None = None
-
-    async def publish(
-        self, update: Update, *, deadline_s: float, labels: Mapping[str, str] | None = None
-    ) -> PushReport:
-        """Publish a version; see `WeightPublisher.publish`.
-
-        With several ranks, a push runs to its end even if its caller is cancelled, because the other ranks do not stop.
-        """
-        if not self._rank_group.several:
-            return await super().publish(update, deadline_s=deadline_s, labels=labels)
-        self._rank_group.publish(version=str(update.version), deadline_s=deadline_s)
-        pushing = asyncio.create_task(super().publish(update, deadline_s=deadline_s, labels=labels))
-        discard_outcome(pushing)
-        self._pushing = pushing
-        return await asyncio.shield(pushing)
-
-    async def settle(self, timeout_s: float) -> bool:
-        """Wait for a push whose caller was cancelled.
-
-        Returns:
-            Whether no push is running any more.
-        """
-        if self._pushing is None or self._pushing.done():
-            return True
-        await asyncio.wait({self._pushing}, timeout=timeout_s)
-        return self._pushing.done()

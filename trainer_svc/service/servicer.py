@@ -1,23 +1,26 @@
-"""TrainerService on the wire, and how a batch arrives: received, checked, converted and queued."""
+"""TrainerService on the wire, and how a batch arrives: receive, check, convert and queue it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from collections.abc import Sequence as Rows
+from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.rpc import SluiceError
-from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
+from sluice.v1 import trainer_pb2, trainer_pb2_grpc
+from sluice.v1.tokens_pb2 import Trajectory
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import content_digest
 from trainer_svc.config import IN_BATCH, TrainerConfig
-from trainer_svc.service.admission import BatchQueue, RefusedError, Ticket
-from trainer_svc.service.convert import MAX_NAME, Expectations, Sample, convert
-from trainer_svc.service.stale_filter import Batch, OnStale, check_estimator
+from trainer_svc.service.admission import RefusedError, Ticket
+from trainer_svc.service.convert import MAX_NAME, Batch, Expectations, OnStale, convert
+from trainer_svc.service.stale_filter import estimate_advantages
 from trainer_svc.service.trainer import Trainer
 
 __all__ = ["TrainerServicer"]
@@ -53,7 +56,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._submissions = Submissions(trainer)
+        self._streams = 0
+        self._entering = asyncio.Lock()
 
     async def BeginEpoch(  # noqa: N802 - gRPC's name
         self,
@@ -62,7 +66,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.BeginEpochResponse:
         """Open an epoch."""
         del context
-        check_run(self._trainer, request.run)
+        self._check_run(request.run)
         restored = await self._trainer.begin_epoch(request.epoch, request.checkpoint)
         return trainer_pb2.BeginEpochResponse(
             policy_version=restored.version.to_proto(),
@@ -76,124 +80,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         request_iterator: AsyncIterator[trainer_pb2.SubmitBatchRequest],
         context: grpc.aio.ServicerContext[trainer_pb2.SubmitBatchRequest, trainer_pb2.SubmitBatchResponse],
     ) -> trainer_pb2.SubmitBatchResponse:
-        """Receive a batch."""
+        """Receive a batch, a header and then trajectories in parts, and queue it."""
         del context
-        return await self._submissions.submit(request_iterator)
-
-    async def GetTrainerState(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.GetTrainerStateRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.GetTrainerStateRequest, trainer_pb2.GetTrainerStateResponse],
-    ) -> trainer_pb2.GetTrainerStateResponse:
-        """Report version, queue and health."""
-        del context
-        check_run(self._trainer, request.run)
-        trainer = self._trainer
-        if trainer.queue is None:
-            return trainer_pb2.GetTrainerStateResponse(phase=trainer.phase)
-        admission = trainer.queue.admission
-        objective = trainer.config.objective.resolved
-        return trainer_pb2.GetTrainerStateResponse(
-            phase=trainer.phase,
-            policy_version=(admission.version or trainer.learner.version).to_proto(),
-            published_version=(trainer.published or BASE).to_proto(),
-            queued_batches=admission.queued,
-            next_sequence_no=admission.next_sequence_no,
-            tokenizer_digest=trainer.learner.tokenizer_digest,
-            optimizer_steps=trainer.learner.optimizer_steps,
-            newest_checkpoint=trainer.learner.newest_checkpoint,
-            last_error=trainer.last_error,
-            advantage_estimator=objective.advantage if objective.runs_estimator else "",
-            oldest_reported_number=0 if trainer.steps is None else trainer.steps.first_number,
-        )
-
-    async def WatchSteps(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.WatchStepsRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.WatchStepsRequest, trainer_pb2.WatchStepsResponse],
-    ) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
-        """Stream the reports of the present epoch."""
-        del context
-        check_run(self._trainer, request.run)
-        steps = self._trainer.steps
-        if steps is None:
-            raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
-        async for report in steps.follow(request.from_number):
-            yield trainer_pb2.WatchStepsResponse(step=report)
-
-    async def SaveCheckpoint(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.SaveCheckpointRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.SaveCheckpointRequest, trainer_pb2.SaveCheckpointResponse],
-    ) -> trainer_pb2.SaveCheckpointResponse:
-        """Write a checkpoint."""
-        del context
-        check_run(self._trainer, request.run)
-        return trainer_pb2.SaveCheckpointResponse(checkpoint=await self._trainer.save(request.journal_position))
-
-    async def ListCheckpoints(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.ListCheckpointsRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.ListCheckpointsRequest, trainer_pb2.ListCheckpointsResponse],
-    ) -> trainer_pb2.ListCheckpointsResponse:
-        """List complete checkpoints; a page token is the name of the last one shown."""
-        del context
-        check_run(self._trainer, request.run)
-        found = await asyncio.to_thread(self._trainer.learner.checkpoints.complete)
-        names = [manifest.checkpoint.name for manifest in found]
-        if request.page_token and request.page_token not in names:
-            raise SluiceError.invalid_argument(
-                "page_token", "names a checkpoint that is gone: list from the first page"
-            )
-        begin = names.index(request.page_token) + 1 if request.page_token else 0
-        page = found[begin : begin + (request.page_size or PAGE_SIZE)]
-        more = begin + len(page) < len(found)
-        return trainer_pb2.ListCheckpointsResponse(
-            checkpoints=[manifest.checkpoint for manifest in page],
-            next_page_token=page[-1].checkpoint.name if more and page else "",
-        )
-
-
-def check_run(trainer: Trainer, run: str) -> None:
-    """Refuse a request for another run.
-
-    Raises:
-        SluiceError: FAILED_PRECONDITION WRONG_RUN.
-    """
-    expected = f"runs/{trainer.common.run}"
-    if run != expected:
-        raise SluiceError.failed_precondition(
-            "WRONG_RUN", f"this trainer belongs to {expected}, the request to {run or '(none)'}"
-        )
-
-
-@dataclass(slots=True)
-class Arrived:
-    """A batch as it came over the wire."""
-
-    header: trainer_pb2.BatchHeader
-    trajectories: list[tokens_pb2.Trajectory] = field(default_factory=list)
-    size: int = 0
-
-
-class Submissions:
-    """Receive batches for one trainer: a header, then trajectories in parts; check, convert and queue them.
-
-    Args:
-        trainer: The trainer.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._streams = 0
-        self._entering = asyncio.Lock()
-
-    async def submit(self, requests: AsyncIterator[SubmitBatchRequest]) -> SubmitBatchResponse:
-        """Receive one batch and queue it.
-
-        Raises:
-            SluiceError: as the contract says of SubmitBatch.
-        """
         if self._streams >= MAX_STREAMS:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_SUBMISSIONS",
@@ -204,7 +92,7 @@ class Submissions:
         deadline_s = self._trainer.config.deadlines.submit_s
         try:
             async with asyncio.timeout(deadline_s):
-                return await self._submit(requests)
+                return await self._submit(request_iterator)
         except TimeoutError as error:
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -215,27 +103,39 @@ class Submissions:
             self._streams -= 1
 
     async def _submit(self, requests: AsyncIterator[SubmitBatchRequest]) -> SubmitBatchResponse:
-        queue = self._trainer.accepting()
+        admission = self._trainer.accepting()
         header = await _first(requests)
-        check_run(self._trainer, header.run)
+        self._check_run(header.run)
         ticket = _ticket(header)
-        _decide(queue, ticket)  # refuse what cannot enter before its trajectories arrive
+        with _typed_refusal():
+            admission.check(ticket)  # refuse what cannot enter before its trajectories arrive
         _check_header(header, self._trainer.config)
-        arrived = await _receive(header, requests)
-        digest = await asyncio.to_thread(content_digest, arrived.trajectories)
-        ticket = replace(ticket, content_digest=digest)
+        trajectories = await _receive(header, requests)
+        ticket = replace(ticket, content_digest=await asyncio.to_thread(content_digest, trajectories))
         async with self._entering:
-            if _decide(queue, ticket):
-                return _response(queue, ticket, duplicate=True)
-            batch = await asyncio.to_thread(self._convert, arrived, ticket)
-            return _response(queue, ticket, duplicate=_decide(queue, ticket, batch))
+            with _typed_refusal():
+                duplicate = admission.check(ticket)
+                if not duplicate:
+                    batch = await asyncio.to_thread(self._convert, header, ticket, trajectories)
+                    duplicate = self._trainer.admit(ticket, batch)
+            return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=admission.queued, duplicate=duplicate)
 
-    def _convert(self, arrived: Arrived, ticket: Ticket) -> Batch:
-        header = arrived.header
-        estimates = _own_estimator(self._trainer.config)
-        expected = _expectations(header, ticket, self._trainer.config, self._trainer.learner.vocabulary)
-        samples, violations = convert(arrived.trajectories, expected)
-        violations = violations or _oversize(arrived) or _estimator_faults(header, samples)
+    def _convert(self, header: trainer_pb2.BatchHeader, ticket: Ticket, trajectories: Rows[Trajectory]) -> Batch:
+        """Convert the trajectories of a batch to training rows. Blocks.
+
+        Raises:
+            SluiceError: INVALID_ARGUMENT with what is wrong, by field.
+        """
+        config = self._trainer.config
+        vocabulary = self._trainer.learner.engine.network.vocabulary
+        samples, violations = convert(trajectories, _expectations(header, ticket, config, vocabulary))
+        violations = violations or _oversize(trajectories)
+        estimated = None
+        if not violations and header.advantage_estimator in ESTIMATORS:
+            try:
+                estimated = estimate_advantages(header.advantage_estimator, samples)
+            except ValueError as error:
+                violations = {"header.advantage_estimator": str(error)}
         if violations:
             first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
             raise SluiceError(
@@ -250,11 +150,92 @@ class Submissions:
             target=ticket.target,
             max_staleness=header.max_staleness,
             on_stale=OnStale(header.on_stale),
-            estimator=estimates or header.advantage_estimator,
-            sampler_dtype=header.sampler_dtype,
+            estimator=_own_estimator(config) or header.advantage_estimator,
             samples=tuple(samples),
+            estimated=estimated,
             content_digest=ticket.content_digest,
+            sampler_dtype=header.sampler_dtype,
         )
+
+    async def GetTrainerState(  # noqa: N802 - gRPC's name
+        self,
+        request: trainer_pb2.GetTrainerStateRequest,
+        context: grpc.aio.ServicerContext[trainer_pb2.GetTrainerStateRequest, trainer_pb2.GetTrainerStateResponse],
+    ) -> trainer_pb2.GetTrainerStateResponse:
+        """Report version, queue and health."""
+        del context
+        self._check_run(request.run)
+        trainer = self._trainer
+        admission = trainer.admission
+        if admission is None:
+            return trainer_pb2.GetTrainerStateResponse(phase=trainer.phase)
+        objective = trainer.config.objective.resolved
+        return trainer_pb2.GetTrainerStateResponse(
+            phase=trainer.phase,
+            policy_version=(admission.version or trainer.learner.version).to_proto(),
+            published_version=(trainer.published or BASE).to_proto(),
+            queued_batches=admission.queued,
+            next_sequence_no=admission.next_sequence_no,
+            tokenizer_digest=trainer.learner.tokenizer_digest,
+            optimizer_steps=trainer.learner.engine.optimizer_steps,
+            newest_checkpoint=trainer.learner.newest_checkpoint,
+            last_error=trainer.last_error,
+            advantage_estimator=objective.advantage if objective.runs_estimator else "",
+            oldest_reported_number=0 if trainer.steps is None else trainer.steps.first_number,
+        )
+
+    async def WatchSteps(  # noqa: N802 - gRPC's name
+        self,
+        request: trainer_pb2.WatchStepsRequest,
+        context: grpc.aio.ServicerContext[trainer_pb2.WatchStepsRequest, trainer_pb2.WatchStepsResponse],
+    ) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
+        """Stream the reports of the present epoch."""
+        del context
+        self._check_run(request.run)
+        steps = self._trainer.steps
+        if steps is None:
+            raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
+        async for report in steps.follow(request.from_number):
+            yield trainer_pb2.WatchStepsResponse(step=report)
+
+    async def SaveCheckpoint(  # noqa: N802 - gRPC's name
+        self,
+        request: trainer_pb2.SaveCheckpointRequest,
+        context: grpc.aio.ServicerContext[trainer_pb2.SaveCheckpointRequest, trainer_pb2.SaveCheckpointResponse],
+    ) -> trainer_pb2.SaveCheckpointResponse:
+        """Write a checkpoint."""
+        del context
+        self._check_run(request.run)
+        return trainer_pb2.SaveCheckpointResponse(checkpoint=await self._trainer.save(request.journal_position))
+
+    async def ListCheckpoints(  # noqa: N802 - gRPC's name
+        self,
+        request: trainer_pb2.ListCheckpointsRequest,
+        context: grpc.aio.ServicerContext[trainer_pb2.ListCheckpointsRequest, trainer_pb2.ListCheckpointsResponse],
+    ) -> trainer_pb2.ListCheckpointsResponse:
+        """List complete checkpoints; a page token is the name of the last one shown."""
+        del context
+        self._check_run(request.run)
+        found = await asyncio.to_thread(self._trainer.learner.checkpoints.complete)
+        names = [manifest.checkpoint.name for manifest in found]
+        if request.page_token and request.page_token not in names:
+            raise SluiceError.invalid_argument(
+                "page_token", "names a checkpoint that is gone: list from the first page"
+            )
+        begin = names.index(request.page_token) + 1 if request.page_token else 0
+        page = found[begin : begin + (request.page_size or PAGE_SIZE)]
+        more = begin + len(page) < len(found)
+        return trainer_pb2.ListCheckpointsResponse(
+            checkpoints=[manifest.checkpoint for manifest in page],
+            next_page_token=page[-1].checkpoint.name if more and page else "",
+        )
+
+    def _check_run(self, run: str) -> None:
+        expected = f"runs/{self._trainer.common.run}"
+        if run != expected:
+            raise SluiceError.failed_precondition(
+                "WRONG_RUN", f"this trainer belongs to {expected}, the request to {run or '(none)'}"
+            )
 
 
 async def _first(requests: AsyncIterator[SubmitBatchRequest]) -> trainer_pb2.BatchHeader:
@@ -317,10 +298,11 @@ def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> Non
         )
 
 
-def _decide(queue: BatchQueue, ticket: Ticket, batch: Batch | None = None) -> bool:
-    """Check a batch, and queue it if it is given. Return whether it was accepted before."""
+@contextmanager
+def _typed_refusal() -> Iterator[None]:
+    """Raise a refusal of the admission with its status code."""
     try:
-        return queue.admission.check(ticket) if batch is None else queue.admit(ticket, batch)
+        yield
     except RefusedError as refusal:
         if refusal.retry:
             raise SluiceError.resource_exhausted(refusal.reason, str(refusal), RETRY_AFTER_S) from refusal
@@ -329,45 +311,32 @@ def _decide(queue: BatchQueue, ticket: Ticket, batch: Batch | None = None) -> bo
         raise SluiceError.failed_precondition(refusal.reason, str(refusal)) from refusal
 
 
-async def _receive(header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]) -> Arrived:
-    arrived = Arrived(header)
+async def _receive(header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]) -> list[Trajectory]:
+    trajectories: list[Trajectory] = []
+    size = 0
     async for message in requests:
         if message.WhichOneof("part") != "trajectories":
             raise SluiceError.invalid_argument("part", "every message after the first one carries trajectories")
-        arrived.trajectories.extend(message.trajectories.trajectories)
-        arrived.size += message.ByteSize()
-        if len(arrived.trajectories) > header.trajectory_count:
+        trajectories.extend(message.trajectories.trajectories)
+        size += message.ByteSize()
+        if len(trajectories) > header.trajectory_count:
             raise SluiceError.invalid_argument(
                 "header.trajectory_count", f"announces {header.trajectory_count} trajectories, but more came"
             )
-        if arrived.size > MAX_BATCH_BYTES:
+        if size > MAX_BATCH_BYTES:
             raise SluiceError.invalid_argument("trajectories", f"are larger than {MAX_BATCH_BYTES} bytes in all")
-    if len(arrived.trajectories) < header.trajectory_count:
+    if len(trajectories) < header.trajectory_count:
         raise SluiceError.data_loss(
             "BATCH_INCOMPLETE",
-            f"{len(arrived.trajectories)} of {header.trajectory_count} trajectories arrived: send the batch again",
+            f"{len(trajectories)} of {header.trajectory_count} trajectories arrived: send the batch again",
         )
-    return arrived
+    return trajectories
 
 
-def _oversize(arrived: Arrived) -> dict[str, str]:
-    size = sum(RESULT_BYTES + len(each.trajectory_id.encode()) for each in arrived.trajectories)
+def _oversize(trajectories: Rows[Trajectory]) -> dict[str, str]:
+    size = sum(RESULT_BYTES + len(each.trajectory_id.encode()) for each in trajectories)
     if size <= MAX_REPORT_BYTES:
         return {}
     return {
         "trajectories": f"have ids so long that the report needs {size} bytes; {MAX_REPORT_BYTES} fit: shorten them"
     }
-
-
-def _estimator_faults(header: trainer_pb2.BatchHeader, samples: list[Sample]) -> dict[str, str]:
-    if not header.advantage_estimator:
-        return {}
-    try:
-        check_estimator(header.advantage_estimator, samples)
-    except ValueError as error:
-        return {"header.advantage_estimator": str(error)}
-    return {}
-
-
-def _response(queue: BatchQueue, ticket: Ticket, *, duplicate: bool) -> trainer_pb2.SubmitBatchResponse:
-    return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=queue.admission.queued, duplicate=duplicate)

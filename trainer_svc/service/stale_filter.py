@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 import torch
@@ -17,9 +16,9 @@ from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.lineage import Lineage
-from trainer_svc.service.convert import Sample
+from trainer_svc.service.convert import Batch, OnStale, Sample
 
-__all__ = ["Batch", "FilteredBatch", "OnStale", "check_estimator", "filter_stale", "token_staleness"]
+__all__ = ["FilteredBatch", "estimate_advantages", "filter_stale", "token_staleness"]
 
 Ages = NDArray[np.int64]
 
@@ -32,42 +31,6 @@ STALE = "STALE"
 
 HISTOGRAM_BINS = 16
 """Ages counted one by one. Older tokens share the last bin, so that a report stays small."""
-
-
-class OnStale(Enum):
-    """What happens to a trajectory with tokens that are too old."""
-
-    DROP = trainer_pb2.STALE_POLICY_DROP
-    TRUNCATE = trainer_pb2.STALE_POLICY_TRUNCATE
-    REQUEUE = trainer_pb2.STALE_POLICY_REQUEUE
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """An accepted batch.
-
-    Attributes:
-        batch_id: Its name.
-        sequence_no: Its place in the order of batches.
-        target: Version that applying it produces.
-        max_staleness: Oldest token that may be trained, in versions.
-        on_stale: What happens to a trajectory with older tokens.
-        estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost a
-            member; or one that the update itself runs; or empty to keep the given advantages.
-        samples: Its trajectories.
-        content_digest: Digest of its trajectories as they arrived.
-        sampler_dtype: Precision of the weights that sampled, such as ``bfloat16``; empty if it is not known.
-    """
-
-    batch_id: str
-    sequence_no: int
-    target: Version
-    max_staleness: int
-    on_stale: OnStale
-    estimator: str
-    samples: tuple[Sample, ...]
-    content_digest: str = ""
-    sampler_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +56,20 @@ class Decision:
 class FilteredBatch:
     """A batch after the stale filter.
 
+    Its metrics, for the step's report:
+
+        trajectories, truncated_trajectories, missing_rewards    of the batch as it came
+        multi_version_trajectories                               whose tokens were sampled by several versions
+        reward_mean, reward_std                                  over episodes with a reward
+        groups, degenerate_groups                                when the trainer estimated advantages
+        staleness_mean, staleness_max, staleness_share_ge_1      over the tokens that enter the loss, in versions
+        staleness_tokens/<age>                                   tokens of this age; the last bin also counts older ones
+        dropped_trajectories/<reason>, dropped_tokens/<reason>   not trained, by cause
+
     Attributes:
         sequences: Rows to train on.
         decisions: One per trajectory, in the batch's order.
-        metrics: Metrics of data and staleness for the report.
+        metrics: What was decided, in numbers.
     """
 
     sequences: tuple[Sequence, ...]
@@ -120,7 +93,7 @@ class FilteredBatch:
 def filter_stale(
     batch: Batch, now: Version, lineage: Lineage, trainable: Callable[[Sequence], torch.Tensor]
 ) -> FilteredBatch:
-    """Decide what of a batch is trained with weights of version `now`.
+    """Decide which tokens of a batch the weights of version `now` are trained on.
 
     Args:
         batch: The batch.
@@ -129,14 +102,21 @@ def filter_stale(
         trainable: Returns which loss tokens of a row its objective can train.
     """
     decisions = [_judge(sample, batch, now, lineage, trainable) for sample in batch.samples]
-    decisions, groups = _give_advantages(decisions, batch.estimator)
-    metrics = _reward_metrics(batch.samples) | _staleness_metrics(decisions) | _drop_metrics(decisions)
-    if groups is not None:
-        metrics |= {"groups": float(groups.groups), "degenerate_groups": float(groups.degenerate_groups)}
+    metrics = _reward_metrics(batch.samples)
+    if batch.estimator in TRAINER_ESTIMATORS:
+        decisions = [_without_reward(each) if _lacks_reward(each.sequence) else each for each in decisions]
+    elif batch.estimator:
+        lost = {each.sample.sequence.group_id for each in decisions if each.reason in (STALE, RETIRED_EPOCH)}
+        estimated = batch.estimated
+        if lost or estimated is None:
+            left = [each.sample for each in decisions if each.reason not in (STALE, RETIRED_EPOCH)]
+            estimated = estimate_advantages(batch.estimator, left)
+        decisions = [_with_advantages(each, estimated.by_episode, lost) for each in decisions]
+        metrics |= {"groups": float(estimated.groups), "degenerate_groups": float(estimated.degenerate_groups)}
     return FilteredBatch(
         sequences=tuple(decision.sequence for decision in decisions if decision.sequence is not None),
         decisions=tuple(decisions),
-        metrics=metrics,
+        metrics=metrics | _staleness_metrics(decisions) | _drop_metrics(decisions),
     )
 
 
@@ -164,34 +144,15 @@ def _stale_reason(sample: Sample, now: Version, lineage: Lineage) -> str:
     return RETIRED_EPOCH if retired else STALE
 
 
-def _give_advantages(decisions: list[Decision], estimator: str) -> tuple[list[Decision], Advantages | None]:
-    """Estimate missing advantages, and all advantages of groups that lost an episode to staleness."""
-    if not estimator:
-        return decisions, None
-    if estimator in TRAINER_ESTIMATORS:
-        return [
-            _without_reward(decision) if _lacks_reward(decision.sequence) else decision for decision in decisions
-        ], None
-    lost = (STALE, RETIRED_EPOCH)
-    shrunk = {decision.sample.sequence.group_id for decision in decisions if decision.reason in lost}
-    estimated = estimate(
-        estimator, _episodes([decision.sample for decision in decisions if decision.reason not in lost])
-    )
-    given: list[Decision] = []
-    for decision in decisions:
-        sequence = decision.sequence
-        if sequence is None or (decision.sample.has_advantages and sequence.group_id not in shrunk):
-            given.append(decision)
-            continue
-        value = estimated.by_episode.get(sequence.episode_id)
-        if value is not None:
-            advantages = torch.where(sequence.loss_mask, value, 0.0)
-            given.append(replace(decision, sequence=replace(sequence, advantages=advantages)))
-        elif decision.sample.has_advantages:
-            given.append(decision)
-        else:
-            given.append(_without_reward(decision))
-    return given, estimated
+def _with_advantages(decision: Decision, by_episode: Mapping[str, float], shrunk: set[str]) -> Decision:
+    """Add the advantages that are missing, and replace those of a group that lost an episode to staleness."""
+    sequence = decision.sequence
+    if sequence is None or (decision.sample.has_advantages and sequence.group_id not in shrunk):
+        return decision
+    value = by_episode.get(sequence.episode_id)
+    if value is None:
+        return decision if decision.sample.has_advantages else _without_reward(decision)
+    return replace(decision, sequence=replace(sequence, advantages=torch.where(sequence.loss_mask, value, 0.0)))
 
 
 def _lacks_reward(sequence: Sequence | None) -> bool:
@@ -210,31 +171,32 @@ def _episodes(samples: Rows[Sample]) -> list[Episode]:
         tokens[sample.sequence.episode_id] += sample.trained_tokens
         facts[sample.sequence.episode_id] = sample
     return [
-        Episode(episode_id, sample.sequence.group_id, sample.reward, tokens[episode_id])
+        Episode(episode_id, sample.sequence.group_id, sample.sequence.reward, tokens[episode_id])
         for episode_id, sample in facts.items()
     ]
 
 
-def check_estimator(estimator: str, samples: Rows[Sample]) -> None:
-    """Check that an estimator can take a batch.
+def estimate_advantages(estimator: str, samples: Rows[Sample]) -> Advantages:
+    """Estimate the advantages of trajectories from their episodes' rewards.
 
     Raises:
-        ValueError: if there is no such estimator, or it cannot take these rewards.
+        ValueError: if the estimator cannot take these rewards.
     """
-    if estimator not in TRAINER_ESTIMATORS:
-        estimate(estimator, _episodes(samples))
+    return estimate(estimator, _episodes(samples))
 
 
 def _reward_metrics(samples: Rows[Sample]) -> dict[str, float]:
-    rewards = np.array([each.reward for each in _episodes(samples) if each.reward is not None])
+    """Describe the batch as it arrived; a reward counts once per episode."""
+    rewards = [each.reward for each in _episodes(samples)]
+    given = np.array([reward for reward in rewards if reward is not None])
     metrics = {
         "trajectories": float(len(samples)),
-        "truncated_trajectories": float(sum(sample.truncated for sample in samples)),
-        "missing_rewards": float(sum(each.reward is None for each in _episodes(samples))),
+        "truncated_trajectories": float(sum(sample.sequence.truncated for sample in samples)),
+        "missing_rewards": float(len(rewards) - len(given)),
         "multi_version_trajectories": float(sum(len(sample.spans) > 1 for sample in samples)),
     }
-    if rewards.size:
-        metrics |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
+    if given.size:
+        metrics |= {"reward_mean": float(given.mean()), "reward_std": float(given.std())}
     return metrics
 
 

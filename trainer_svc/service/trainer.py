@@ -1,30 +1,37 @@
-"""The life of a trainer: load, begin an epoch, train, begin another."""
+"""The life of a trainer: load the model, begin an epoch, train its batches and report each step, begin another epoch."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import contextvars
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 import grpc
 import structlog
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
 
-from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
-from sluice.v1 import trainer_pb2
+from sluice.v1 import checkpoint_pb2, trainer_pb2
+from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
-from trainer_svc.config import TrainerConfig
-from trainer_svc.service.admission import BatchQueue
-from trainer_svc.service.compute_thread import ComputeThread
-from trainer_svc.service.learner import Learner, Restored
-from trainer_svc.service.loop import CheckpointWriter, TrainingLoop
+from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
+from trainer_svc.service.admission import Admission, Ticket
+from trainer_svc.service.checkpoint_writer import CheckpointWriter
+from trainer_svc.service.convert import Batch
+from trainer_svc.service.learner import Applied, ComputeThread, Learner, Restored
 from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP
-from trainer_svc.service.step_reports import StepLog, held_report
+from weightsync.publisher import PushReport
 
-__all__ = ["Trainer"]
+__all__ = ["StepLog", "Trainer"]
 
 log = structlog.get_logger(__name__)
 
@@ -33,30 +40,24 @@ class Trainer:
     """One policy and the epoch that trains it. Runs on one event loop; what blocks runs in the compute thread.
 
     Args:
-        common: The run's settings.
-        config: The trainer's settings.
-        publisher: Pushes versions to weight sync.
-        learner: The policy; by default one that this process trains alone.
-        compute: The compute thread; by default a new one.
+        learner: The policy.
+        publisher: Pushes its versions to weight sync.
+        compute: The thread that runs the learner; None: a new one.
     """
 
-    def __init__(
-        self,
-        common: CommonConfig,
-        config: TrainerConfig,
-        publisher: PolicyPublisher,
-        learner: Learner | None = None,
-        compute: ComputeThread | None = None,
-    ) -> None:
-        self.common, self.config = common, config
-        self.learner = learner or Learner(common, config)
-        self.queue: BatchQueue | None = None
+    def __init__(self, learner: Learner, publisher: PolicyPublisher, compute: ComputeThread | None = None) -> None:
+        self.learner = learner
+        self.common, self.config = learner.common, learner.config
+        self.admission: Admission[Batch] | None = None
+        """The order and the queue of batches; None until the model is loaded."""
         self.steps: StepLog | None = None
-        self._publisher = publisher
+        """The reports of the present epoch; None before the first."""
         self._compute = compute or ComputeThread()
-        self.checkpoints = CheckpointWriter(self.learner, self._compute, config)
-        self._publication = Publication(publisher, config.deadlines.push_s)
-        self._loop: TrainingLoop | None = None
+        self.checkpoints = CheckpointWriter(learner, self._compute)
+        self._publisher = publisher
+        self._publication = Publication(self.config.deadlines.push_s)
+        self._arrived = asyncio.Event()
+        self._doing: trainer_pb2.TrainerPhase.ValueType = trainer_pb2.TRAINER_PHASE_WAITING
         self._training: asyncio.Task[None] | None = None
         self._opening: tuple[int, asyncio.Task[Restored]] | None = None
         self._failure: SluiceError | None = None
@@ -68,20 +69,20 @@ class Trainer:
             SluiceError: DEADLINE_EXCEEDED if it takes too long.
         """
         await self._compute.run(self.learner.load, deadline_s=self.config.deadlines.load_s, what="loading the model")
-        self.queue = BatchQueue(self.config.queue_batches, self.learner.tokenizer_digest)
+        self.admission = Admission(self.config.queue_batches, self.learner.tokenizer_digest)
         log.info("model loaded", model=self.common.model, tokenizer_digest=self.learner.tokenizer_digest)
 
     @property
     def phase(self) -> trainer_pb2.TrainerPhase.ValueType:
         """What the trainer is doing."""
-        if self.queue is None:
+        if self.admission is None:
             return trainer_pb2.TRAINER_PHASE_STARTING
         if self._failure is not None:
             return trainer_pb2.TRAINER_PHASE_FAILED
-        if self._loop is None:
+        if self._training is None:
             return trainer_pb2.TRAINER_PHASE_READY
-        idle = self._loop.phase == trainer_pb2.TRAINER_PHASE_WAITING
-        return trainer_pb2.TRAINER_PHASE_SAVING if idle and self.checkpoints.active else self._loop.phase
+        idle = self._doing == trainer_pb2.TRAINER_PHASE_WAITING
+        return trainer_pb2.TRAINER_PHASE_SAVING if idle and self.checkpoints.active else self._doing
 
     @property
     def last_error(self) -> str:
@@ -93,17 +94,30 @@ class Trainer:
         """Newest version that weight sync has committed in this epoch."""
         return self._publication.published
 
-    def accepting(self) -> BatchQueue:
-        """The queue of batches.
+    def accepting(self) -> Admission[Batch]:
+        """Return the queue of batches.
 
         Raises:
             SluiceError: UNAVAILABLE while the model loads, FAILED_PRECONDITION after a failure.
         """
-        if self.queue is None:
+        if self.admission is None:
             raise SluiceError.unavailable("STARTING", "the trainer is loading its model: retry", retry_after_s=1.0)
         if self._failure is not None:
             raise _failed(self._failure)
-        return self.queue
+        return self.admission
+
+    def admit(self, ticket: Ticket, batch: Batch) -> bool:
+        """Queue a batch and wake the training loop. Return whether the batch was accepted before.
+
+        Raises:
+            RefusedError: if it may not enter.
+            SluiceError: as `accepting`.
+        """
+        duplicate = self.accepting().admit(ticket, batch)
+        self._arrived.set()
+        return duplicate
+
+    # Epochs.
 
     async def begin_epoch(self, epoch: int, checkpoint: str) -> Restored:
         """Restore a checkpoint, publish it as the epoch's first version, and accept batches.
@@ -115,7 +129,7 @@ class Trainer:
         Raises:
             SluiceError: as the contract says of BeginEpoch.
         """
-        if self.queue is None:
+        if self.admission is None:
             raise SluiceError.unavailable("STARTING", "the trainer is loading its model: retry", retry_after_s=1.0)
         if self.learner.ranks.broken is not None:
             raise self.learner.ranks.broken
@@ -127,14 +141,14 @@ class Trainer:
             opening = asyncio.create_task(self._open(epoch, checkpoint))
             discard_outcome(opening)
             self._opening = (epoch, opening)
-        # A caller that is cancelled does not stop the opening; asking again for the same epoch waits for it.
+        # A caller that is cancelled does not stop the opening; a repeated call for the same epoch waits for it.
         restored = await asyncio.shield(opening)
         if self._failure is not None and epoch == self.learner.version.epoch:
             raise _failed(self._failure)
         return restored
 
     def _check_newer(self, epoch: int, present: int) -> None:
-        newest = self.learner.lineage.newest_epoch
+        newest = self.learner.checkpoints.lineage.newest_epoch
         if epoch <= newest and epoch != present:
             raise SluiceError.failed_precondition(
                 "OLD_EPOCH",
@@ -147,45 +161,32 @@ class Trainer:
         await self._close()
         deadlines = self.config.deadlines
         await self.checkpoints.settled(deadlines.save_s)  # it may be the checkpoint to restore
-        # A step of the epoch before may still be running.
         restored = await self._compute.run(
             partial(self.learner.restore, epoch, checkpoint),
-            deadline_s=deadlines.step_s + deadlines.load_s,
+            deadline_s=deadlines.step_s + deadlines.load_s,  # a step of the epoch before may still be running
             what="restoring the checkpoint",
         )
-        update = await self._compute.run(
+        offer = await self._compute.run(
             partial(self.learner.encode, self._publisher, deadlines.push_s),
             deadline_s=deadlines.push_s + deadlines.load_s,
             what="copying the weights",
         )
-        self._publication = Publication(self._publisher, deadlines.push_s)
+        self._publication = Publication(deadlines.push_s)
         try:
-            await self._publication.publish(update)
+            await self._publication.publish(offer)
         except SluiceError as error:
             self._check_ranks(error)
             if error.code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
                 raise SluiceError.unavailable("WEIGHTSYNC_UNAVAILABLE", error.message, retry_after_s=1.0) from error
             raise
-        self._start(restored)
-        return restored
-
-    def _start(self, restored: Restored) -> None:
-        queue = self.accepting()
-        self.steps = StepLog(restored.version.number, [held_report(each) for each in restored.held])
-        queue.admission.open(restored.version, restored.known)
-        self._loop = TrainingLoop(
-            learner=self.learner,
-            compute=self._compute,
-            queue=queue,
-            publication=self._publication,
-            steps=self.steps,
-            checkpoints=self.checkpoints,
-            config=self.config,
-        )
+        admission = self.accepting()
+        self.steps = StepLog(restored.version.number, map(_held_report, restored.held))
+        admission.open(restored.version, restored.known)
         # An empty context: the epoch outlives the request that began it, whose id must not appear in its logs and calls.
-        self._training = asyncio.create_task(self._loop.run(), context=contextvars.Context())
+        self._training = asyncio.create_task(self._run(admission, self.steps), context=contextvars.Context())
         self._training.add_done_callback(self._ended)
         log.info("epoch began", version=str(restored.version), origin=str(restored.origin))
+        return restored
 
     def _ended(self, training: asyncio.Task[None]) -> None:
         """Report a failure to everyone who watches steps, asks for the state or submits a batch."""
@@ -201,12 +202,26 @@ class Trainer:
             self._failure = SluiceError(grpc.StatusCode.INTERNAL, "STEP_FAILED", f"a training step failed: {reason}")
         with contextlib.suppress(SluiceError):
             self._check_ranks(self._failure)
-        self.learner.abandon()
         log.error("training failed", error=str(self._failure), exc_info=error)
-        if self.queue is not None:
-            self.queue.admission.close()
+        self._end_epoch(_failed(self._failure))
+
+    async def _close(self) -> None:
+        """End the present epoch. The orchestrator sends its queued batches again in the next one."""
+        training, self._training = self._training, None
+        self.learner.abandon()
+        if training is not None:
+            training.cancel()
+            await asyncio.wait({training})
+        self._end_epoch(SluiceError.aborted("EPOCH_CHANGED", "another epoch begins: watch again when it has begun"))
+        self._failure = None
+
+    def _end_epoch(self, reason: SluiceError) -> None:
+        """Train and accept no more batches, and tell those who watch steps why."""
+        self.learner.abandon()
+        if self.admission is not None:
+            self.admission.close()
         if self.steps is not None:
-            self.steps.end(_failed(self._failure))
+            self.steps.end(reason)
 
     def _check_ranks(self, error: SluiceError) -> None:
         """Give up the ranks after an error that leaves some of them in the middle of a command that others have left.
@@ -218,26 +233,14 @@ class Trainer:
         if ranks.several and error.reason in OUT_OF_STEP:
             raise ranks.give_up(error) from error
 
-    async def _close(self) -> None:
-        """End the present epoch. The orchestrator sends its queued batches again in the next one."""
-        self.learner.abandon()
-        training, self._training, self._loop = self._training, None, None
-        if training is not None:
-            training.cancel()
-            await asyncio.wait({training})
-        if self.queue is not None:
-            self.queue.admission.close()
-        if self.steps is not None:
-            self.steps.end(SluiceError.aborted("EPOCH_CHANGED", "another epoch begins: watch again when it has begun"))
-        self._failure = None
-
     async def save(self, journal_position: int) -> trainer_pb2.Checkpoint:
         """Write a checkpoint between two batches.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION without an epoch, UNAVAILABLE if the ranks are out of step, otherwise as `CheckpointWriter.save`.
+            SluiceError: FAILED_PRECONDITION without an epoch, UNAVAILABLE if the ranks are out of step, otherwise as
+                `CheckpointWriter.save`.
         """
-        if self.accepting().admission.version is None:
+        if self.accepting().version is None:
             raise SluiceError.failed_precondition("NO_EPOCH", "no epoch is open: call BeginEpoch first")
         try:
             return await self.checkpoints.save(journal_position)
@@ -258,6 +261,89 @@ class Trainer:
         saved, computed = await asyncio.gather(self.checkpoints.ended(grace_s), self._compute.stop(grace_s))
         return saved and computed
 
+    # The training loop.
+
+    async def _run(self, admission: Admission[Batch], steps: StepLog) -> None:
+        """Train and publish until cancelled.
+
+        Raises:
+            SluiceError: what ended the epoch: a version could not be published, a step took too long, or too many batches
+                in a row had a step that was not finite.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._publication.run())
+                tasks.create_task(self._train(admission, steps))
+        except ExceptionGroup as group:
+            error: Exception = group
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]  # the others followed from it
+            raise error from group
+
+    async def _train(self, admission: Admission[Batch], steps: StepLog) -> None:
+        """Apply batches in their order, and publish, report and save what results.
+
+        The next batch is trained while a version is pushed; its weights are encoded when that push has ended.
+        """
+        push_wait_s, skipping = 0.0, 0
+        while True:
+            waiting = perf_counter()
+            self._doing = trainer_pb2.TRAINER_PHASE_WAITING
+            while (batch := admission.take()) is None:
+                self._arrived.clear()
+                await self._arrived.wait()
+            waits = Waits(batch_s=perf_counter() - waiting, push_s=push_wait_s)
+            self._doing = trainer_pb2.TRAINER_PHASE_TRAINING
+            applied = await self._compute.run(
+                partial(self.learner.apply, batch), deadline_s=self.config.deadlines.step_s, what="a training step"
+            )
+            version = admission.finish()
+            steps.append(_step_report(batch, applied, waits, self._publication.last_push))
+            skipping = self._check_finite(applied, skipping)
+            push_wait_s = await self._publish()
+            every = self.config.checkpoint.every_steps
+            if every and version.number % every == 0:
+                self._doing = trainer_pb2.TRAINER_PHASE_SAVING
+                await self.checkpoints.begin_scheduled()
+
+    async def _publish(self) -> float:
+        """Encode the new version once the one before is pushed, and offer it. Return the seconds of waiting."""
+        start = perf_counter()
+        self._doing = trainer_pb2.TRAINER_PHASE_PUBLISHING
+        await self._publication.idle()
+        waited_s = perf_counter() - start
+        deadlines = self.config.deadlines
+        offer = await self._compute.run(
+            partial(self.learner.encode, self._publisher, deadlines.push_s),
+            deadline_s=deadlines.step_s,
+            what="comparing the weights with the version before",
+        )
+        self._publication.offer(offer)
+        return waited_s
+
+    def _check_finite(self, applied: Applied, skipping: int) -> int:
+        """Return how many batches in a row had a skipped step.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION if they are too many.
+        """
+        if not applied.skipped_steps:
+            return 0
+        skipping += 1
+        if skipping >= self.config.max_skipped_steps:
+            raise SluiceError.failed_precondition(
+                "NON_FINITE_STEPS",
+                f"{skipping} batches in a row had an optimizer step whose loss or gradient is not finite"
+                " (trainer.max_skipped_steps): lower trainer.lr (trainer.critic.lr if the critic's steps were skipped), look"
+                " at rewards and log-probabilities, go back to a checkpoint",
+            )
+        log.warning(
+            "optimizer steps skipped: loss or gradient not finite",
+            skipped_steps=applied.skipped_steps,
+            batches_in_a_row=skipping,
+        )
+        return skipping
+
 
 def _succeeded(task: asyncio.Task[Restored]) -> bool:
     return not task.cancelled() and task.exception() is None
@@ -265,3 +351,153 @@ def _succeeded(task: asyncio.Task[Restored]) -> bool:
 
 def _failed(cause: SluiceError) -> SluiceError:
     return SluiceError.failed_precondition("TRAINER_FAILED", f"training stopped: {cause.message}; begin a newer epoch")
+
+
+# Step reports.
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds that the trainer waited before a step.
+
+    Attributes:
+        batch_s: Until the batch arrived.
+        push_s: Until the push of an earlier version had ended.
+    """
+
+    batch_s: float
+    push_s: float
+
+
+def _step_report(batch: Batch, applied: Applied, waits: Waits, pushed: PushReport | None) -> StepReport:
+    """Assemble and log the report of one step.
+
+    Its metrics are those of the batch (`FilteredBatch.metrics`), those of the optimizer steps (the fields of `StepMetrics`,
+    with ``/`` before a table's key), and:
+
+        wait_batch_seconds, wait_push_seconds     for this batch; for the push of an earlier version
+        idle_share                                both waits' share of waits and step
+        tokens_per_second                         tokens of the trained rows, prompts included, per second of step
+        push_seconds, push_bytes                  the last push that ended, its commit included
+        weights/diff_s, /push_s, /commit_s        its parts: comparing with the version before, sending, committing
+        weights/bytes_sent, /dense_bytes          what travelled, and what a dense copy has
+        weights/changed_fraction                  values that differ from the version before, of those compared
+        weights/delta                             1 if the difference travelled, 0 for whole tensors
+
+    Args:
+        batch: The batch.
+        applied: What applying it did.
+        waits: What the trainer waited for before.
+        pushed: The last push that ended; None before the first.
+    """
+    idle_s = waits.batch_s + waits.push_s
+    tokens = applied.metrics.tokens if applied.metrics is not None else 0
+    metrics = {
+        **applied.batch.metrics,
+        **(applied.metrics.as_flat() if applied.metrics is not None else {}),
+        "wait_batch_seconds": waits.batch_s,
+        "wait_push_seconds": waits.push_s,
+        "idle_share": idle_s / (idle_s + applied.seconds),
+        "tokens_per_second": tokens / applied.seconds,
+    }
+    if pushed is not None:
+        metrics |= {
+            "push_seconds": pushed.push_s + pushed.commit_s,
+            "push_bytes": float(pushed.bytes_sent),
+            "weights/diff_s": pushed.diff_s,
+            "weights/push_s": pushed.push_s,
+            "weights/commit_s": pushed.commit_s,
+            "weights/bytes_sent": float(pushed.bytes_sent),
+            "weights/dense_bytes": float(pushed.dense_bytes),
+            "weights/changed_fraction": pushed.changed_fraction,
+            "weights/delta": float(pushed.kind == "delta"),
+        }
+    log.info(
+        "step",
+        version=str(batch.target),
+        seconds=round(applied.seconds, 3),
+        skipped=applied.skipped,
+        **{name: round(metrics[name], 4) for name in ("loss", "reward_mean", "staleness_max") if name in metrics},
+    )
+    duration, end_time = Duration(), Timestamp()
+    duration.FromNanoseconds(int(applied.seconds * 1e9))
+    end_time.GetCurrentTime()
+    return StepReport(
+        policy_version=batch.target.to_proto(),
+        batch_id=batch.batch_id,
+        sequence_no=batch.sequence_no,
+        skipped=applied.skipped,
+        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+        results=applied.results,
+        duration=duration,
+        end_time=end_time,
+        content_digest=batch.content_digest,
+    )
+
+
+def _held_report(record: checkpoint_pb2.BatchRecord) -> StepReport:
+    """Return the report of a batch that an earlier process applied: what the record keeps, without metrics."""
+    return StepReport(
+        policy_version=record.policy_version,
+        batch_id=record.batch_id,
+        sequence_no=record.sequence_no,
+        skipped=record.skipped,
+        results=record.results,
+        end_time=record.end_time,
+        content_digest=record.content_digest,
+    )
+
+
+class StepLog:
+    """The reports of one epoch by version number, without gaps. Any number of watchers read it at their own pace.
+
+    Args:
+        begins_after: Version number that the epoch began from.
+        held: Reports of the newest batches that this version holds, without a gap: what the record on disk has of them.
+    """
+
+    def __init__(self, begins_after: int, held: Iterable[StepReport] = ()) -> None:
+        self._reports: deque[StepReport] = deque(held, maxlen=KEPT_REPORTS)
+        self._next = begins_after + 1
+        self._changed = asyncio.Event()
+        self._ended: SluiceError | None = None
+
+    @property
+    def first_number(self) -> int:
+        """Number of the oldest report that is kept, or of the next one if none is kept."""
+        return self._next - len(self._reports)
+
+    def append(self, report: StepReport) -> None:
+        """Add the next version's report."""
+        self._reports.append(report)
+        self._next += 1
+        self._changed.set()
+
+    def end(self, error: SluiceError) -> None:
+        """End the log: watchers get this error after the reports that they have not read yet."""
+        self._ended = error
+        self._changed.set()
+
+    async def follow(self, from_number: int) -> AsyncIterator[StepReport]:
+        """Yield the reports from a version number on, until the epoch ends.
+
+        Args:
+            from_number: First number to report; 0 is the oldest one kept.
+
+        Raises:
+            SluiceError: NOT_FOUND if a report is no longer kept; otherwise what ended the epoch.
+        """
+        number = from_number or self.first_number
+        while True:
+            while number < self._next:
+                if number < self.first_number:
+                    raise SluiceError.not_found(
+                        "REPORT_NOT_KEPT",
+                        f"the report of version {number} is not kept any more: watch from {self.first_number} on",
+                    )
+                yield self._reports[number - self.first_number]
+                number += 1
+            if self._ended is not None:
+                raise self._ended
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,20 +1,30 @@
-"""One update of the policy on one batch: prepare the rows, make the optimizer steps, report."""
+"""The update of a policy: load its networks; then per batch prepare the rows, make the optimizer steps, report.
+
+A batch is trained `epochs` times, each time in `minibatches` optimizer steps. What the objective reads is computed once,
+before the first step: log-probabilities of the reference, the teacher and the proximal policy, the critic's values, and
+the advantages that need them or the whole batch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from time import perf_counter
-from typing import Literal
+from typing import Literal, Self
 
+import structlog
 import torch
 
-from trainer_svc.batch.rows import Sequence
+from trainer_svc.batch.rows import LossFn, Sequence
+from trainer_svc.compute_config import ComputeConfig, LoraConfig, OptimizerConfig
+from trainer_svc.config import BASE, IN_BATCH, ReferenceConfig, TeacherConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.advantages import with_advantages
@@ -26,11 +36,22 @@ from trainer_svc.objectives.trainable import (
     with_group_tokens,
     with_selection,
 )
-from trainer_svc.parallel.ranks import agree
+from trainer_svc.parallel.mesh import SINGLE, Mesh
+from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
-from trainer_svc.update.minibatches import split_by_group
 
-__all__ = ["LogprobColumn", "Passes", "PolicyUpdate", "Updated", "update_report", "with_logprobs"]
+__all__ = [
+    "LogprobColumn",
+    "Passes",
+    "PolicyUpdate",
+    "Updated",
+    "load_frozen",
+    "split_by_group",
+    "update_report",
+    "with_logprobs",
+]
+
+log = structlog.get_logger(__name__)
 
 LogprobColumn = Literal["proximal_logprobs", "reference_logprobs", "teacher_logprobs"]
 
@@ -70,13 +91,10 @@ class Updated:
 
 @dataclass(slots=True)
 class PolicyUpdate:
-    """A policy, its objective and the models beside it: a batch of samples in, optimizer steps out.
-
-    `apply` first computes what the objective reads, with the weights as they are: reference and teacher, the proximal
-    policy, the critic's values, and the advantages that need them or the whole batch. Then it makes the epochs.
+    """The networks of one trainer and its objective: a batch of samples in, optimizer steps out.
 
     Attributes:
-        engine: The policy in training.
+        engine: The policy in training; with a second head for values if the critic shares its network.
         objective: What is minimised.
         passes: Epochs and minibatches.
         critic: Computes the values that gae reads, and learns.
@@ -100,6 +118,51 @@ class PolicyUpdate:
             raise ValueError(
                 "a critic on the policy's network cannot learn before the policy: set freeze_policy_steps to 0, or give it its own"
             )
+
+    @classmethod
+    def load(
+        cls,
+        config: TrainerConfig,
+        model: str | Path,
+        seed: int = 0,
+        *,
+        mesh: Mesh = SINGLE,
+        frozen: Mapping[str, TrainEngine] | None = None,
+    ) -> Self:
+        """Load the policy and its critic as they are before the first step.
+
+        Args:
+            config: The trainer's settings.
+            model: Hugging Face directory or hub id that the run starts from.
+            seed: Seeds PyTorch's generators, which draw the weights of a value head, and the choice of minibatches.
+            mesh: The processes that train together.
+            frozen: Reference and teacher, from `load_frozen`.
+
+        Raises:
+            ValueError: if a model cannot be trained packed, or not have a value head.
+        """
+        objective = Objective.of(config.objective)
+        settings, own = config.critic, None
+        needs_critic = objective.resolved.needs_critic
+        if needs_critic and not settings.shared:
+            source = model if settings.model == BASE else settings.model
+            own = TrainEngine(_critic_config(config), source, seed, head="value", mesh=mesh)
+        # The policy comes last: it leaves the generators in the state of the run's seed.
+        policy = TrainEngine(
+            config, model, seed, head="both" if needs_critic and settings.shared else "language", mesh=mesh
+        )
+        critic = None
+        if needs_critic:
+            clip = objective.resolved.other_parameters.get("value_clip")
+            critic = Critic(own or policy, clip, settings.shared_coef, settings.freeze_policy_steps)
+        passes = Passes(config.epochs, config.minibatches, seed)
+        return cls(policy, objective, passes, critic, **(frozen or {}))
+
+    @property
+    def engines(self) -> dict[str, TrainEngine]:
+        """The networks that optimizers change and checkpoints hold, by name."""
+        own = {} if self.critic is None or self.critic.shared else {"critic": self.critic.engine}
+        return {"policy": self.engine} | own
 
     def apply(self, sequences: Rows[Sequence]) -> Updated:
         """Train on a batch.
@@ -175,25 +238,21 @@ class PolicyUpdate:
         critic_steps = [] if own is None else [own.step(part) for parts in epochs for part in parts]
         metrics = warmup_report(self._judged(rows), critic_steps) if alone else update_report(policy_steps)
         if self.critic is not None:
-            metrics = self._with_critic(metrics, critic_steps if own else list(chain(*policy_steps)), own, alone)
+            learned = critic_report(critic_steps or list(chain(*policy_steps)), shared=own is None)
+            if self.critic.freeze_policy_steps:
+                learned[f"{CRITIC}warmup"] = float(alone is not None)
+            critic_s = sum((step.seconds["total"] for step in critic_steps), 0.0)
+            metrics = replace(
+                metrics,
+                measured={**metrics.measured, **learned},
+                seconds={**metrics.seconds, "critic": critic_s},
+            )
         return Updated(
             metrics,
             rows=_row_outcomes(rows, chain(*places), critic_steps if alone else chain(*policy_steps)),
             critic_only=alone is not None,
             skipped_steps=sum(step.skipped for step in (*chain(*policy_steps), *critic_steps)),
         )
-
-    def _with_critic(
-        self, report: StepMetrics, steps: list[StepMetrics], own: Critic | None, alone: Critic | None
-    ) -> StepMetrics:
-        """Add what the critic learned to the report."""
-        if self.critic is None:
-            return report
-        learned = critic_report(steps, shared=own is None)
-        if self.critic.freeze_policy_steps:
-            learned[f"{CRITIC}warmup"] = float(alone is not None)
-        critic_s = sum(step.seconds["total"] for step in steps) if own is not None else 0.0
-        return replace(report, measured={**report.measured, **learned}, seconds={**report.seconds, "critic": critic_s})
 
     def _epochs(self, rows: list[Sequence], before: int) -> list[list[list[int]]]:
         """Return the places of the rows in each minibatch of each epoch.
@@ -210,17 +269,57 @@ class PolicyUpdate:
         return self.engine.eval_batch(rows, objective.loss, objective.weight, entropy=objective.entropy)
 
     def _policy_step(self, part: Rows[Sequence]) -> StepMetrics:
-        shared = self.critic is not None and self.critic.shared
-        return self.engine.train_batch(
-            part,
-            self.critic.beside(self.objective, part, self.engine.ranks)
-            if self.critic is not None and shared
-            else self.objective.loss,
-            self.objective.weight,
+        objective = self.objective
+        loss: LossFn = objective.loss
+        contributes: Callable[[Sequence], bool] | None = objective.contributes
+        if self.critic is not None and self.critic.shared:
             # With a shared trunk every sequence trains the value head.
-            contributes=None if shared else self.objective.contributes,
-            entropy=self.objective.entropy,
+            loss, contributes = self.critic.beside(objective, part, self.engine.ranks), None
+        return self.engine.train_batch(part, loss, objective.weight, contributes=contributes, entropy=objective.entropy)
+
+
+def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE) -> dict[str, TrainEngine]:
+    """Load the reference and the teacher, as far as the objective reads them and batches do not bring their log-probabilities.
+
+    They only compute: each takes 4 bytes per parameter (2 in bfloat16), and nothing for an optimizer.
+
+    Args:
+        config: The trainer's settings.
+        model: Hugging Face directory or hub id that the run starts from.
+        mesh: The processes that train together.
+
+    Raises:
+        ValueError: if a model cannot compute packed rows.
+    """
+    objective = config.objective.resolved
+    tables: dict[str, ReferenceConfig | TeacherConfig] = {}
+    if objective.needs_reference:
+        tables["reference"] = config.reference
+    if objective.needs_teacher:
+        tables["teacher"] = config.teacher
+    # An optimizer that is never stepped holds nothing; the other kinds set memory aside.
+    settings = config.model_copy(update={"optimizer": "adamw", "optimizer_offload": False, "lora": LoraConfig()})
+    engines = {}
+    for name, table in tables.items():
+        if table.model in ("", IN_BATCH):
+            continue
+        source = model if table.model == BASE else table.model
+        engines[name] = TrainEngine(settings, source, head="language", mesh=mesh, frozen=table.dtype)
+        weights = list(engines[name].network.model.parameters())
+        log.info(
+            "frozen model loaded",
+            use=name,
+            model=str(source),
+            parameters=sum(each.numel() for each in weights),
+            gib=round(sum(each.numel() * each.element_size() for each in weights) / 2**30, 3),
         )
+    return engines
+
+
+def _critic_config(config: TrainerConfig) -> ComputeConfig:
+    """Return the trainer's compute settings with the critic's optimizer."""
+    computing = {name: getattr(config, name) for name in ComputeConfig.model_fields}
+    return ComputeConfig(**computing | {name: getattr(config.critic, name) for name in OptimizerConfig.model_fields})
 
 
 def _row_outcomes(rows: Rows[Sequence], parts: Iterable[Rows[int]], steps: Iterable[StepMetrics]) -> torch.Tensor:
@@ -281,8 +380,70 @@ def with_logprobs(sequences: Rows[Sequence], column: LogprobColumn, engine: Trai
     return filled
 
 
-# Reports.
+# Minibatches: whole groups, about equally many loss tokens, the same cut on any number of ranks.
 
+KEY_BYTES = 7
+"""Bytes of a group's digest: its numbers are not negative and fit int64."""
+
+
+def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[int]]:
+    """Cut this rank's share of a batch into minibatches.
+
+    Groups are assigned from large to small, each to the minibatch with the fewest loss tokens; the seed decides the order
+    of groups of about the same size. Every rank makes the same assignment, also if a group lies on several ranks.
+
+    Args:
+        sequences: This rank's share.
+        count: Minibatches wanted; a batch with fewer groups has fewer.
+        seed: Another one gives another cut.
+        ranks: All ranks that have a share.
+
+    Returns:
+        For each minibatch the places of this rank's sequences in it. Every rank gets as many minibatches, at least one; this
+        rank's part of one can be empty.
+    """
+    keys = [_key(each) for each in sequences]
+    own = torch.tensor(
+        [[key, int(each.loss_mask.sum())] for key, each in zip(keys, sequences, strict=True)], dtype=torch.int64
+    ).reshape(-1, 2)
+    tokens: Counter[int] = Counter()
+    for key, loss_tokens in ranks.gather(own).tolist():
+        tokens[key] += loss_tokens
+    places = _places(tokens, count, seed)
+    parts: list[list[int]] = [[] for _ in range(max(places.values(), default=0) + 1)]
+    for place, key in enumerate(keys):
+        parts[places[key]].append(place)
+    return parts
+
+
+def _places(tokens: Counter[int], count: int, seed: str) -> dict[int, int]:
+    """Return the minibatch of each group."""
+    drawn = sorted(tokens, key=lambda key: (-tokens[key].bit_length(), _digest(f"{seed}/{key}".encode())))
+    filled = [0] * min(count, len(drawn))
+    held = [0] * len(filled)
+    places = {}
+    for key in drawn:
+        place = min(range(len(filled)), key=lambda index: (filled[index], held[index]))
+        places[key] = place
+        filled[place] += tokens[key]
+        held[place] += 1
+    return places
+
+
+def _key(sequence: Sequence) -> int:
+    """Return a number for a sequence's group; without a group, for its id, or for its tokens."""
+    if sequence.group_id:
+        return _digest(b"group/" + sequence.group_id.encode())
+    if sequence.trajectory_id:
+        return _digest(b"trajectory/" + sequence.trajectory_id.encode())
+    return _digest(b"tokens/" + sequence.input_ids.numpy().tobytes())
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=KEY_BYTES).digest())
+
+
+# Reports.
 
 FIRST_FORWARD = ("mismatch_kl", "max_abs_log_difference", "effective_sample_size", "chi_square")
 """Measures of the distance between trainer and sampler; they hold for the weights that the update began with."""
