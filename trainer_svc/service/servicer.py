@@ -12,8 +12,7 @@ import grpc
 
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.rpc import SluiceError
-from sluice.v1 import trainer_pb2, trainer_pb2_grpc
-from sluice.v1.tokens_pb2 import Trajectory
+from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import content_digest
@@ -120,7 +119,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
                     duplicate = self._trainer.admit(ticket, batch)
             return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=admission.queued, duplicate=duplicate)
 
-    def _convert(self, header: trainer_pb2.BatchHeader, ticket: Ticket, trajectories: Rows[Trajectory]) -> Batch:
+    def _convert(
+        self, header: trainer_pb2.BatchHeader, ticket: Ticket, trajectories: Rows[tokens_pb2.Trajectory]
+    ) -> Batch:
         """Convert the trajectories of a batch to training rows. Blocks.
 
         Raises:
@@ -311,8 +312,10 @@ def _typed_refusal() -> Iterator[None]:
         raise SluiceError.failed_precondition(refusal.reason, str(refusal)) from refusal
 
 
-async def _receive(header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]) -> list[Trajectory]:
-    trajectories: list[Trajectory] = []
+async def _receive(
+    header: trainer_pb2.BatchHeader, requests: AsyncIterator[SubmitBatchRequest]
+) -> list[tokens_pb2.Trajectory]:
+    trajectories: list[tokens_pb2.Trajectory] = []
     size = 0
     async for message in requests:
         if message.WhichOneof("part") != "trajectories":
@@ -333,7 +336,7 @@ async def _receive(header: trainer_pb2.BatchHeader, requests: AsyncIterator[Subm
     return trajectories
 
 
-def _oversize(trajectories: Rows[Trajectory]) -> dict[str, str]:
+def _oversize(trajectories: Rows[tokens_pb2.Trajectory]) -> dict[str, str]:
     size = sum(RESULT_BYTES + len(each.trajectory_id.encode()) for each in trajectories)
     if size <= MAX_REPORT_BYTES:
         return {}
