@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver
-from trainer_svc.checkpoint.manifest import CheckpointDamagedError
-from trainer_svc.checkpoint.saver import EngineCheckpoints, Saver, export_state
+from trainer_svc.checkpoint.saver import CheckpointDamagedError, EngineCheckpoints, Saver, export_state
 from trainer_svc.checkpoint.state import (
     TensorSlice,
     assign_slices,

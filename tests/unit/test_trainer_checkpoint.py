@@ -20,9 +20,8 @@ from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2, trainer_pb2
 from sluice.versions import BASE, Version
 from trainer_svc.checkpoint import checkpoints
-from trainer_svc.checkpoint.checkpoints import surplus
-from trainer_svc.checkpoint.lineage import Lineage
-from trainer_svc.checkpoint.manifest import CheckpointDamagedError
+from trainer_svc.checkpoint.lineage import Lineage, surplus
+from trainer_svc.checkpoint.saver import CheckpointDamagedError
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.learner import Learner
 

@@ -1,25 +1,33 @@
-"""The checkpoints of one run and its epochs: which checkpoints are whole, which stay, and from which one training continues."""
+"""The checkpoints of one run: which are whole, which stay, and from which one training continues."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 import structlog
 import torch
+from google.protobuf.message import DecodeError
 
 from sluice.host_files import remove_tree
+from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
-from sluice.versions import BASE, Version
-from trainer_svc.checkpoint import lineage
-from trainer_svc.checkpoint.lineage import Lineage
-from trainer_svc.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from trainer_svc.checkpoint.saver import Export, Saver, recover
+from sluice.versions import Version
+from trainer_svc.checkpoint.lineage import Lineage, origin_of, surplus
+from trainer_svc.checkpoint.saver import (
+    MANIFEST,
+    Export,
+    Saver,
+    read_manifest,
+    recover,
+    write_durably,
+    write_manifest,
+)
 from trainer_svc.checkpoint.state import Trained
 
-__all__ = ["Checkpoints", "origin_of", "surplus"]
+__all__ = ["Checkpoints"]
 
 _BEYOND = (1 << 63) - 1
 """A version number greater than every other of its epoch."""
@@ -52,14 +60,24 @@ class Checkpoints:
         """
         known = Lineage()
         for manifest in self.complete():
-            known = known.merged(lineage.from_proto(manifest.lineage))
-        self.lineage = known if self._epochs is None else known.merged(lineage.read(self._epochs))
+            known = known.merged(Lineage.from_proto(manifest.lineage))
+        if self._epochs is not None and self._epochs.exists():
+            try:
+                noted = checkpoint_pb2.EpochLineage.FromString(self._epochs.read_bytes())
+            except DecodeError as error:
+                raise SluiceError.data_loss(
+                    "LINEAGE_DAMAGED",
+                    f"{self._epochs} cannot be read: remove it; the checkpoints know the epochs that they build upon",
+                ) from error
+            known = known.merged(Lineage.from_proto(noted))
+        self.lineage = known
 
     def begin_epoch(self, epoch: int, origin: Version, *, write: bool) -> None:
-        """Add an epoch, and write it down if this process is the one that does."""
+        """Add an epoch; with `write` also on disk, which one process of a run does."""
         self.lineage = self.lineage.begin(epoch, origin)
         if write and self._epochs is not None:
-            lineage.write(self._epochs, self.lineage)
+            self._epochs.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(self._epochs, self.lineage.to_proto().SerializeToString())
 
     def complete(self) -> list[checkpoint_pb2.CheckpointManifest]:
         """Return the manifests of the complete checkpoints, newest version first."""
@@ -97,7 +115,7 @@ class Checkpoints:
         """
         version = origin_of(manifest)
         manifest.checkpoint.name = f"step_{version.number}"
-        manifest.lineage.CopyFrom(lineage.to_proto(self.lineage))
+        manifest.lineage.CopyFrom(self.lineage.to_proto())
         target = self.directory / manifest.checkpoint.name
         return self.saver.begin(
             target,
@@ -139,25 +157,3 @@ class Checkpoints:
                 continue
             if remove_tree(gone):
                 log.info("checkpoint removed", name=path.name, keep=self.keep)
-
-
-def surplus(
-    complete: Sequence[checkpoint_pb2.CheckpointManifest], written: Version, known: Lineage, keep: int
-) -> list[checkpoint_pb2.CheckpointManifest]:
-    """Return the checkpoints to remove. Pure.
-
-    The newest ones that the written version builds upon stay. Retired ones, which a rollback left behind, stay only while
-    there are fewer of those than `keep`.
-
-    Args:
-        complete: All complete checkpoints, newest first.
-        written: Version of the checkpoint that was just written.
-        known: The epochs of the run.
-        keep: How many stay.
-    """
-    return sorted(complete, key=lambda each: known.is_retired(origin_of(each), written))[keep:]
-
-
-def origin_of(manifest: checkpoint_pb2.CheckpointManifest | None) -> Version:
-    """Return the version that a checkpoint was written at; that of the base model for None."""
-    return BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)

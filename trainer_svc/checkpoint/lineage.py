@@ -1,4 +1,4 @@
-"""Where the epochs of a run began: what decides how old a token is and which checkpoints the weights build upon.
+"""Where the epochs of a run began: this decides how old a token is and which checkpoints may be removed. Pure.
 
 A version belongs to an epoch, and each epoch began from some version of an older one, so that versions form a tree. The
 staleness of a token is its distance in that tree from the weights that the batch is applied to. Within one line that is
@@ -7,20 +7,16 @@ staleness of a token is its distance in that tree from the weights that the batc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from google.protobuf.message import DecodeError
-
-from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
+from sluice.v1.checkpoint_pb2 import CheckpointManifest
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint.manifest import write_durably
 
-__all__ = ["Lineage", "from_proto", "read", "to_proto", "write"]
+__all__ = ["Lineage", "origin_of", "surplus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +33,7 @@ class Lineage:
 
     @property
     def newest_epoch(self) -> int:
-        """The newest known epoch; 0 if there is none."""
+        """The newest epoch; 0 before the first."""
         return max(self.origins, default=0)
 
     def begin(self, epoch: int, origin: Version) -> Self:
@@ -80,41 +76,40 @@ class Lineage:
         path[0] = version.number
         return path
 
+    def to_proto(self) -> checkpoint_pb2.EpochLineage:
+        """Return the wire form."""
+        return checkpoint_pb2.EpochLineage(
+            origins=[
+                checkpoint_pb2.EpochOrigin(epoch=epoch, restored_version=origin.to_proto())
+                for epoch, origin in sorted(self.origins.items())
+            ]
+        )
 
-def read(path: Path) -> Lineage:
-    """Read the lineage of a run; empty for a new run, which has no file.
+    @classmethod
+    def from_proto(cls, message: checkpoint_pb2.EpochLineage) -> Self:
+        """Read the wire form."""
+        return cls(
+            MappingProxyType({each.epoch: Version.from_proto(each.restored_version) for each in message.origins})
+        )
 
-    Raises:
-        SluiceError: DATA_LOSS if the file is damaged.
+
+def surplus(
+    complete: Sequence[CheckpointManifest], written: Version, known: Lineage, keep: int
+) -> list[CheckpointManifest]:
+    """Return the checkpoints to remove.
+
+    The newest ones that the written version builds upon stay. Retired ones, which a rollback left behind, stay only while
+    there are fewer of those than `keep`.
+
+    Args:
+        complete: All complete checkpoints, newest first.
+        written: Version of the checkpoint that was just written.
+        known: The epochs of the run.
+        keep: How many stay.
     """
-    if not path.exists():
-        return Lineage()
-    try:
-        return from_proto(checkpoint_pb2.EpochLineage.FromString(path.read_bytes()))
-    except DecodeError as error:
-        raise SluiceError.data_loss(
-            "LINEAGE_DAMAGED",
-            f"{path} cannot be read: remove it; the checkpoints know the epochs that they build upon",
-        ) from error
+    return sorted(complete, key=lambda each: known.is_retired(origin_of(each), written))[keep:]
 
 
-def write(path: Path, lineage: Lineage) -> None:
-    """Write the lineage of a run; on return it is on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, to_proto(lineage).SerializeToString())
-
-
-def to_proto(lineage: Lineage) -> checkpoint_pb2.EpochLineage:
-    """Return the wire form."""
-    return checkpoint_pb2.EpochLineage(
-        origins=[
-            checkpoint_pb2.EpochOrigin(epoch=epoch, restored_version=origin.to_proto())
-            for epoch, origin in sorted(lineage.origins.items())
-        ]
-    )
-
-
-def from_proto(message: checkpoint_pb2.EpochLineage) -> Lineage:
-    """Read the wire form."""
-    origins = {each.epoch: Version.from_proto(each.restored_version) for each in message.origins}
-    return Lineage(MappingProxyType(origins))
+def origin_of(manifest: CheckpointManifest | None) -> Version:
+    """Return the version that a checkpoint was written at; that of the base model for None."""
+    return BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)

@@ -10,8 +10,9 @@ A checkpoint is built in a hidden directory and renamed when it is whole; a dire
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,20 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
+import structlog
 import torch
 import torch.distributed as dist
+import xxhash
+from google.protobuf import json_format
 
 from sluice.host_files import remove_tree
-from sluice.v1 import checkpoint_pb2
-from trainer_svc.checkpoint.manifest import (
-    MANIFEST,
-    CheckpointDamagedError,
-    check_files,
-    describe_files,
-    read_manifest,
-    sync_directory,
-    write_manifest,
-)
+from sluice.v1.checkpoint_pb2 import CheckpointFile, CheckpointManifest
 from trainer_svc.checkpoint.state import (
     POLICY,
     LiveState,
@@ -51,10 +46,26 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.ranks import ALONE, OtherRankError, Ranks, agree
 
-__all__ = ["EXPORT", "SAVE_S", "STATE", "EngineCheckpoints", "Export", "Saver", "export_state", "recover"]
+__all__ = [
+    "MANIFEST",
+    "SAVE_S",
+    "CheckpointDamagedError",
+    "EngineCheckpoints",
+    "Export",
+    "Saver",
+    "export_state",
+    "read_manifest",
+    "recover",
+    "write_durably",
+    "write_manifest",
+]
 
+MANIFEST = "manifest.json"
 STATE = "state"
 EXPORT = "hf"
+
+READ_BYTES = 16 << 20
+"""Bytes digested at a time."""
 
 SAVE_S = 1800.0
 """Seconds that a checkpoint of one engine may take to be written."""
@@ -63,6 +74,8 @@ Export = Callable[[Path, Path], None]
 """Makes a Hugging Face directory: takes the directory with the state, and the one to write."""
 
 T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +92,7 @@ class _Snapshot:
     """
 
     target: Path
-    manifest: checkpoint_pb2.CheckpointManifest
+    manifest: CheckpointManifest
     slices: Mapping[TensorSlice, torch.Tensor]
     read: threading.Event
     export: Export | None
@@ -100,7 +113,7 @@ class Saver:
     def __init__(self, ranks: Ranks = ALONE, writing: Ranks = ALONE, deadline_s: float = SAVE_S) -> None:
         self._ranks, self._writing_ranks = ranks, writing
         self._deadline_s = deadline_s
-        self._pending: Future[checkpoint_pb2.CheckpointManifest] | None = None
+        self._pending: Future[CheckpointManifest] | None = None
         self._buffers: dict[TensorSlice, torch.Tensor] = {}
 
     @classmethod
@@ -116,13 +129,13 @@ class Saver:
     def begin(
         self,
         target: Path,
-        manifest: checkpoint_pb2.CheckpointManifest,
+        manifest: CheckpointManifest,
         tensors: Mapping[str, torch.Tensor],
         *,
         export: Export | None = None,
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
-    ) -> Future[checkpoint_pb2.CheckpointManifest]:
+    ) -> Future[CheckpointManifest]:
         """Copy the state to host memory and write it in the background; training may continue when this returns.
 
         Args:
@@ -139,7 +152,7 @@ class Saver:
             before is not written within the deadline, OSError if the disk is full or another rank failed, RuntimeError if
             memory is full): then older checkpoints are as they were.
         """
-        future: Future[checkpoint_pb2.CheckpointManifest] = Future()
+        future: Future[CheckpointManifest] = Future()
         future.set_running_or_notify_cancel()  # nobody cancels a write
         read = threading.Event()
         try:
@@ -170,7 +183,7 @@ class Saver:
                 " deadlines.save_s if it is only slow"
             ) from error
 
-    def load(self, directory: Path, engines: Mapping[str, Trained]) -> checkpoint_pb2.CheckpointManifest:
+    def load(self, directory: Path, engines: Mapping[str, Trained]) -> CheckpointManifest:
         """Verify a checkpoint and put its state back: the same on any number of ranks, in any layout.
 
         Raises:
@@ -178,7 +191,7 @@ class Saver:
             ValueError: if it is of other engines, models or optimizers; the state is undefined then.
         """
 
-        def check() -> checkpoint_pb2.CheckpointManifest:
+        def check() -> CheckpointManifest:
             manifest = read_manifest(directory / MANIFEST)
             if manifest is None:
                 raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a whole checkpoint")
@@ -244,7 +257,7 @@ class Saver:
         self._buffers = copied
         return copied | given
 
-    def _run(self, snapshot: _Snapshot, future: Future[checkpoint_pb2.CheckpointManifest]) -> None:
+    def _run(self, snapshot: _Snapshot, future: Future[CheckpointManifest]) -> None:
         try:
             result = self._write(snapshot)
         except BaseException as error:  # noqa: BLE001  whoever awaits the future gets it
@@ -253,7 +266,7 @@ class Saver:
         else:
             future.set_result(result)
 
-    def _write(self, snapshot: _Snapshot) -> checkpoint_pb2.CheckpointManifest:
+    def _write(self, snapshot: _Snapshot) -> CheckpointManifest:
         ranks = self._writing_ranks
         try:
             own = _agreed(ranks, partial(self._write_share, snapshot))
@@ -263,22 +276,22 @@ class Saver:
             if ranks.index == 0:
                 remove_tree(_building(snapshot.target))
             raise
-        return checkpoint_pb2.CheckpointManifest.FromString(ranks.exchange(complete)[0])
+        return CheckpointManifest.FromString(ranks.exchange(complete)[0])
 
-    def _write_share(self, snapshot: _Snapshot) -> checkpoint_pb2.CheckpointManifest:
+    def _write_share(self, snapshot: _Snapshot) -> CheckpointManifest:
         building = _building(snapshot.target)
         try:
             paths = write_slices(snapshot.slices, building / STATE, self._writing_ranks.index)
         finally:
             snapshot.read.set()
-        return checkpoint_pb2.CheckpointManifest(files=describe_files(paths, building))
+        return CheckpointManifest(files=describe_files(paths, building))
 
     def _complete(self, snapshot: _Snapshot, shares: list[bytes]) -> bytes:
         """Write what the first rank writes when all shares are on disk: the export, the manifest, the name."""
-        building, complete = _building(snapshot.target), checkpoint_pb2.CheckpointManifest()
+        building, complete = _building(snapshot.target), CheckpointManifest()
         complete.CopyFrom(snapshot.manifest)
         for share in shares:
-            complete.files.extend(checkpoint_pb2.CheckpointManifest.FromString(share).files)
+            complete.files.extend(CheckpointManifest.FromString(share).files)
         _check_shared(complete, building)
         if snapshot.export is not None:
             snapshot.export(building / STATE, building / EXPORT)
@@ -310,7 +323,7 @@ def _building(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _check_shared(manifest: checkpoint_pb2.CheckpointManifest, directory: Path) -> None:
+def _check_shared(manifest: CheckpointManifest, directory: Path) -> None:
     for file in manifest.files:
         if not (directory / file.path).is_file():
             raise OSError(
@@ -368,9 +381,7 @@ class EngineCheckpoints:
         self._saver.wait()
         writing.result()
 
-    def begin_save(
-        self, directory: str | Path, *, dtype: torch.dtype | None = None
-    ) -> Future[checkpoint_pb2.CheckpointManifest]:
+    def begin_save(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> Future[CheckpointManifest]:
         """Copy the state and write a checkpoint in the background; training may continue when this returns.
 
         Args:
@@ -383,7 +394,7 @@ class EngineCheckpoints:
         """
         engine = self._engine
         state = training_state({POLICY: engine}, engine.mesh.rank)
-        manifest = checkpoint_pb2.CheckpointManifest(optimizer_steps=engine.optimizer_steps)
+        manifest = CheckpointManifest(optimizer_steps=engine.optimizer_steps)
         return self._saver.begin(Path(directory), manifest, state, export=partial(export_state, engine, dtype=dtype))
 
     def load(self, directory: str | Path) -> None:
@@ -394,3 +405,91 @@ class EngineCheckpoints:
             ValueError: if it is of another model or optimizer.
         """
         self._saver.load(Path(directory), {POLICY: self._engine})
+
+
+# Manifests, and files that survive a power cut.
+
+
+class CheckpointDamagedError(Exception):
+    """A file of a checkpoint is not what its manifest says."""
+
+
+def read_manifest(path: Path) -> CheckpointManifest | None:
+    """Read a manifest. Return None, with a warning, if it is not one: the directory is then not a complete checkpoint."""
+    try:
+        return json_format.Parse(path.read_text(encoding="utf-8"), CheckpointManifest(), ignore_unknown_fields=True)
+    except FileNotFoundError:
+        return None  # removed a moment ago
+    except (json_format.ParseError, UnicodeDecodeError) as error:
+        log.warning("not a checkpoint: its manifest cannot be read", path=str(path), error=str(error))
+        return None
+
+
+def write_manifest(manifest: CheckpointManifest, directory: Path) -> None:
+    """Write the manifest of a checkpoint; on return it is on disk."""
+    text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
+    write_durably(directory / MANIFEST, text.encode())
+
+
+def describe_files(paths: Iterable[Path], directory: Path) -> list[CheckpointFile]:
+    """Sync files to disk and take their digests.
+
+    Args:
+        paths: The files.
+        directory: The checkpoint's directory, above the files.
+    """
+    described = []
+    for path in sorted(paths):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        name = path.relative_to(directory).as_posix()
+        described.append(CheckpointFile(path=name, size_bytes=path.stat().st_size, digest=_digest(path)))
+    for parent in {path.parent for path in paths}:
+        sync_directory(parent)
+    return described
+
+
+def check_files(files: Iterable[CheckpointFile], directory: Path) -> None:
+    """Compare files with their digests in the manifest.
+
+    Raises:
+        CheckpointDamagedError: if one is missing or not as it was written.
+    """
+    for file in files:
+        path = directory / file.path
+        if not path.is_file() or _digest(path) != file.digest:
+            raise CheckpointDamagedError(
+                f"{path} is missing or not as it was written: restore another checkpoint, and look at the disk"
+            )
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a file beside its place, sync it, and rename it.
+
+    Raises:
+        OSError: if the disk is full or not writable.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in a directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

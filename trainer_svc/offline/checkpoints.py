@@ -17,8 +17,7 @@ from sluice.v1 import checkpoint_pb2
 from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import Version
 from trainer_svc.checkpoint.checkpoints import Checkpoints
-from trainer_svc.checkpoint.manifest import CheckpointDamagedError, write_durably
-from trainer_svc.checkpoint.saver import SAVE_S, Saver
+from trainer_svc.checkpoint.saver import SAVE_S, CheckpointDamagedError, Saver, write_durably
 from trainer_svc.checkpoint.state import POLICY, training_state
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.engine import TrainEngine
