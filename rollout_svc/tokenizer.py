@@ -92,9 +92,9 @@ class ModelTokenizer:
             case "token_ids":
                 return list(request.token_ids.ids)
             case "text":
-                return await self._in_thread(lambda: self._encode(request.text))
+                return await self._in_thread("text", lambda: self._encode(request.text))
             case "conversation":
-                return await self._in_thread(lambda: self.render(request.conversation))
+                return await self._in_thread("conversation", lambda: self.render(request.conversation))
             case _:
                 raise SluiceError.invalid_argument("prompt", "set token_ids, text or conversation")
 
@@ -107,11 +107,11 @@ class ModelTokenizer:
         continued = list(request.continues.ids)
         match request.WhichOneof("input"):
             case "text":
-                return continued + await self._in_thread(lambda: self._encode(request.text))
+                return continued + await self._in_thread("text", lambda: self._encode(request.text))
             case "conversation":
                 prompt = request.add_generation_prompt
                 return await self._in_thread(
-                    lambda: self.render(request.conversation, continued, generation_prompt=prompt)
+                    "conversation", lambda: self.render(request.conversation, continued, generation_prompt=prompt)
                 )
             case _:
                 raise SluiceError.invalid_argument("input", "set text or conversation")
@@ -129,7 +129,7 @@ class ModelTokenizer:
             SluiceError: INVALID_ARGUMENT if it is too large, sets a template variable that it may not set, or the template
                 refuses it.
         """
-        self._require_tokenizer()
+        self._require_tokenizer("conversation")
         check_size(conversation)
         messages = [message_dict(message) for message in conversation.messages]
         tools = [tool_dict(tool) for tool in conversation.tools] or None
@@ -168,8 +168,8 @@ class ModelTokenizer:
                 "serve and train from the same model directory",
             )
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        """Run work of unknown duration outside the event loop.
+    async def _in_thread(self, field: str, work: Callable[[], Result]) -> Result:
+        """Turn a field of a request into token ids outside the event loop, since it may take long.
 
         Raises:
             SluiceError: INVALID_ARGUMENT if it takes too long, UNAVAILABLE if no thread is free.
@@ -179,7 +179,7 @@ class ModelTokenizer:
                 return await self._threads.run(work)
         except CallHungError as error:  # the prompt is at fault: another replica would take as long
             raise SluiceError.invalid_argument(
-                "prompt", f"was not turned into token ids within {RENDER_DEADLINE_S:.0f} s: send a shorter one"
+                field, f"was not turned into token ids within {RENDER_DEADLINE_S:.0f} s: send a shorter one"
             ) from error
         except TimeoutError as error:
             raise SluiceError.unavailable(
@@ -191,12 +191,12 @@ class ModelTokenizer:
             ) from error
 
     def _encode(self, text: str) -> list[int]:
-        self._require_tokenizer()
+        self._require_tokenizer("text")
         return self._renderer(b"").encode(text)
 
-    def _require_tokenizer(self) -> None:
+    def _require_tokenizer(self, field: str) -> None:
         if self._tokenizer is None:
-            raise SluiceError.invalid_argument("prompt", "the served model has no tokenizer: send token_ids")
+            raise SluiceError.invalid_argument(field, "the served model has no tokenizer: send token_ids")
 
     def _decode_token(self, token_id: int) -> str:
         if self._tokenizer is None:

@@ -118,20 +118,21 @@ def violations_of(
             yield field, f"at most {MAX_NAME} characters"
     if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
         yield "n", f"between 1 and {MAX_SAMPLES}, not {request.n}"
-    yield from _prompt_violations(prompt_ids, info)
+    yield from _prompt_violations(request.WhichOneof("prompt") or "prompt", prompt_ids, info)
     yield from _sampling_violations(request.sampling, info)
     yield from _token_violations(request.sampling, info)
 
 
-def _prompt_violations(prompt_ids: list[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
+def _prompt_violations(field: str, prompt_ids: list[int], info: ModelInfo) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the prompt, under the field that the caller set."""
     if not prompt_ids:
-        yield "prompt", "has no tokens"
+        yield field, "has no tokens"
         return
     if len(prompt_ids) >= info.max_model_len:
-        yield "prompt", f"{len(prompt_ids)} tokens leave no room in a context of {info.max_model_len}"
+        yield field, f"has {len(prompt_ids)} tokens; at most {info.max_model_len - 1} fit this model, so shorten it"
     # An id outside of the vocabulary would kill vLLM's engine for everyone.
     if max(prompt_ids) >= info.vocabulary_size:
-        yield "token_ids", f"{max(prompt_ids)} is outside of the vocabulary of {info.vocabulary_size}"
+        yield field, f"token {max(prompt_ids)} is outside of the vocabulary of {info.vocabulary_size}"
 
 
 def _sampling_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> Iterator[tuple[str, str]]:

@@ -37,6 +37,7 @@ PARAMETERS = {
     "conversation": "messages",
     "conversation.template_arguments": "chat_template_kwargs",
     "conversation.tools": "tools",
+    "text": "prompt",
     "token_ids": "prompt",
     "sampling": "",
 }

@@ -198,8 +198,8 @@ class TestRefusals:
         ("request_", "field"),
         [
             (rollout_pb2.GenerateRequest(), "prompt"),
-            (ask(prompt=[]), "prompt"),
-            (ask(prompt=[5] * CONTEXT), "prompt"),
+            (ask(prompt=[]), "token_ids"),
+            (ask(prompt=[5] * CONTEXT), "token_ids"),
             (ask(conversation=tokens_pb2.Conversation(messages=[tokens_pb2.ChatMessage(role="pirate")])), "conversation"),
             (ask(conversation=tokens_pb2.Conversation(messages=[
                 tokens_pb2.ChatMessage(role="user", parts=[tokens_pb2.ContentPart(image=b"png")])])), "conversation.messages.parts"),

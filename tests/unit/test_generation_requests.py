@@ -81,11 +81,17 @@ def test_sampling_that_cannot_be_is_named(sampling, field):
     assert list(violations(request(**sampling))) == [field]
 
 
+@pytest.mark.parametrize("prompt", [[], [5] * 32, [5, 100], [2**32 - 1]], ids=["empty", "long", "unknown", "huge"])
 @pytest.mark.parametrize(
-    ("prompt", "field"), [([], "prompt"), ([5] * 32, "prompt"), ([5, 100], "token_ids"), ([2**32 - 1], "token_ids")]
+    ("form", "field"),
+    [
+        ({"token_ids": tokens_pb2.TokenIds()}, "token_ids"),
+        ({"text": "x"}, "text"),
+        ({"conversation": tokens_pb2.Conversation()}, "conversation"),
+    ],
 )
-def test_a_prompt_that_cannot_be_is_named(prompt, field):
-    assert list(violations(rollout_pb2.GenerateRequest(), prompt)) == [field]
+def test_a_prompt_that_cannot_be_is_named_as_the_caller_sent_it(form, field, prompt):
+    assert list(violations(rollout_pb2.GenerateRequest(**form), prompt)) == [field]
 
 
 def test_everything_wrong_is_told_at_once():
