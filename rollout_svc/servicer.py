@@ -10,7 +10,7 @@ from dataclasses import replace
 import grpc
 
 from rollout_svc.config import LimitsConfig
-from rollout_svc.engines.adapter_slots import UnknownAdapterError
+from rollout_svc.engines.adapters import LoraEngine, UnknownAdapterError
 from rollout_svc.engines.base import (
     EngineBusyError,
     EngineError,
@@ -20,7 +20,6 @@ from rollout_svc.engines.base import (
     InferenceEngine,
     ModelInfo,
 )
-from rollout_svc.engines.lora import LoraEngine
 from rollout_svc.response_cache import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, TextStream

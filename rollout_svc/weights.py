@@ -12,9 +12,8 @@ import grpc
 import structlog
 
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engines.adapter_slots import AdaptersFullError
+from rollout_svc.engines.adapters import AdaptersFullError, LoraEngine
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
-from rollout_svc.engines.lora import LoraEngine
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError, connect

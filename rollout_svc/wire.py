@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 
+from rollout_svc.engines.adapters import LoraEngine
 from rollout_svc.engines.base import (
     FinishReason,
     GenerationChunk,
@@ -17,7 +18,6 @@ from rollout_svc.engines.base import (
     Sample,
     Sampling,
 )
-from rollout_svc.engines.lora import LoraEngine
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 

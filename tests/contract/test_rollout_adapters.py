@@ -24,8 +24,8 @@ from orchestrator_svc.replicas import append_sample
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
+from rollout_svc.engines.adapters import LoraLimits
 from rollout_svc.engines.base import EngineError, PauseMode
-from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from rollout_svc.config import LoraConfig, RolloutConfig
 from rollout_svc.engines import build_engine
-from rollout_svc.engines.adapter_slots import Adapter, AdaptersFullError, AdapterSlots, UnknownAdapterError
+from rollout_svc.engines.adapters import Adapter, AdaptersFullError, AdapterSlots, LoraLimits, UnknownAdapterError
 from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.vllm.arguments import check_names, lora_arguments
 from sluice.config import ConfigError
 from sluice.versions import BASE, Version

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollout_svc.config import RolloutConfig
+from rollout_svc.engines.adapters import lora_limits
 from rollout_svc.engines.base import InferenceEngine
-from rollout_svc.engines.lora import lora_limits
 from rollout_svc.engines.model_files import check_length
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import structlog
 
-from rollout_svc.engines.adapter_slots import Adapter
-from rollout_svc.engines.adapters import AdapterCommands, Adapters, RequestInProgress
+from rollout_svc.engines.adapters import Adapter, LoraEngine, LoraLimits, RequestInProgress
 from rollout_svc.engines.base import (
     EngineBusyError,
     EngineError,
@@ -23,7 +22,6 @@ from rollout_svc.engines.base import (
     ModelInfo,
     PauseMode,
 )
-from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.model_files import BaseModel, read_base_model
 from rollout_svc.engines.slots.batch import BatchLimits, Decoder, SlotBatch
 from rollout_svc.engines.slots.loop import InPlaceWeights, SlotLoop
@@ -74,7 +72,7 @@ class SlotOptions:
     drain_deadline_s: float = 600.0
 
 
-class TransformersEngine(AdapterCommands):
+class TransformersEngine(LoraEngine):
     """Samples in batches with a static KV cache, in process as a library or behind the service.
 
     Args:
@@ -87,15 +85,13 @@ class TransformersEngine(AdapterCommands):
 
     def __init__(self, model: str, options: SlotOptions | None = None, lora: LoraLimits | None = None) -> None:
         self._model, self._options = model, options or SlotOptions()
+        super().__init__(lora, self._options.drain_deadline_s)
         self._commands = asyncio.Lock()
         self._running: SlotLoop | None = None
         self._base: BaseModel | None = None
         self._decoder: Decoder | None = None
         self._resume_from: StagedVersion | None = None
         self._active: dict[str, set[ActiveRequest]] = {}
-        self._adapters = Adapters(
-            SlotAdapterHost(lambda: self._loop, self._base_shapes, self._requests), lora, self._options.drain_deadline_s
-        )
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -129,8 +125,8 @@ class TransformersEngine(AdapterCommands):
                 except EngineError:
                     await self._stop()  # not healthy until the next attempt, which serves the base
                     raise
-            await self._adapters.reload()
-            return self._adapters.version or loop.version
+            await self._reload_adapters()
+            return self._adapter_version or loop.version
 
     async def stop(self) -> None:
         """End every request and free everything. Idempotent."""
@@ -139,7 +135,7 @@ class TransformersEngine(AdapterCommands):
 
     async def _start(self) -> SlotLoop:
         loop = self._running = await asyncio.to_thread(self._build)
-        self._adapters.begin()
+        self._forget_adapters()
         loop.start()
         log.info("transformers engine started", model=self._model, dtype=self.info.dtype)
         return loop
@@ -186,12 +182,6 @@ class TransformersEngine(AdapterCommands):
             raise EngineError("the engine is not running; call start()")
         return self._base
 
-    def _base_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._base_model.shapes
-
-    def _requests(self) -> list[ActiveRequest]:
-        return [active for of_name in self._active.values() for active in of_name]
-
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
@@ -202,7 +192,7 @@ class TransformersEngine(AdapterCommands):
             EngineBusyError: if too many samples wait.
             EngineError: if the engine failed.
         """
-        await self._adapters.ready.wait()
+        await self._policy_loaded.wait()
         active = self._submit(request)
         try:
             await active.wait()
@@ -220,7 +210,7 @@ class TransformersEngine(AdapterCommands):
             EngineBusyError: if too many samples wait.
             EngineError: if the engine failed.
         """
-        await self._adapters.ready.wait()
+        await self._policy_loaded.wait()
         active = self._submit(request)
         given = [0] * request.n
         unfinished = set(range(request.n))
@@ -254,7 +244,7 @@ class TransformersEngine(AdapterCommands):
             raise EngineBusyError(
                 f"{loop.queued} samples wait already, at most {self._options.max_queued} may; retry later"
             )
-        with self._adapters.entering(request.adapter) as adapter:
+        with self._entering_with(request.adapter) as adapter:
             active = ActiveRequest(request, self.info, adapter)
             self._active.setdefault(request.request_id, set()).add(active)
             loop.post(lambda: loop.add(active))
@@ -262,7 +252,7 @@ class TransformersEngine(AdapterCommands):
 
     def _release(self, active: ActiveRequest) -> None:
         """Forget a request. Abort it if it has not ended."""
-        self._adapters.left(active.adapter)
+        self._left(active.adapter)
         of_same_name = self._active[active.request.request_id]
         of_same_name.discard(active)
         if not of_same_name:
@@ -311,7 +301,7 @@ class TransformersEngine(AdapterCommands):
         async with self._commands:
             loop = self._loop
             if loop.staged == staged and not loop.suspect:
-                self._adapters.serve_weights()  # from an adapter back to its base, which has not changed
+                self._serve_weights()  # from an adapter back to its base, which has not changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             self._base_model.check(staged)
             return await self._swap(loop, staged)
@@ -327,9 +317,9 @@ class TransformersEngine(AdapterCommands):
 
     async def _swap(self, loop: SlotLoop, staged: StagedVersion | None) -> ApplyReport:
         version = BASE if staged is None else staged.version
-        await self._adapters.retire_others(version)
+        await self._retire_other_bases(version)
         times = await asyncio.wrap_future(loop.call(lambda: loop.swap(staged)))
-        self._adapters.serve_weights()
+        self._serve_weights()
         return ApplyReport(version, *times)
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
@@ -354,8 +344,36 @@ class TransformersEngine(AdapterCommands):
                 if await asyncio.wrap_future(loop.call(lambda name=name: loop.differs(name, staged)))  # type: ignore[misc]
             ]
 
+    # --- adapters (see `LoraEngine`): loaded and unloaded between two steps of the loop ----------------------------
+
+    @property
+    def _base_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._base_model.shapes
+
+    @property
+    def _weights_version(self) -> Version:
+        return self._loop.version
+
     def _changing(self) -> asyncio.Lock:
         return self._commands
+
+    async def _add_adapter(self, adapter: Adapter) -> None:
+        loop = self._loop
+        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.add(adapter)))
+
+    async def _remove_adapter(self, adapter: Adapter) -> None:
+        loop = self._loop
+        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.remove(adapter)))
+
+    async def _end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
+        loop = self._loop
+        ending = [each for active in self._active.values() for each in active if which(each)]
+
+        def end() -> None:
+            for active in ending:
+                loop.abort(active, FinishReason.VERSION_RETIRED)
+
+        await asyncio.wrap_future(loop.call(end))
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -365,7 +383,7 @@ class TransformersEngine(AdapterCommands):
         if loop is None:
             return EngineStatus(BASE, BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)
         return EngineStatus(
-            version=self._adapters.version or loop.version,
+            version=self._adapter_version or loop.version,
             weights=loop.version,
             running=len(loop.batch.rows),
             queued=loop.queued,
@@ -415,56 +433,3 @@ def _check(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) 
         raise ValueError(
             f"the log-probabilities of a prompt of {len(ids)} tokens would take too much memory; shorten it"
         )
-
-
-class SlotAdapterHost:
-    """An `AdapterHost`: loads and unloads adapters between two steps of the loop.
-
-    Args:
-        loop: Returns the loop, or raises EngineError.
-        shapes: Returns the shapes of the base model's tensors.
-        active: Gives the requests in progress.
-    """
-
-    def __init__(
-        self,
-        loop: Callable[[], SlotLoop],
-        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-        active: Callable[[], Iterable[ActiveRequest]],
-    ) -> None:
-        self._loop, self._shapes, self._active = loop, shapes, active
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the base model's tensors."""
-        return self._shapes()
-
-    @property
-    def version(self) -> Version:
-        """Return the version of the weights."""
-        return self._loop().version
-
-    async def add(self, adapter: Adapter) -> None:
-        """Load an adapter.
-
-        Raises:
-            EngineError: if it cannot be loaded.
-        """
-        loop = self._loop()
-        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.add(adapter)))
-
-    async def remove(self, adapter: Adapter) -> None:
-        """Unload an adapter that no request uses."""
-        loop = self._loop()
-        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.remove(adapter)))
-
-    async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
-        """End the matching requests."""
-        loop = self._loop()
-        ending = [active for active in self._active() if which(active)]
-
-        def end() -> None:
-            for active in ending:
-                loop.abort(active, FinishReason.VERSION_RETIRED)
-
-        await asyncio.wrap_future(loop.call(end))

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollout_svc.engines.adapter_slots import Adapter
+from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.model_files import check_length, model_directory
 from rollout_svc.engines.slots.sampling import Logits, PerRow

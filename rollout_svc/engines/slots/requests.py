@@ -13,7 +13,7 @@ import itertools
 
 import numpy as np
 
-from rollout_svc.engines.adapter_slots import Adapter
+from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import (
     EngineError,
     FinishReason,

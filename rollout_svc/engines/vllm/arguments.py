@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from rollout_svc.engines.adapters import LoraLimits
 from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.lora import LoraLimits
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION
 
 __all__ = [

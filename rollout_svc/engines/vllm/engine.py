@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import structlog
 
-from rollout_svc.engines.adapter_slots import Adapter
-from rollout_svc.engines.adapters import AdapterCommands, Adapters, RequestInProgress
+from rollout_svc.engines.adapters import Adapter, LoraEngine, LoraLimits, RequestInProgress
 from rollout_svc.engines.base import (
     EngineError,
     EngineStatus,
@@ -25,7 +24,6 @@ from rollout_svc.engines.base import (
     ModelInfo,
     PauseMode,
 )
-from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.model_files import model_directory, read_base_model
 from rollout_svc.engines.vllm import requests as results
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
@@ -76,7 +74,7 @@ class VllmOptions:
     start_method: Literal["auto", "fork", "spawn"] = "auto"
 
 
-class VllmEngine(AdapterCommands):
+class VllmEngine(LoraEngine):
     """Samples with vLLM, in process as a library or behind the service.
 
     Args:
@@ -88,7 +86,8 @@ class VllmEngine(AdapterCommands):
     info: ModelInfo
 
     def __init__(self, model: str, options: VllmOptions | None = None, lora: LoraLimits | None = None) -> None:
-        self._model, self._options, self._lora = model, options or VllmOptions(), lora
+        self._model, self._options = model, options or VllmOptions()
+        super().__init__(lora, self._options.phase_deadline_s)
         self._processes: VllmProcesses | None = None
         self._weights = VllmWeights(
             clear_cache=self._options.kv_policy == "recompute",
@@ -104,8 +103,6 @@ class VllmEngine(AdapterCommands):
         self._active: dict[str, set[TrackedRequest]] = {}
         self._generated = 0
         self._prompted = 0
-        host = VllmAdapterHost(lambda: self._llm, self._weights, self._tracked, self._options.phase_deadline_s)
-        self._adapters = Adapters(host, lora, self._options.phase_deadline_s)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -133,7 +130,7 @@ class VllmEngine(AdapterCommands):
             staged, self._weights.staged = self._weights.staged, None
             if staged is not None and staged.path.is_file():
                 await self._switch(staged)
-            await self._adapters.reload()
+            await self._reload_adapters()
             return self._version
 
     async def stop(self) -> None:
@@ -147,7 +144,7 @@ class VllmEngine(AdapterCommands):
             self._options.engine_args,
             fork=fork,
             deadline_s=self._options.start_deadline_s,
-            lora=self._lora,
+            lora=self.lora_limits,
         )
         model_config = self._processes.config.model_config
         directory = await asyncio.to_thread(model_directory, self._model, model_config.revision)
@@ -156,7 +153,7 @@ class VllmEngine(AdapterCommands):
         self.info = describe(self._model, self._processes.config)
         self._seeds = not (self._processes.on_cpu and self._processes.config.scheduler_config.enable_chunked_prefill)
         self._broken, self._paused = "", None
-        self._adapters.begin()
+        self._forget_adapters()
         llm = self._processes.llm
         await step(
             llm, "labelling the base weights", llm.update_weight_version(str(BASE)), self._options.phase_deadline_s
@@ -177,7 +174,7 @@ class VllmEngine(AdapterCommands):
     @property
     def _version(self) -> Version:
         """Return the version of requests that name no adapter."""
-        return self._adapters.version or self._weights.version
+        return self._adapter_version or self._weights.version
 
     @property
     def _llm(self) -> Llm:
@@ -258,12 +255,12 @@ class VllmEngine(AdapterCommands):
         return bool(tracked)
 
     async def _submit(self, request: GenerationRequest) -> TrackedRequest:
-        await self._adapters.ready.wait()
+        await self._policy_loaded.wait()
         await self._weights.admit.wait()  # an update is in progress: the request is sampled by the new version
         llm = self._llm
         results.check_request(request, self.info, seeds=self._seeds)
         unique_id = f"{request.request_id}.{next(self._numbers)}"
-        with self._adapters.entering(request.adapter) as adapter:
+        with self._entering_with(request.adapter) as adapter:
             # The salt makes the version a part of the key of prefix-cache entries: after an update no old one is read.
             salt = str(self._weights.version if adapter is None else adapter.version)
             prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
@@ -280,12 +277,9 @@ class VllmEngine(AdapterCommands):
             self._active.setdefault(request.request_id, set()).add(tracked)
         return tracked
 
-    def _tracked(self) -> list[TrackedRequest]:
-        return [tracked for of_name in self._active.values() for tracked in of_name]
-
     async def _release(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
         """Forget a request. Abort it if it has not ended."""
-        self._adapters.left(tracked.adapter)
+        self._left(tracked.adapter)
         live = self._active[request.request_id]
         live.discard(tracked)
         if not live:
@@ -384,7 +378,7 @@ class VllmEngine(AdapterCommands):
     async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
         async with self._commands:
             if staged is not None and self._weights.staged == staged and not self._weights.suspect:
-                self._adapters.serve_weights()  # from an adapter back to its base, which has not changed
+                self._serve_weights()  # from an adapter back to its base, which has not changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             return await self._switch(staged)
 
@@ -392,13 +386,13 @@ class VllmEngine(AdapterCommands):
         llm = self._llm
         files = self._weights.files(staged)
         try:
-            await self._adapters.retire_others(files.version)
+            await self._retire_other_bases(files.version)
             report = await self._weights.switch(llm, files, resume=self._paused is None)
         except HalfLoadedError as error:
             self._break(str(error))
             raise
         self._weights.staged = staged
-        self._adapters.serve_weights()
+        self._serve_weights()
         return report
 
     def _break(self, why: str) -> None:
@@ -416,6 +410,41 @@ class VllmEngine(AdapterCommands):
             except HalfLoadedError as error:
                 self._break(str(error))
                 raise
+
+    # --- adapters (see `LoraEngine`) ------------------------------------------------------------------------------
+
+    @property
+    def _base_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._weights.base.shapes if self._weights.base else {}
+
+    @property
+    def _weights_version(self) -> Version:
+        return self._weights.version
+
+    async def _add_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter in the workers, which keep sampling.
+
+        Raises:
+            EngineError: if a worker refuses it; then no worker has it.
+            HalfLoadedError: if the engine failed.
+        """
+        arguments = {"label": adapter.label, "number": adapter.number, "path": str(adapter.staged.path)}
+        call = self._llm.collective_rpc("sluice_add_adapter", kwargs=arguments)
+        replies = await step(self._llm, "loading an adapter", call, self._options.phase_deadline_s)
+        why = next((reply[1] for reply in replies if reply[0] != "ok"), None)
+        if why is not None:
+            await self._remove_adapter(adapter)
+            raise EngineError(f"adapter {adapter.version} was not loaded: {why}; the version before keeps serving")
+
+    async def _remove_adapter(self, adapter: Adapter) -> None:
+        llm = self._llm
+        await step(llm, "unloading an adapter", llm.remove_lora(adapter.number), self._options.phase_deadline_s)
+
+    async def _end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
+        """End some requests; the engine has let go of them before it replies a later call."""
+        for tracked in [each for active in self._active.values() for each in active if which(each)]:
+            tracked.retired = True
+            await self._llm.abort(tracked.internal_id, internal=True)
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -444,67 +473,6 @@ def lost(request: GenerationRequest, error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
     return EngineError(f"request {request.request_id} was lost with the engine: {type(error).__name__}: {error}")
-
-
-class VllmAdapterHost:
-    """An `AdapterHost`: loads and unloads adapters in the workers of vLLM.
-
-    Args:
-        llm: Returns the running ``AsyncLLM``, or raises EngineError.
-        weights: The weights of its workers.
-        active: Returns the requests in progress.
-        deadline_s: Deadline of each call to the engine, in seconds.
-    """
-
-    def __init__(
-        self,
-        llm: Callable[[], Llm],
-        weights: VllmWeights,
-        active: Callable[[], Iterable[TrackedRequest]],
-        deadline_s: float,
-    ) -> None:
-        self._llm, self._weights, self._active, self._deadline_s = llm, weights, active, deadline_s
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the base model's tensors."""
-        return self._weights.base.shapes if self._weights.base else {}
-
-    @property
-    def version(self) -> Version:
-        """Return the version of the weights."""
-        return self._weights.version
-
-    async def add(self, adapter: Adapter) -> None:
-        """Load an adapter in the workers, which keep sampling.
-
-        Raises:
-            EngineError: if a worker refuses it; then no worker has it.
-            HalfLoadedError: if the engine failed.
-        """
-        llm = self._llm()
-        arguments = {"label": adapter.label, "number": adapter.number, "path": str(adapter.staged.path)}
-        call = llm.collective_rpc("sluice_add_adapter", kwargs=arguments)
-        replies = await step(llm, "loading an adapter", call, self._deadline_s)
-        why = next((reply[1] for reply in replies if reply[0] != "ok"), None)
-        if why is not None:
-            await self.remove(adapter)
-            raise EngineError(f"adapter {adapter.version} was not loaded: {why}; the version before keeps serving")
-
-    async def remove(self, adapter: Adapter) -> None:
-        """Unload an adapter in the workers.
-
-        Raises:
-            HalfLoadedError: if the engine failed.
-        """
-        llm = self._llm()
-        await step(llm, "unloading an adapter", llm.remove_lora(adapter.number), self._deadline_s)
-
-    async def end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
-        """End some requests; the engine has let go of them before it replies a later call."""
-        for tracked in [each for each in self._active() if which(each)]:
-            tracked.retired = True
-            await self._llm().abort(tracked.internal_id, internal=True)
 
 
 def lora_request(adapter: Adapter) -> object:

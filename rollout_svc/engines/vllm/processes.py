@@ -14,8 +14,8 @@ from typing import Any
 
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 
+from rollout_svc.engines.adapters import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
-from rollout_svc.engines.lora import LoraLimits
 from rollout_svc.engines.vllm.arguments import (
     engine_arguments,
     has_accelerator,

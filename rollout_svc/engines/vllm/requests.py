@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from rollout_svc.engines.adapter_slots import Adapter
+from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, ModelInfo, Sample, Sampling
 from rollout_svc.engines.vllm.types import (
     Collector,
