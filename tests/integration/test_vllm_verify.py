@@ -12,7 +12,7 @@ import torch
 from small_models import CONTEXT, recompute, save_model, staged
 
 from rollout_svc.engines.base import GenerationRequest, Sampling
-from rollout_svc.engines.vllm import arguments as vllm_arguments
+from rollout_svc.engines.vllm import processes as vllm_processes
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import Version
 
@@ -33,7 +33,7 @@ async def engine(request: pytest.FixtureRequest, models: list[Path]) -> AsyncIte
     arguments = {"max_model_len": CONTEXT, "kv_cache_memory_bytes": 32 << 20, "tensor_parallel_size": request.param}
     started = VllmEngine(str(models[0]), VllmOptions(engine_args=arguments, double_buffer=request.param == 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_arguments, "WORKER_EXTENSION", altering_worker.NAME)
+        patch.setattr(vllm_processes, "WORKER_EXTENSION", altering_worker.NAME)
         await started.start()
     yield started
     await started.stop()

@@ -12,7 +12,7 @@ from rollout_svc.config import LoraConfig, RolloutConfig
 from rollout_svc.engines import build_engine
 from rollout_svc.engines.adapters import Adapter, AdaptersFullError, AdapterSlots, LoraLimits, UnknownAdapterError
 from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.vllm.arguments import check_names, lora_arguments
+from rollout_svc.engines.vllm.processes import check_names, lora_arguments
 from sluice.config import ConfigError
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedAdapter

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.vllm.arguments import engine_arguments, prepare_environment, require_tested_version, workers_of
-from rollout_svc.engines.vllm.processes import threads_as_in_environment
+from rollout_svc.engines.vllm.processes import (
+    engine_arguments,
+    prepare_environment,
+    require_tested_version,
+    threads_as_in_environment,
+    workers_of,
+)
 
 
 @dataclass

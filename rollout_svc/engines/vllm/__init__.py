@@ -7,7 +7,7 @@ import os
 from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.adapters import lora_limits
 from rollout_svc.engines.base import EngineError, InferenceEngine
-from rollout_svc.engines.vllm.arguments import check_names, lora_arguments
+from rollout_svc.engines.vllm.processes import check_names, lora_arguments
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk
 

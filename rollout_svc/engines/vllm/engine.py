@@ -27,8 +27,7 @@ from rollout_svc.engines.base import (
 from rollout_svc.engines.model_files import model_directory, read_base_model
 from rollout_svc.engines.vllm import requests as results
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
-from rollout_svc.engines.vllm.requests import TrackedRequest, live_token_count, submit
-from rollout_svc.engines.vllm.types import Llm
+from rollout_svc.engines.vllm.requests import Llm, TrackedRequest, live_token_count, submit
 from rollout_svc.engines.vllm.weights import HalfLoadedError, VllmWeights, step, verify
 from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version

@@ -13,7 +13,7 @@ import structlog
 
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.model_files import BaseModel
-from rollout_svc.engines.vllm.types import Llm
+from rollout_svc.engines.vllm.requests import Llm
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
