@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_svc.engines.base import GenerationRequest, ModelInfo, Sampling
-from rollout_svc.engines.slots.batch import completed_stop
+from rollout_svc.engines.slots.batch import ActiveRequest, ActiveSample, WaitingQueue, completed_stop
 from rollout_svc.engines.slots.model import DecodeView, KvShape, PrefillView, SlotCache
-from rollout_svc.engines.slots.requests import ActiveRequest, ActiveSample, WaitingQueue
 from sluice.versions import BASE, Version
 
 SHAPE = KvShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))

@@ -1,14 +1,24 @@
-"""The engine that samples with plain transformers, on a CPU or one GPU. It needs no vLLM."""
+"""The engine that samples with plain transformers, on a CPU or one GPU, and its thread. It needs no vLLM.
+
+Callers use the engine in their event loop. `SlotLoop` samples in its own thread; commands (pauses, aborts, weights, adapters) run
+there between two steps.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import random
+import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import structlog
+import torch
 
 from rollout_svc.engines.adapters import Adapter, LoraEngine, LoraLimits, RequestInProgress
 from rollout_svc.engines.base import (
@@ -23,10 +33,8 @@ from rollout_svc.engines.base import (
     PauseMode,
 )
 from rollout_svc.engines.model_files import BaseModel, read_base_model
-from rollout_svc.engines.slots.batch import BatchLimits, Decoder, SlotBatch
-from rollout_svc.engines.slots.loop import InPlaceWeights, SlotLoop
-from rollout_svc.engines.slots.model import SlotCache, SlotModel
-from rollout_svc.engines.slots.requests import ActiveRequest
+from rollout_svc.engines.slots.batch import ActiveRequest, BatchLimits, Decoder, SlotBatch, WaitingQueue
+from rollout_svc.engines.slots.model import InPlaceWeights, SlotCache, SlotModel
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -39,6 +47,8 @@ DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 MOST_LOGITS_BYTES = 2 << 30
 """Maximum memory for the log-probabilities of a prompt: vocabulary x length x 4 bytes."""
+
+Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
@@ -433,3 +443,231 @@ def _check(request: GenerationRequest, info: ModelInfo, *, has_tokenizer: bool) 
         raise ValueError(
             f"the log-probabilities of a prompt of {len(ids)} tokens would take too much memory; shorten it"
         )
+
+
+class SlotLoop:
+    """Samples for all active requests in its own thread.
+
+    Args:
+        batch: What is sampled.
+        weights: The model's tensors.
+        threads: CPU threads of a step; None leaves PyTorch's choice.
+        recompute: Whether the keys and values of running samples are computed again after a change of the weights.
+    """
+
+    def __init__(self, batch: SlotBatch, weights: InPlaceWeights, *, threads: int | None, recompute: bool) -> None:
+        self.batch = batch
+        self.paused: PauseMode | None = None
+        self.broken = ""
+        self.staged: StagedVersion | None = None
+        """The version of the weights; None for the base model."""
+        self.suspect = False
+        """Whether the live weights were found to differ from that version, until the next swap."""
+        self._weights, self._threads, self._recompute = weights, threads, recompute
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._over = False
+        self._last_command = threading.Lock()
+        self._draining: list[Future[None]] = []
+        self._waiting = WaitingQueue()
+        self._held: list[ActiveRequest] = []
+        self._thread = threading.Thread(target=self._run, name="slot-loop", daemon=True)
+
+    # --- from other threads ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End every request and the thread. Blocks for the rest of a step."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def call(self, action: Callable[[], Result]) -> Future[Result]:
+        """Run an action in the thread, between two steps."""
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(action())
+            except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
+                future.set_exception(error)
+
+        self.post(run)
+        return future
+
+    def post(self, action: Callable[[], object]) -> None:
+        """Like `call`, without a result."""
+        with self._last_command:
+            if not self._over:
+                self._commands.put(action)
+                self._wake.set()
+                return
+        action()  # the thread has ended: the action only refuses
+
+    @property
+    def version(self) -> Version:
+        """Return the version of the weights."""
+        return BASE if self.staged is None else self.staged.version
+
+    @property
+    def queued(self) -> int:
+        """Return the number of samples that wait for a row."""
+        return len(self._waiting) + sum(len(active.samples) for active in self._held)
+
+    # --- in the thread: requests ----------------------------------------------------------------------------------
+
+    def add(self, active: ActiveRequest) -> None:
+        """Queue a request. Call this in the thread."""
+        if self.broken or self._stopping:
+            active.fail(EngineError(self.broken or "the engine was stopped"))
+        elif self._draining or self.paused is PauseMode.WAIT:
+            self._held.append(active)
+        else:
+            self._waiting.add(active)
+
+    def abort(self, active: ActiveRequest | None, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request, or all of them, with the tokens so far. Return False if none was active. Call this in the thread."""
+        for held in [each for each in self._held if active is None or each is active]:
+            self._held.remove(held)
+            self._waiting.add(held)
+        gone = self._waiting.remove(active)
+        gone += self.batch.free(
+            [row for row, (owner, _) in enumerate(self.batch.rows) if active is None or owner is active]
+        )
+        for owner, sample in gone:
+            sample.finish_reason = reason
+            owner.sample_ended()
+        return bool(gone)
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop sampling. The future is done when sampling has stopped. Call this in the thread."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # from here on the caller cannot cancel it
+        if mode is PauseMode.WAIT:
+            self.paused = None  # requests that an earlier pause froze have to end, too
+            self._draining.append(done)
+            self._look_if_drained()
+            return done
+        if mode is PauseMode.ABORT:
+            self.abort(None)
+        self.paused = mode
+        done.set_result(None)
+        return done
+
+    def resume(self) -> None:
+        """Resume sampling. A pause that still waits is abandoned. Call this in the thread."""
+        self.paused = None
+        self._draining.clear()
+        for active in self._held:
+            self._waiting.add(active)
+        self._held.clear()
+
+    def _look_if_drained(self) -> None:
+        if self._draining and not self.batch.rows and not self._waiting:
+            self.paused = PauseMode.WAIT
+            for done in self._draining:
+                done.set_result(None)
+            self._draining.clear()
+
+    # --- in the thread: weights -----------------------------------------------------------------------------------
+
+    def swap(self, staged: StagedVersion | None) -> tuple[float, float]:
+        """Copy a version into the model, or the base model for None. Call this in the thread.
+
+        Returns:
+            Seconds without sampling, and seconds of the copy alone.
+
+        Raises:
+            EngineError: if it could not be applied. The version before keeps serving, unless `broken` is set.
+        """
+        begun = time.perf_counter()
+        paths = self._files(staged)
+        self._weights.check(paths)
+        copying = time.perf_counter()
+        try:
+            self._weights.copy(paths)
+        except EngineError:
+            self._go_back()
+            raise
+        copied = time.perf_counter()
+        self.staged, self.suspect = staged, False
+        if self._recompute:
+            self.batch.recompute_kv()
+        return time.perf_counter() - begun, copied - copying
+
+    def tensors(self) -> list[str]:
+        """Return the names of the live tensors, sorted."""
+        return self._weights.names()
+
+    def differs(self, name: str, staged: StagedVersion | None) -> bool:
+        """Return whether a live tensor differs from a version, or from the base model for None. Call this in the thread.
+
+        Raises:
+            EngineError: if the version's file cannot be read.
+        """
+        found: bool = self._weights.differs(name, self._files(staged))
+        self.suspect |= found
+        return found
+
+    def _files(self, staged: StagedVersion | None) -> Sequence[Path]:
+        return self._weights.base_paths if staged is None else [staged.path]
+
+    def _go_back(self) -> None:
+        try:
+            self._weights.copy(self._files(self.staged))
+        except EngineError as error:
+            self._break(f"neither the new nor the old version could be loaded: {error}; call restart()")
+            raise
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            while not self._stopping:
+                self._take_commands()
+                if self.paused is None and not self.broken and (self.batch.rows or self._waiting):
+                    self._step()
+                else:
+                    self._wake.wait()
+                    self._wake.clear()
+        except Exception as error:
+            log.exception("sampling failed")
+            self._break(f"sampling failed: {type(error).__name__}: {error}; call restart()")
+        self._stopping = True
+        with self._last_command:
+            self._over = True
+        self._take_commands()
+        self._fail_all(EngineError(self.broken or "the engine was stopped"))
+
+    def _take_commands(self) -> None:
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _step(self) -> None:
+        for active, _ in self.batch.step(self._waiting, self.version):
+            active.sample_ended()
+        self._look_if_drained()
+
+    def _break(self, why: str) -> None:
+        self.broken = why
+        self._fail_all(EngineError(why))
+
+    def _fail_all(self, error: EngineError) -> None:
+        gone = {id(active): active for active, _ in [*self.batch.rows, *self._waiting.remove(None)]}
+        gone |= {id(active): active for active in self._held}
+        self.batch.rows.clear()
+        self._held.clear()
+        for active in gone.values():
+            active.fail(error)
+        for done in self._draining:
+            done.set_exception(error)
+        self._draining.clear()
