@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -328,6 +329,40 @@ class TestFailures:
             sample = (await engine.agenerate(ask())).samples[0]
             expected = recompute(models.second, PROMPT, sample.token_ids)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+
+    async def test_a_step_that_hangs_breaks_the_engine_instead_of_its_callers(self, models, monkeypatch):
+        hanging, released = threading.Event(), threading.Event()
+
+        def hang(*_: object) -> list[object]:
+            hanging.set()
+            released.wait(60)
+            return []
+
+        async with running(models.base, command_deadline_s=0.2) as engine:
+            monkeypatch.setattr(engine._running.batch, "step", hang)
+            task = asyncio.create_task(engine.agenerate(ask(LONG)))
+            await asyncio.to_thread(hanging.wait, DEADLINE_S)
+            try:
+                async with asyncio.timeout(DEADLINE_S):
+                    with pytest.raises(EngineError, match="still in one step"):
+                        await engine.pause(PauseMode.KEEP)
+                    with pytest.raises(EngineError, match="still in one step"):
+                        await task
+                    assert not engine.status().healthy
+                    assert await engine.restart() == BASE
+                    assert (await engine.agenerate(ask())).samples[0].token_ids
+            finally:
+                released.set()
+
+    async def test_a_model_that_loads_too_long_is_not_waited_for(self, models, monkeypatch):
+        released = threading.Event()
+        engine = TransformersEngine(str(models.base), SlotOptions(start_deadline_s=0.1))
+        monkeypatch.setattr(engine, "_build", lambda: released.wait(60))
+        try:
+            with pytest.raises(EngineError, match="start_s"):
+                await asyncio.wait_for(engine.start(), DEADLINE_S)
+        finally:
+            released.set()
 
     async def test_a_request_whose_first_step_fails_is_told(self, models):
         async with running(models.base) as engine:

@@ -25,6 +25,8 @@ def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEng
         kv_cache_bytes=config.kv_cache_bytes,
         kv_policy=config.kv_policy,
         threads=config.threads,
+        start_deadline_s=config.deadlines.start_s,
+        command_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
     )
     return TransformersEngine(model, options, lora_limits(config.lora, max_staleness))

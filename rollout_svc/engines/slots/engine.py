@@ -25,6 +25,7 @@ from rollout_svc.engines.base import (
     EngineBusyError,
     EngineError,
     EngineStatus,
+    EngineTimeoutError,
     FinishReason,
     GenerationChunk,
     GenerationRequest,
@@ -35,6 +36,7 @@ from rollout_svc.engines.base import (
 from rollout_svc.engines.model_files import BaseModel, read_base_model
 from rollout_svc.engines.slots.batch import ActiveRequest, BatchLimits, Decoder, SlotBatch, WaitingQueue
 from rollout_svc.engines.slots.model import InPlaceWeights, SlotCache, SlotModel
+from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -67,7 +69,9 @@ class SlotOptions:
         kv_policy: What happens to keys and values of running samples at an update: "keep" or "recompute".
         prefill_tokens: Maximum number of prompt tokens, padding included, between two steps; a longer prompt is computed alone.
         threads: CPU threads of a step; None leaves PyTorch's choice.
-        drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
+        start_deadline_s: Seconds to load the model.
+        command_deadline_s: Seconds that a command, such as a change of the weights, may wait for the step in progress and take.
+        drain_deadline_s: Seconds that `pause` with mode WAIT waits for requests to end.
     """
 
     device: str = "auto"
@@ -79,6 +83,8 @@ class SlotOptions:
     kv_policy: Literal["keep", "recompute"] = "keep"
     prefill_tokens: int = 4096
     threads: int | None = None
+    start_deadline_s: float = 600.0
+    command_deadline_s: float = 120.0
     drain_deadline_s: float = 600.0
 
 
@@ -102,6 +108,8 @@ class TransformersEngine(LoraEngine):
         self._decoder: Decoder | None = None
         self._resume_from: StagedVersion | None = None
         self._active: dict[str, set[ActiveRequest]] = {}
+        # A thread of its own, since the default pool cannot give up a model that loads for ever.
+        self._loading = DeadlineThreads("loading", 1, self._options.start_deadline_s, most_hung=1)
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -131,7 +139,7 @@ class TransformersEngine(LoraEngine):
             staged, self._resume_from = self._resume_from, None
             if staged is not None and staged.path.is_file():
                 try:
-                    await asyncio.wrap_future(loop.call(lambda: loop.swap(staged)))
+                    await self._command(lambda: loop.swap(staged))
                 except EngineError:
                     await self._stop()  # not healthy until the next attempt, which serves the base
                     raise
@@ -144,7 +152,12 @@ class TransformersEngine(LoraEngine):
             await self._stop()
 
     async def _start(self) -> SlotLoop:
-        loop = self._running = await asyncio.to_thread(self._build)
+        try:
+            loop = self._running = await self._loading.run(self._build)
+        except (CallHungError, TooManyHungError) as error:
+            raise EngineError(
+                f"the model was not loaded within {self._options.start_deadline_s:.0f} s; raise rollout.deadlines.start_s"
+            ) from error
         self._forget_adapters()
         loop.start()
         log.info("transformers engine started", model=self._model, dtype=self.info.dtype)
@@ -153,7 +166,7 @@ class TransformersEngine(LoraEngine):
     async def _stop(self) -> None:
         loop, self._running = self._running, None
         if loop is not None:
-            await asyncio.to_thread(loop.stop)
+            await asyncio.to_thread(loop.stop, self._options.command_deadline_s)
 
     def _build(self) -> SlotLoop:
         model = SlotModel(self._model, self._options.device, self._options.dtype, self._options.max_model_len)
@@ -185,6 +198,23 @@ class TransformersEngine(LoraEngine):
         if self._running.broken:
             raise EngineError(f"the engine is broken: {self._running.broken}")
         return self._running
+
+    async def _command(self, action: Callable[[], Result]) -> Result:
+        """Run an action in the loop's thread, between two steps.
+
+        Raises:
+            EngineError: what the action raised, or that the thread did not do it in time; then the engine is broken.
+        """
+        loop = self._loop
+        try:
+            async with asyncio.timeout(self._options.command_deadline_s):
+                return await asyncio.wrap_future(loop.call(action))
+        except TimeoutError as error:
+            why = f"the engine is still in one step after {self._options.command_deadline_s:g} s; call restart()"
+            loop.broken = loop.broken or why
+            for active in [each for of_name in self._active.values() for each in of_name]:
+                active.fail(EngineError(why))
+            raise EngineTimeoutError(why) from error
 
     @property
     def _base_model(self) -> BaseModel:
@@ -241,11 +271,8 @@ class TransformersEngine(LoraEngine):
     async def abort(self, request_id: str) -> bool:
         """End a request with finish reason ABORT and its tokens so far. Return False if it is not in progress."""
         loop = self._loop
-        ended = [
-            await asyncio.wrap_future(loop.call(lambda active=active: loop.abort(active)))  # type: ignore[misc]
-            for active in list(self._active.get(request_id, ()))
-        ]
-        return any(ended)
+        named = list(self._active.get(request_id, ()))
+        return await self._command(lambda: sum(map(loop.abort, named)) > 0)
 
     def _submit(self, request: GenerationRequest) -> ActiveRequest:
         loop = self._loop
@@ -281,12 +308,12 @@ class TransformersEngine(LoraEngine):
         """
         async with self._commands:
             loop = self._loop
-            paused = await asyncio.wrap_future(loop.call(lambda: loop.pause(mode)))
+            paused = await self._command(lambda: loop.pause(mode))
             try:
                 async with asyncio.timeout(self._options.drain_deadline_s):
                     await asyncio.wrap_future(paused)
             except BaseException as error:
-                await asyncio.wrap_future(loop.call(loop.resume))
+                await self._command(loop.resume)
                 if not isinstance(error, TimeoutError):
                     raise
                 raise EngineError(
@@ -296,8 +323,7 @@ class TransformersEngine(LoraEngine):
     async def resume(self) -> None:
         """Resume sampling. Idempotent."""
         async with self._commands:
-            loop = self._loop
-            await asyncio.wrap_future(loop.call(loop.resume))
+            await self._command(self._loop.resume)
 
     # --- weights --------------------------------------------------------------------------------------------------
 
@@ -328,7 +354,7 @@ class TransformersEngine(LoraEngine):
     async def _swap(self, loop: SlotLoop, staged: StagedVersion | None) -> ApplyReport:
         version = BASE if staged is None else staged.version
         await self._retire_other_bases(version)
-        times = await asyncio.wrap_future(loop.call(lambda: loop.swap(staged)))
+        times = await self._command(lambda: loop.swap(staged))
         self._serve_weights()
         return ApplyReport(version, *times)
 
@@ -351,7 +377,7 @@ class TransformersEngine(LoraEngine):
             return [
                 name
                 for name in names
-                if await asyncio.wrap_future(loop.call(lambda name=name: loop.differs(name, staged)))  # type: ignore[misc]
+                if await self._command(lambda name=name: loop.differs(name, staged))  # type: ignore[misc]
             ]
 
     # --- adapters (see `LoraEngine`): loaded and unloaded between two steps of the loop ----------------------------
@@ -368,12 +394,12 @@ class TransformersEngine(LoraEngine):
         return self._commands
 
     async def _add_adapter(self, adapter: Adapter) -> None:
-        loop = self._loop
-        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.add(adapter)))
+        batch = self._loop.batch
+        await self._command(lambda: batch.adapters.add(adapter))
 
     async def _remove_adapter(self, adapter: Adapter) -> None:
-        loop = self._loop
-        await asyncio.wrap_future(loop.call(lambda: loop.batch.adapters.remove(adapter)))
+        batch = self._loop.batch
+        await self._command(lambda: batch.adapters.remove(adapter))
 
     async def _end_requests(self, which: Callable[[RequestInProgress], bool]) -> None:
         loop = self._loop
@@ -383,7 +409,7 @@ class TransformersEngine(LoraEngine):
             for active in ending:
                 loop.abort(active, FinishReason.VERSION_RETIRED)
 
-        await asyncio.wrap_future(loop.call(end))
+        await self._command(end)
 
     # --- status ---------------------------------------------------------------------------------------------------
 
@@ -480,11 +506,13 @@ class SlotLoop:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """End every request and the thread. Blocks for the rest of a step."""
+    def stop(self, deadline_s: float) -> None:
+        """End every request and the thread. Blocks for the rest of a step; a step that hangs is left to itself."""
         self._stopping = True
         self._wake.set()
-        self._thread.join()
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            log.error("a step of the engine hangs; its thread is left to itself", seconds=deadline_s)
 
     def call(self, action: Callable[[], Result]) -> Future[Result]:
         """Run an action in the thread, between two steps."""
