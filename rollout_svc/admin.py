@@ -1,4 +1,5 @@
 """RolloutAdminService and the metrics of one replica: weight versions, pauses, adapters, status."""
+# ruff: noqa: N802  (gRPC names the methods)
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
@@ -15,24 +18,29 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 
 from rollout_svc.engines.base import EngineError, PauseMode
-from rollout_svc.pauses import PauseHeldError, Pauses
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import ReplicaWeights
 from rollout_svc.wire import MAX_NAME, loaded_adapters
 from sluice.rpc import SluiceError
-from sluice.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.v1 import rollout_pb2 as pb
+from sluice.v1 import rollout_pb2_grpc
 from sluice.versions import Version
 
-__all__ = ["ReplicaMetrics", "RolloutAdminServicer"]
+__all__ = ["PauseHeldError", "Pauses", "ReplicaMetrics", "RolloutAdminServicer"]
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 PAUSE_MODES = {
-    rollout_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
-    rollout_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
-    rollout_pb2.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+MAX_TTL_S = 3600.0
+"""Maximum time to live of a pause, in seconds: a forgotten one must not stop a run for ever."""
 
 LOOK_S = 0.1
 """Seconds between two checks whether a pause is over."""
@@ -41,6 +49,65 @@ MAX_ABORTED = 16_384
 """Maximum number of request ids in one AbortRequests call."""
 
 log = structlog.get_logger()
+
+
+class PauseHeldError(Exception):
+    """Another owner holds a pause."""
+
+
+@dataclass
+class Pauses:
+    """Who paused the replica, and until when: a pure state machine, whose caller passes the time.
+
+    There is at most one pause at a time, with an owner and a time to live.
+
+    Attributes:
+        owner: Who paused; empty if nobody.
+        ends: When the pause ends by itself, on the caller's monotonic clock in seconds.
+    """
+
+    owner: str = field(default="", init=False)
+    ends: float = field(default=0.0, init=False)
+
+    def begin(self, owner: str, ttl_s: float, now: float) -> None:
+        """Begin a pause, or extend that of the same owner.
+
+        Raises:
+            PauseHeldError: if another owner holds a pause.
+            ValueError: if the owner or the time to live is invalid.
+        """
+        if not owner:
+            raise ValueError("owner must be named")
+        if not 0 < ttl_s <= MAX_TTL_S:
+            raise ValueError(f"ttl must be above 0 and at most {MAX_TTL_S:.0f} s, not {ttl_s:g}")
+        self._require(owner, now)
+        self.owner, self.ends = owner, now + ttl_s
+
+    def end(self, owner: str, now: float) -> bool:
+        """End the pause of this owner. Return whether there was one.
+
+        Raises:
+            PauseHeldError: if another owner holds a pause.
+        """
+        self._require(owner, now)
+        return self._clear()
+
+    def expire(self, now: float) -> bool:
+        """End a pause whose time to live is over. Return whether there was one."""
+        return bool(self.owner) and now >= self.ends and self._clear()
+
+    def forget(self, owner: str) -> None:
+        """Forget the pause of this owner, if it still holds one."""
+        if self.owner == owner:
+            self._clear()
+
+    def _require(self, owner: str, now: float) -> None:
+        if self.owner and self.owner != owner and now < self.ends:
+            raise PauseHeldError(f"{self.owner!r} holds a pause for {self.ends - now:.0f} s more")
+
+    def _clear(self) -> bool:
+        held, self.owner = bool(self.owner), ""
+        return held
 
 
 class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
@@ -87,69 +154,47 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             await self._engine.serving.pause(PauseMode.KEEP)
         except (EngineError, SluiceError) as error:
             log.warning("the pause was lost with the engine", owner=owner, error=str(error))
-            self._pauses.release()
+            self._pauses.forget(owner)
 
-    async def SetWeightPolicy(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.SetWeightPolicyRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.SetWeightPolicyRequest, rollout_pb2.SetWeightPolicyResponse],
-    ) -> rollout_pb2.SetWeightPolicyResponse:
+    async def SetWeightPolicy(self, request: pb.SetWeightPolicyRequest, context: Context) -> pb.SetWeightPolicyResponse:
         """Set which versions the replica applies."""
         del context
         version = Version.from_proto(request.version) if request.HasField("version") else None
         ttl_s = request.ttl.ToNanoseconds() / 1e9
         present = await self._weights.set_policy(request.mode, version, request.owner, ttl_s)
-        return rollout_pb2.SetWeightPolicyResponse(policy_version=present.to_proto())
+        return pb.SetWeightPolicyResponse(policy_version=present.to_proto())
 
-    async def UpdateWeights(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.UpdateWeightsRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.UpdateWeightsRequest, rollout_pb2.UpdateWeightsResponse],
-    ) -> rollout_pb2.UpdateWeightsResponse:
+    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
         """Fetch and apply a version now."""
         del context
         version = Version.from_proto(request.version) if request.HasField("version") else None
         return await self.update(version)
 
-    async def update(self, version: Version | None) -> rollout_pb2.UpdateWeightsResponse:
+    async def update(self, version: Version | None) -> pb.UpdateWeightsResponse:
         """Handle the RPC; the HTTP port calls this, too."""
         report = await self._weights.update_to(version)
-        return rollout_pb2.UpdateWeightsResponse(
-            policy_version=report.version.to_proto(), pause=_duration(report.pause_s)
-        )
+        return pb.UpdateWeightsResponse(policy_version=report.version.to_proto(), pause=_duration(report.pause_s))
 
-    async def ReloadWeights(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.ReloadWeightsRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.ReloadWeightsRequest, rollout_pb2.ReloadWeightsResponse],
-    ) -> rollout_pb2.ReloadWeightsResponse:
+    async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Context) -> pb.ReloadWeightsResponse:
         """Return to the base model."""
         del request, context
         return await self.reload()
 
-    async def reload(self) -> rollout_pb2.ReloadWeightsResponse:
+    async def reload(self) -> pb.ReloadWeightsResponse:
         """Handle the RPC; the HTTP port calls this, too."""
         report = await self._weights.reload_base()
-        return rollout_pb2.ReloadWeightsResponse(policy_version=report.version.to_proto())
+        return pb.ReloadWeightsResponse(policy_version=report.version.to_proto())
 
-    async def VerifyWeights(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.VerifyWeightsRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.VerifyWeightsRequest, rollout_pb2.VerifyWeightsResponse],
-    ) -> rollout_pb2.VerifyWeightsResponse:
+    async def VerifyWeights(self, request: pb.VerifyWeightsRequest, context: Context) -> pb.VerifyWeightsResponse:
         """Compare the engine's live weights with the files of their version."""
         del context
         fraction = request.fraction if request.HasField("fraction") else 1.0
         if not 0 < fraction <= 1:
             raise SluiceError.invalid_argument("fraction", "above 0 and at most 1")
         version, different = await self._weights.verify(fraction)
-        return rollout_pb2.VerifyWeightsResponse(policy_version=version.to_proto(), different=different)
+        return pb.VerifyWeightsResponse(policy_version=version.to_proto(), different=different)
 
-    async def Pause(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.PauseRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.PauseRequest, rollout_pb2.PauseResponse],
-    ) -> rollout_pb2.PauseResponse:
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
         """Stop sampling until Resume or the end of the time to live."""
         del context
         mode = PAUSE_MODES.get(request.mode)
@@ -157,45 +202,43 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             raise SluiceError.invalid_argument("mode", "set ABORT, WAIT or KEEP")
         if len(request.owner) > MAX_NAME:
             raise SluiceError.invalid_argument("owner", f"at most {MAX_NAME} characters")
-        engine = self._engine.serving
+        engine, ttl_s = self._engine.serving, request.ttl.ToNanoseconds() / 1e9
         try:
-            self._pauses.begin(request.owner, request.ttl.ToNanoseconds() / 1e9, time.monotonic())
+            self._pauses.begin(request.owner, ttl_s, time.monotonic())
         except PauseHeldError as error:
             raise SluiceError.aborted("PAUSE_HELD", f"{error}: wait, or ask its owner to resume") from error
         except ValueError as error:
             raise SluiceError.invalid_argument("owner" if not request.owner else "ttl", str(error)) from error
         try:
-            await engine.pause(mode)
+            async with asyncio.timeout(ttl_s):
+                await engine.pause(mode)
         except BaseException as error:  # also when the caller disconnects: the engine must not stay half paused
-            self._pauses.release()
+            self._pauses.forget(request.owner)
             await asyncio.shield(asyncio.create_task(self._resume_engine()))
+            if isinstance(error, TimeoutError):
+                why = f"requests did not end within the pause's ttl of {ttl_s:g} s; the replica keeps sampling:"
+                raise SluiceError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, "PAUSE_DEADLINE", f"{why} raise ttl, or pause with KEEP"
+                ) from error
             if isinstance(error, EngineError):
                 raise SluiceError.unavailable("PAUSE_FAILED", f"{error}; the replica keeps sampling") from error
             raise
         frozen = self._requests.samples if mode is PauseMode.KEEP else 0
-        return rollout_pb2.PauseResponse(frozen_requests=frozen)
+        return pb.PauseResponse(frozen_requests=frozen)
 
-    async def Resume(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.ResumeRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.ResumeRequest, rollout_pb2.ResumeResponse],
-    ) -> rollout_pb2.ResumeResponse:
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
         """End a pause of the same owner."""
         del context
         try:
             if self._pauses.end(request.owner, time.monotonic()):
                 await self._engine.serving.resume()
         except PauseHeldError:
-            return rollout_pb2.ResumeResponse(running=False)
+            return pb.ResumeResponse(running=False)
         except EngineError as error:
             raise SluiceError.unavailable("RESUME_FAILED", f"{error}; the engine restarts") from error
-        return rollout_pb2.ResumeResponse(running=True)
+        return pb.ResumeResponse(running=True)
 
-    async def LoadAdapter(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.LoadAdapterRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.LoadAdapterRequest, rollout_pb2.LoadAdapterResponse],
-    ) -> rollout_pb2.LoadAdapterResponse:
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
         """Give an adapter version a name that requests can use."""
         del context
         if not ADAPTER_NAME.fullmatch(request.adapter):
@@ -203,23 +246,15 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         if not request.HasField("version"):
             raise SluiceError.invalid_argument("version", "name the adapter version to load")
         await self._weights.load_adapter(request.adapter, Version.from_proto(request.version))
-        return rollout_pb2.LoadAdapterResponse()
+        return pb.LoadAdapterResponse()
 
-    async def UnloadAdapter(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.UnloadAdapterRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.UnloadAdapterRequest, rollout_pb2.UnloadAdapterResponse],
-    ) -> rollout_pb2.UnloadAdapterResponse:
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
         """Remove the name of an adapter."""
         del context
         await self._weights.unload_adapter(request.adapter)
-        return rollout_pb2.UnloadAdapterResponse()
+        return pb.UnloadAdapterResponse()
 
-    async def AbortRequests(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.AbortRequestsRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.AbortRequestsRequest, rollout_pb2.AbortRequestsResponse],
-    ) -> rollout_pb2.AbortRequestsResponse:
+    async def AbortRequests(self, request: pb.AbortRequestsRequest, context: Context) -> pb.AbortRequestsResponse:
         """End requests in progress."""
         del context
         if len(request.request_ids) > MAX_ABORTED:
@@ -230,17 +265,13 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             aborted = [await engine.abort(name) for name in names]
         except EngineError as error:
             raise SluiceError.unavailable("ABORT_FAILED", f"{error}; its requests end with it") from error
-        return rollout_pb2.AbortRequestsResponse(aborted=sum(aborted))
+        return pb.AbortRequestsResponse(aborted=sum(aborted))
 
-    async def GetStatus(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.GetStatusRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.GetStatusRequest, rollout_pb2.GetStatusResponse],
-    ) -> rollout_pb2.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Report version, load and health."""
         del request, context
         status, weights = self._engine.current.status(), self._weights.status()
-        response = rollout_pb2.GetStatusResponse(
+        response = pb.GetStatusResponse(
             replica=self._replica,
             state=self._state(paused=status.paused, healthy=status.healthy),
             policy_version=status.version.to_proto(),
@@ -265,12 +296,12 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             response.staged_version.CopyFrom(weights.staged.to_proto())
         return response
 
-    def _state(self, *, paused: bool, healthy: bool) -> rollout_pb2.ReplicaState.ValueType:
+    def _state(self, *, paused: bool, healthy: bool) -> pb.ReplicaState.ValueType:
         if self._requests.draining:
-            return rollout_pb2.REPLICA_STATE_DRAINING
+            return pb.REPLICA_STATE_DRAINING
         if self._engine.recovering or not healthy:
-            return rollout_pb2.REPLICA_STATE_RECOVERING
-        return rollout_pb2.REPLICA_STATE_PAUSED if paused else rollout_pb2.REPLICA_STATE_SERVING
+            return pb.REPLICA_STATE_RECOVERING
+        return pb.REPLICA_STATE_PAUSED if paused else pb.REPLICA_STATE_SERVING
 
 
 def _duration(seconds: float) -> Duration:

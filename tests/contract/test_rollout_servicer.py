@@ -414,6 +414,17 @@ class TestAdministration:
         assert (await served.generate(ask())).samples
         watch.cancel()
 
+    async def test_a_pause_waits_no_longer_for_requests_than_it_may_last(self, served):
+        request = ask()
+        request.sampling.max_tokens = 400
+        endless = asyncio.ensure_future(served.generate(request))
+        await until(lambda: served.replica.engine.status().running == 1)
+        pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_WAIT, owner="a", ttl=Duration(nanos=1_000_000))
+        error = await refused(served.admin.Pause(pause, timeout=TIMEOUT_S))
+        assert (error.code, error.reason) == (Code.DEADLINE_EXCEEDED, "PAUSE_DEADLINE")
+        assert len((await endless).samples[0].token_ids) == 400
+        assert (await served.status()).state == rollout_pb2.REPLICA_STATE_SERVING
+
     @pytest.mark.parametrize(
         ("pause", "field"),
         [

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rollout_svc.pauses import MAX_TTL_S, PauseHeldError, Pauses
+from rollout_svc.admin import MAX_TTL_S, PauseHeldError, Pauses
 
 
 def test_another_owner_waits_until_a_pause_ends_by_itself():
