@@ -31,7 +31,7 @@ from sluice.openai.server import HEALTH_PATH, RequestGuard
 from sluice.openai.stream import DisconnectedError, Events, EventStream, Numbered, merged, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.access import TokenCheck
-from sluice.telemetry.metrics import CONTENT_TYPE, metrics_text
+from sluice.telemetry import CONTENT_TYPE, metrics_text
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 

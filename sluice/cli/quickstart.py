@@ -8,29 +8,59 @@ SmolLM2-135M-Instruct, in a quarter of an hour, in ``outputs/sums``.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
+import json
 import os
+import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from sluice.cli import rl
-from sluice.config import Command, ConfigError, Options, whole_number
+from sluice.cli.report import PLOT_FILE, plot_run, read_steps
+from sluice.config import ConfigError, Options, whole_number
+from sluice.host_files import write_whole
 from sluice.supervise.plan import shared_cores
-from sluice.supervise.run_directory import is_held
-from sluice.view import quickstart_report
-from sluice.view.stages import StageError, Stages, run_quietly
+from sluice.supervise.restart_policy import RestartLimits
+from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Supervisor, run_until_signal
 
-__all__ = ["COMMAND", "Quickstart", "make_room", "run"]
+__all__ = [
+    "REPORT_FILE",
+    "Quickstart",
+    "StageError",
+    "Stages",
+    "describe_evaluation",
+    "make_room",
+    "run",
+    "run_quietly",
+    "show_conversations",
+    "show_report",
+    "write_report",
+]
 
 ENVIRONMENT_FILE = "env.py"
+REPORT_FILE = "report.json"
 
 MOST_STEPS = 1 << 20
 """More steps or prompts than this are a typing mistake."""
 
 _PARTS = (ENVIRONMENT_FILE, "rl.toml", "eval.toml")
 _WARM_UP_PARTS = ("demonstrations.py", "sft.toml")
+
+_ROWS = {
+    "reward_mean": "reward, sampled at T = 1",
+    "exact_share": "exact, sampled at T = 1",
+    "greedy_reward_mean": "reward, greedy",
+    "greedy_exact_share": "exact, greedy",
+}
+"""Metrics of `sluice eval` and their labels in the table."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +90,7 @@ class Quickstart:
         task: What is trained.
         example: Directory of the example: environment, settings, and demonstrations where there are any.
         directory: Where everything goes.
-        seed: Seed of data, model and sampling; the held-out strings stay the same.
+        seed: Seed of data, model and sampling; the held-out prompts stay the same.
         rl_flags: Further settings of the RL run.
         sft_flags: Further settings of the warm-up.
         eval_flags: Further settings of both evaluations.
@@ -75,23 +105,9 @@ class Quickstart:
     eval_flags: tuple[str, ...] = ()
 
     @property
-    def model(self) -> Path:
-        """The untrained model."""
-        return self.directory / "model"
-
-    @property
     def start(self) -> Path:
         """The model that RL starts from: the pretrained one, or the one made from scratch after its warm-up."""
         return Path("models") / self.task.pretrained if self.task.pretrained else self.directory / "warm"
-
-    @property
-    def demonstrations(self) -> Path:
-        """The demonstrations."""
-        return self.directory / "demonstrations.jsonl"
-
-    def evaluation(self, name: str) -> Path:
-        """Results of an evaluation."""
-        return self.directory / f"eval_{name}.json"
 
     def conversations(self, name: str) -> Path:
         """The conversations of an evaluation."""
@@ -120,8 +136,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: if the example is not there, or another process is at work in the directory.
     """
-    options = _parser().parse_args(argv)
-    job = _job(options)
+    job = _job(_parser().parse_args(argv))
     console = Console()
     make_room(job.directory, console)
     began = time.monotonic()
@@ -129,20 +144,35 @@ def run(argv: list[str]) -> int:
         code, stages = _run_stages(job, console)
         if code:
             return code
-        title = f"{job.example.name}, seed {job.seed}"
-        wall_s = time.monotonic() - began
-        quickstart_report.write(job.directory, seed=job.seed, wall_s=wall_s, stages=stages.seconds, title=title)
+        write_report(job, wall_s=time.monotonic() - began, stages=stages.seconds)
     except KeyboardInterrupt:
         console.print("stopped", style="yellow")
         return rl.EXIT_INTERRUPTED
     except StageError as error:
         console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    quickstart_report.show(console, job.directory, job.trained(), job.example)
+    show_report(console, job)
     if job.task.conversations:
         before, after = job.conversations("before"), job.conversations("after")
-        quickstart_report.show_conversations(console, before, after, job.task.conversations)
+        show_conversations(console, before, after, job.task.conversations)
     return 0
+
+
+def make_room(directory: Path, console: Console) -> None:
+    """Move what an earlier quickstart left aside: nothing is overwritten.
+
+    Raises:
+        ConfigError: if a process is at work there.
+    """
+    if not directory.exists() or not any(directory.iterdir()):
+        return
+    if rl.is_held(directory):
+        raise ConfigError(f"another process runs in {directory}: stop it first")
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    directory.rename(aside)
+    console.print(f"moved the earlier {directory} to {aside}", highlight=False, soft_wrap=True)
 
 
 def _run_stages(job: Quickstart, console: Console) -> tuple[int, Stages]:
@@ -166,22 +196,23 @@ def _run_stages(job: Quickstart, console: Console) -> tuple[int, Stages]:
 
 def _warm_up(job: Quickstart, stages: Stages) -> None:
     """Make a model from scratch and fine-tune it on demonstrations."""
+    model, demonstrations = str(job.directory / "model"), str(job.directory / "demonstrations.jsonl")
     with stages.stage("init_model", "make a model from scratch") as details:
-        details.append(_sluice(job, "init-model", str(job.model), "--seed", str(job.seed)))
+        details.append(_sluice(job, "init-model", model, "--seed", str(job.seed)))
     with stages.stage("demonstrations", "write demonstrations, most of them wrong") as details:
         script = str(job.example / "demonstrations.py")
-        details.append(_python(job, "demonstrations", script, str(job.demonstrations), "--seed", str(job.seed)))
+        details.append(_python(job, "demonstrations", script, demonstrations, "--seed", str(job.seed)))
     with stages.stage("sft", "warm the model up on them (SFT)") as details:
-        where = ("--model", str(job.model), "--data", str(job.demonstrations), "--output", str(job.start))
+        where = ("--model", model, "--data", demonstrations, "--output", str(job.start))
         settings = ("@", str(job.example / "sft.toml"), "--seed", str(job.seed), *where, *job.sft_flags)
         details.append(_sluice(job, "sft", *settings))
 
 
 def _evaluate(job: Quickstart, name: str, model: Path) -> str:
-    output = job.evaluation(name)
+    output = job.directory / f"eval_{name}.json"
     where = ("--model", str(model), "--output", str(output), "--samples-output", str(job.conversations(name)))
     _sluice(job, "eval", "@", str(job.example / "eval.toml"), *where, *job.eval_flags, log=f"eval_{name}")
-    return quickstart_report.describe_evaluation(output)
+    return describe_evaluation(output)
 
 
 def _sluice(job: Quickstart, command: str, *arguments: str, log: str = "") -> str:
@@ -189,25 +220,209 @@ def _sluice(job: Quickstart, command: str, *arguments: str, log: str = "") -> st
 
 
 def _python(job: Quickstart, log: str, *argv: str) -> str:
-    """Run one program to its end."""
     return run_quietly([*argv], job.directory / "logs" / f"{log}.log", shared_cores(os.environ))
 
 
-def make_room(directory: Path, console: Console) -> None:
-    """Move what an earlier quickstart left aside: nothing is overwritten.
+class StageError(Exception):
+    """A stage failed; the message says why, for people."""
+
+
+class Stages:
+    """Prints the stages of a job: one line each, with its seconds.
+
+    Args:
+        console: Where to print.
+        count: Number of stages.
+    """
+
+    def __init__(self, console: Console, count: int) -> None:
+        self._console, self._count, self._number = console, count, 0
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def stage(self, name: str, title: str, *, quiet: bool = True) -> Iterator[list[str]]:
+        """Run a stage and measure its seconds.
+
+        Args:
+            name: Key of its seconds in `seconds`.
+            title: What it does, for people.
+            quiet: Whether the stage prints nothing itself, so that its line can be printed at its end.
+
+        Yields:
+            A list. The texts that are appended to it are printed at the end of the line.
+        """
+        self._number += 1
+        label = f"[{self._number}/{self._count}] {title}"
+        details: list[str] = []
+        began = time.monotonic()
+        if quiet:
+            with self._console.status(Text(label)) if self._console.is_terminal else contextlib.nullcontext():
+                yield details
+        else:
+            self._console.print(Text(label), soft_wrap=True)
+            yield details
+        self.seconds[name] = time.monotonic() - began
+        line = Text.assemble(label, f"  {self.seconds[name]:.1f} s", style="green")
+        for detail in details:
+            line.append(f"  {detail}", style="default")
+        self._console.print(line, soft_wrap=True)
+
+
+def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> str:
+    """Run a Python program with its output in a file. A signal ends it and everything that it started.
+
+    Args:
+        argv: Arguments of the Python interpreter.
+        log: The file that its output is appended to.
+        environment: Variables that are added to those of this process.
+
+    Returns:
+        The last line of its output.
 
     Raises:
-        ConfigError: if a process is at work there.
+        StageError: if it fails; the message holds the last lines of its output.
+        KeyboardInterrupt: if a signal ended it.
     """
-    if not directory.exists() or not any(directory.iterdir()):
-        return
-    if is_held(directory):
-        raise ConfigError(f"another process runs in {directory}: stop it first")
-    number = 1
-    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
-        number += 1
-    directory.rename(aside)
-    console.print(f"moved the earlier {directory} to {aside}", highlight=False, soft_wrap=True)
+    listener = _LastLine()
+    spec = ChildSpec(log.stem, (sys.executable, *argv), log, _at_once, environment, ends_run=True)
+    supervisor = Supervisor([spec], listener, limits=RestartLimits(restarts=0))
+    outcome = asyncio.run(run_until_signal(supervisor, lambda _: None))
+    if outcome.ending is Ending.STOPPED:
+        raise KeyboardInterrupt
+    if outcome.ending is Ending.FAILED:
+        said = "\n".join(f"  | {line}" for line in outcome.tail)
+        raise StageError(f"{' '.join(argv)}\n{outcome.reason}; {log} ends with\n{said}")
+    return listener.text
+
+
+async def _at_once() -> None:
+    """Return: a program that serves nothing is ready at once."""
+
+
+class _LastLine:
+    """Keeps the last line of a program's output; the stage prints the outcome."""
+
+    text = ""
+
+    def on_line(self, child: str, line: LogLine) -> None:
+        """Keep the line."""
+        del child
+        self.text = line.text
+
+    def on_state(self, child: str, state: ChildState, detail: str) -> None:
+        """Ignore it."""
+
+
+def describe_evaluation(path: Path) -> str:
+    """Return an evaluation in one line."""
+    metrics = _read_metrics(path)
+    return f"reward {metrics['reward_mean']:.3f}, greedy {metrics['greedy_reward_mean']:.3f}"
+
+
+def _read_metrics(path: Path) -> dict[str, float]:
+    metrics: dict[str, float] = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+    return metrics
+
+
+def write_report(job: Quickstart, *, wall_s: float, stages: Mapping[str, float]) -> dict[str, Any]:
+    """Complete the orchestrator's report by what only the quickstart knows, and plot the reward.
+
+    Args:
+        job: What was done.
+        wall_s: Seconds that all stages took.
+        stages: Seconds of each stage.
+
+    Returns:
+        The report.
+    """
+    path = job.directory / REPORT_FILE
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    before, after = (_read_metrics(job.directory / f"eval_{name}.json") for name in ("before", "after"))
+    report |= {
+        "reward_before": before["reward_mean"],
+        "reward_after": after["reward_mean"],
+        "wall_s": round(wall_s, 1),
+        "rl_wall_s": report["wall_s"],
+        "seed": job.seed,
+        "evaluation_before": before,
+        "evaluation_after": after,
+        "stages_s": {name: round(seconds, 1) for name, seconds in stages.items()},
+    }
+    write_whole(path, json.dumps(report, indent=2) + "\n")
+    title = f"{job.example.name}, seed {job.seed}: reward of the training batches"
+    plot_run(read_steps(job.directory), job.directory / PLOT_FILE, title)
+    return report
+
+
+def show_report(console: Console, job: Quickstart) -> None:
+    """Print the table, the places of all files, and commands to continue with."""
+    run_dir, model, example = job.directory, job.trained(), job.example
+    report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
+    before, after = report["evaluation_before"], report["evaluation_after"]
+    title = f"{run_dir}: {report['steps']} steps, {report['wall_s']:.0f} s in all, seed {report['seed']}"
+    table = Table()
+    for heading in ("on held-out prompts", "before RL", "after RL"):
+        table.add_column(heading, justify="left" if heading.startswith("on") else "right")
+    for name, label in _ROWS.items():
+        table.add_row(label, f"{before[name]:.3f}", f"{after[name]:.3f}")
+    console.print(f"\n{title}", style="bold", highlight=False, soft_wrap=True)
+    console.print(table)
+    facts = (
+        f"{report['tokens_trained']:,} tokens trained, {report['staleness_share_ge_1']:.0%} of them at staleness 1 or more"
+        f" (at most {report['max_staleness_seen']});"
+        f" {report['requests_spanning_versions']} requests span two or more policy versions"
+    )
+    places = {
+        "model (Hugging Face)": model,
+        "reward plot": run_dir / PLOT_FILE,
+        "trajectories": run_dir / "trajectories",
+        "TensorBoard logs": run_dir / "tensorboard",
+        "report": run_dir / REPORT_FILE,
+        "logs": run_dir / "logs",
+    }
+    commands = (
+        f".venv/bin/tensorboard --logdir {run_dir / 'tensorboard'}",
+        f".venv/bin/sluice report {run_dir}",
+        f".venv/bin/sluice eval @ {example / 'eval.toml'} --model {model}",
+        f".venv/bin/sluice rl @ {example / 'rl.toml'} --model {model} --run my-run",
+    )
+    lines = [facts, "", *(f"{label:<21} {place}" for label, place in places.items()), "", "What you can do next:"]
+    lines += [f"  {command}" for command in commands]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def show_conversations(console: Console, before: Path, after: Path, count: int) -> None:
+    """Print what the model answered to the same prompts before and after, one sampled answer each.
+
+    Args:
+        console: Where to print.
+        before: JSONL file of an evaluation's conversations before training.
+        after: The same after it.
+        count: How many prompts.
+    """
+    earlier, later = _first_sampled(before), _first_sampled(after)
+    table = Table(title="the same prompts, sampled at T = 1", show_lines=True)
+    for heading in ("prompt", "before RL", "after RL"):
+        table.add_column(heading)
+    for task in [task for task in earlier if task in later][:count]:
+        table.add_row(Text(earlier[task]["prompt"].strip()), *(_answer(each[task]) for each in (earlier, later)))
+    console.print(table)
+
+
+def _first_sampled(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the first sampled attempt at each task, by the task's id."""
+    rows: dict[str, dict[str, Any]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if not row["greedy"]:
+            rows.setdefault(row["task_id"], row)
+    return rows
+
+
+def _answer(row: Mapping[str, Any]) -> Text:
+    """Return an answer, green if it earned the whole reward, else red."""
+    right = row["reward"] == 1.0
+    return Text(f"{'+' if right else '-'} {row['completion'].strip()}", style="green" if right else "red")
 
 
 def _job(options: argparse.Namespace) -> Quickstart:
@@ -256,6 +471,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, default=Path("outputs"), help="where the directory of the run is made")
     add("--plain", action="store_true", help="one line per step instead of the live view")
     return parser
-
-
-COMMAND = Command("quickstart", "train a small model by RL from nothing, in minutes", run)

@@ -1,17 +1,36 @@
-"""`sluice report outputs/RUN`: print a table of a finished run, and plot its reward."""
+"""`sluice report outputs/RUN`: print a table of a finished run, and plot its reward. All is read from the run's files."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from sluice.config import Command, Options
-from sluice.view.progress import METRIC_NAMES
-from sluice.view.summary import PLOT_FILE, plot_run, read_steps, summarise
+from sluice.config import ConfigError, Options
 
-__all__ = ["COMMAND"]
+__all__ = ["METRIC_NAMES", "PLOT_FILE", "Step", "plot_run", "read_steps", "run", "series", "summarise"]
+
+Step = dict[str, float]
+"""One line of ``metrics.jsonl``: ``step``, ``time`` (seconds since 1970) and scalars by name, without null values."""
+
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "reward.png"
+
+_SMOOTHING = 5
+"""Steps of the running mean in the plot."""
+
+METRIC_NAMES: Mapping[str, str] = {
+    "reward": "reward/mean",
+    "staleness": "staleness/mean",
+    "loss": "trainer/loss",
+    "entropy": "trainer/entropy",
+    "mismatch_kl": "trainer/mismatch_kl",
+}
+"""The metrics that views show, by their short names."""
 
 
 def run(argv: list[str]) -> int:
@@ -41,4 +60,82 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-COMMAND = Command("report", "summarise a finished run", run)
+def read_steps(run_dir: Path) -> list[Step]:
+    """Return the steps of a run in order. If a step was written twice, after a resume, the later line counts.
+
+    Raises:
+        ConfigError: if the run has finished no step.
+    """
+    path = run_dir / METRICS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"no metrics in {run_dir}: cannot read {path} ({error.strerror})") from error
+    steps: dict[int, Step] = {}
+    for line in lines:
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the torn last line of a process that was killed
+        record = {key: value for key, value in fields.items() if value is not None}
+        steps.setdefault(record["step"], {}).update(record)
+    if not steps:
+        raise ConfigError(f"{path} is empty: the run has not finished a step")
+    return [steps[number] for number in sorted(steps)]
+
+
+def series(steps: Sequence[Step], name: str) -> list[tuple[float, float]]:
+    """Return ``(step, value)`` of a metric, by its short or its full name; steps without it are left out."""
+    key = METRIC_NAMES.get(name, name)
+    return [(step["step"], step[key]) for step in steps if key in step]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the arithmetic mean; NaN without values."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def summarise(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the number of steps, the seconds, and the mean of each metric over all steps and their first and last tenth."""
+    tenth = max(1, len(steps) // 10)
+    summary: dict[str, float] = {
+        "steps": steps[-1]["step"],
+        "train_wall_s": steps[-1].get("time", math.nan) - steps[0].get("time", math.nan),
+    }
+    for name in METRIC_NAMES:
+        values = [value for _, value in series(steps, name)]
+        if values:
+            summary |= {f"{name}_first": mean(values[:tenth]), f"{name}_last": mean(values[-tenth:])}
+            summary[f"{name}_mean"] = mean(values)
+    return summary
+
+
+def plot_run(steps: Sequence[Step], path: Path, title: str) -> None:
+    """Plot reward, and staleness below it, over the steps.
+
+    Args:
+        steps: The steps of the run.
+        path: PNG file to write.
+        title: The line above the plot.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    rewards = series(steps, "reward")
+    numbers, values = [number for number, _ in rewards], [value for _, value in rewards]
+    upper.plot(numbers, values, color="#9ecae1", linewidth=1, label="mean reward of a batch")
+    smooth = [mean(values[max(0, end - _SMOOTHING) : end]) for end in range(1, len(values) + 1)]
+    upper.plot(numbers, smooth, color="#08519c", linewidth=2, label=f"mean of {_SMOOTHING} steps")
+    upper.set_ylabel("reward")
+    upper.set_title(title)
+    upper.legend(loc="lower right")
+    upper.grid(alpha=0.3)
+    staleness = series(steps, "staleness")
+    lower.plot([number for number, _ in staleness], [value for _, value in staleness], color="#d94801", linewidth=1.5)
+    lower.set_ylabel("staleness")
+    lower.set_xlabel("step")
+    lower.grid(alpha=0.3)
+    figure.savefig(path, metadata={"Software": None})

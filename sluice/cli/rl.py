@@ -1,10 +1,14 @@
-"""`sluice rl @ rl.toml`: run reinforcement learning with all services as child processes, and show the run."""
+"""`sluice rl @ rl.toml`: run reinforcement learning with all services as child processes, and show the run.
+
+The run's directory ``outputs/<run>`` is locked by one process at a time, and never overwritten by another run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import os
 import tempfile
 import time
@@ -14,8 +18,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sluice import host_files
+from sluice.cli.live_view import RunView
 from sluice.config import (
-    Command,
     ConfigError,
     Options,
     RunConfig,
@@ -32,19 +37,20 @@ from sluice.models import check_hub, check_model
 from sluice.rpc.access import TokenCheck, server_credentials
 from sluice.supervise.plan import Place, child_specs, free_addresses, place, replica_names, replicas_of
 from sluice.supervise.restart_policy import RestartLimits
-from sluice.supervise.run_directory import claim, describe_resume, newest_checkpoint, write_settings
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
-from sluice.view.live_view import RunView
 
-__all__ = ["COMMAND", "EXIT_INTERRUPTED", "run"]
+__all__ = ["EXIT_INTERRUPTED", "claim", "describe_resume", "is_held", "newest_checkpoint", "run", "write_settings"]
 
 NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
 """The services of a run."""
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
+CONFIG_FILE = "config.toml"
+LOCK_FILE = ".lock"
+JOURNAL_FILE = "journal.sqlite"
+"""Written by the orchestrator. A run without it never began, for example because its settings were wrong."""
 
-_EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAILED: EXIT_FAILED}
+EXIT_INTERRUPTED = 130
+_EXIT_CODES = {Ending.SUCCEEDED: 0, Ending.STOPPED: EXIT_INTERRUPTED, Ending.FAILED: 1}
 
 
 def run(argv: list[str]) -> int:
@@ -61,7 +67,8 @@ def run(argv: list[str]) -> int:
         print(parser.format_help())
     options, settings = parser.parse_known_args(argv)
     config = load_run(settings, check=partial(_check, options.replicas))
-    _ask_hub(config)
+    for setting, model in {"model": config.model, **config.section("trainer").models_beside()}.items():
+        check_hub(model, setting)  # once, before every service tries to load it
     replicas = replicas_of(options.replicas, config)
     addresses, places = free_addresses(replicas), _places(config, replicas)
     config = config.model_copy(update={"peers": addresses.peers()})
@@ -87,17 +94,8 @@ def run(argv: list[str]) -> int:
     return _EXIT_CODES[outcome.ending]
 
 
-def _warn_of_crowding(view: RunView, places: Mapping[str, Place]) -> None:
-    processes, cores = sum(each.processes for each in places.values()), os.cpu_count() or 1
-    if processes > cores and not any(each.devices for each in places.values()):
-        view.say(
-            f"{processes} computing processes share {cores} cores: use fewer (--replicas, trainer.parallel), or expect a slow run",
-            "yellow",
-        )
-
-
 def _check(asked: int | None, config: RunConfig) -> list[str]:
-    """Refuse settings that would make a service fail, before any is started; return what a dry run says beside them.
+    """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run.
 
     Raises:
         ConfigError: with the remedy.
@@ -121,11 +119,65 @@ def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
     return place(config, replica_names(replicas), visible_devices(os.environ))
 
 
-def _ask_hub(config: RunConfig) -> None:
-    """Refuse models that are neither directories nor on the hub, before every service tries to load them."""
-    beside = config.section("trainer").models_beside()
-    for setting, model in {"model": config.model, **beside}.items():
-        check_hub(model, setting)
+@contextlib.contextmanager
+def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
+    """Lock the run's directory while the block lasts.
+
+    Args:
+        run: The run.
+        resume: Resume the run if it exists; otherwise start it.
+
+    Raises:
+        ConfigError: if the run exists and `resume` is False, or another process runs it.
+    """
+    directory = run.run_dir
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error.strerror}; choose another --output-dir") from error
+    with _locked(directory) as locked:
+        if not locked:
+            raise ConfigError(
+                f"another process runs {run.run!r} in {directory}: stop it, or choose another name with --run NAME"
+            )
+        if (directory / JOURNAL_FILE).exists() and not resume:
+            raise ConfigError(
+                f"run {run.run!r} exists in {directory}: continue it with --resume, or choose another with --run NAME"
+            )
+        yield directory
+
+
+def is_held(directory: Path) -> bool:
+    """Return whether a process holds the run in this directory.
+
+    Raises:
+        ConfigError: if the lock file cannot be opened.
+    """
+    if not os.path.lexists(directory / LOCK_FILE):
+        return False
+    with _locked(directory) as locked:
+        return not locked
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Lock a run while the block lasts; False if another process holds it."""
+    path = directory / LOCK_FILE
+    try:
+        lock = host_files.open_private(path, os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise ConfigError(f"cannot open the lock {path}: {error.strerror}; choose another --output-dir") from error
+    try:
+        yield host_files.lock_now(lock, fcntl.LOCK_EX)
+    finally:
+        host_files.close(lock)
+
+
+def write_settings(run: RunConfig) -> Path:
+    """Write the resolved settings to the run's directory, without secrets, and return the file."""
+    path = run.run_dir / CONFIG_FILE
+    host_files.write_whole(path, dump_toml(run))
+    return path
 
 
 @contextlib.contextmanager
@@ -140,6 +192,31 @@ def _private_settings(config: RunConfig) -> Iterator[Path | None]:
         path.touch(mode=0o600)
         path.write_text(whole, encoding="utf-8")
         yield path
+
+
+def newest_checkpoint(directory: Path) -> str:
+    """Return the name of a run's newest complete checkpoint, such as ``step_50``; empty without one."""
+    complete = [path.parent.name for path in directory.glob("checkpoints/step_*/manifest.json")]
+    return max(complete, key=lambda name: int(name.removeprefix("step_")), default="")
+
+
+def describe_resume(directory: Path) -> str:
+    """Return where `--resume` starts, for people."""
+    if not (directory / JOURNAL_FILE).exists():
+        return f"there is no run in {directory} to resume: starting a new one"
+    checkpoint = newest_checkpoint(directory)
+    if not checkpoint:
+        return f"the run in {directory} has no checkpoint: training starts at step 0"
+    return f"resuming from {checkpoint} of {directory}"
+
+
+def _warn_of_crowding(view: RunView, places: Mapping[str, Place]) -> None:
+    processes, cores = sum(each.processes for each in places.values()), os.cpu_count() or 1
+    if processes > cores and not any(each.devices for each in places.values()):
+        view.say(
+            f"{processes} computing processes share {cores} cores: use fewer (--replicas, trainer.parallel), or expect a slow run",
+            "yellow",
+        )
 
 
 async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -> Outcome:
@@ -163,20 +240,16 @@ def _tell(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) ->
         case Ending.SUCCEEDED:
             view.say(f"run {config.run} done: {done}; results in {config.run_dir}", style="green")
         case Ending.STOPPED:
-            view.say(f"run {config.run} stopped after {done}; {_what_resume_does(config)}", style="yellow")
+            checkpoint = newest_checkpoint(config.run_dir)
+            resume = "it has no checkpoint yet (orchestrator.checkpoint.every_steps): --resume starts at step 0"
+            if checkpoint:
+                resume = f"--resume continues from {checkpoint}"
+            view.say(f"run {config.run} stopped after {done}; {resume}", style="yellow")
         case Ending.FAILED:
             view.say(f"run {config.run} failed after {done}: {outcome.child} {outcome.reason}", style="bold red")
             for line in outcome.tail:
                 view.say(f"{outcome.child:>12} | {line}", style="red")
             view.say(f"full log: {config.run_dir / 'logs' / outcome.child}.log", style="red")
-
-
-def _what_resume_does(config: RunConfig) -> str:
-    """Return what `--resume` would do about a stopped run."""
-    checkpoint = newest_checkpoint(config.run_dir)
-    if checkpoint:
-        return f"--resume continues from {checkpoint}"
-    return "it has no checkpoint yet (orchestrator.checkpoint.every_steps): --resume starts at step 0"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -187,21 +260,16 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    limits = RestartLimits()
     add = parser.add_argument
     add("--replicas", type=whole_number(1), help="rollout processes (default: as many as peers.rollout names)")
     add("--threads", type=whole_number(1), help="threads per trainer and rollout process (default: the cores, divided)")
-    add(
-        "--resume",
-        action="store_true",
-        help="resume the run if it exists; otherwise start a new one",
-    )
+    add("--resume", action="store_true", help="resume the run if it exists; otherwise start a new one")
     add("--verbose", action="store_true", help="show every log line, not just warnings and errors")
     add("--plain", action="store_true", help="one line per step instead of the live view")
     add(
         "--max-restarts",
         type=whole_number(0),
-        default=limits.restarts,
+        default=RestartLimits().restarts,
         metavar="N",
         help="most restarts of a service within ten minutes (default: 3)",
     )
@@ -213,6 +281,3 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds until a service must serve (default: 600)",
     )
     return parser
-
-
-COMMAND = Command("rl", "run reinforcement learning: all services as child processes, one live view", run)

@@ -1,5 +1,5 @@
-"""The processes of a run on one machine: what to start, how to keep it alive, and how to end all of it.
+"""The processes of a run on one machine.
 
-`plan` turns settings into children, `supervisor` keeps them, `child_process` is one life of a child, `guard` ends children whose
-supervisor was killed. Nothing here prints; the view is a `Listener`.
+`plan` turns settings into children, `supervisor` starts, restarts and ends them, `restart_policy` decides on restarts, `guard` ends
+children whose supervisor was killed, and `ranks` starts the processes of one trainer.
 """

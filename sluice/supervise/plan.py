@@ -17,7 +17,8 @@ from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
 from sluice.config.allocation import VISIBLE
 from sluice.rpc.access import LOOPBACK, free_ports
 from sluice.rpc.channel import wait_until_serving
-from sluice.supervise.child_process import ChildSpec
+from sluice.supervise import ranks
+from sluice.supervise.supervisor import ChildSpec
 
 __all__ = [
     "Addresses",
@@ -281,7 +282,7 @@ def child_specs(
 def _program(child: str, place: Place) -> list[str]:
     """Return the program that runs the child's command; a trainer of several processes runs under torchrun's launcher."""
     if service_of(child) == "trainer" and place.processes > 1:
-        return [sys.executable, "-m", "sluice.supervise.ranks", str(place.processes)]
+        return [sys.executable, "-m", ranks.__name__, str(place.processes)]
     return [sys.executable, "-m", "sluice.cli.main"]
 
 

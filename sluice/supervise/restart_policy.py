@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-__all__ = ["Exit", "GiveUp", "RestartLimits", "RestartPolicy", "StartAgain"]
+__all__ = ["GiveUp", "RestartLimits", "RestartPolicy", "StartAgain"]
 
 EXIT_CONFIG = 2
 """Exit code of a child whose settings are wrong: a restart would read the same settings."""
@@ -29,19 +29,6 @@ class RestartLimits:
     window_s: float = 600.0
     first_delay_s: float = 0.5
     max_delay_s: float = 8.0
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How a child ended.
-
-    Attributes:
-        code: As `subprocess` gives it: the exit code, or minus the signal's number.
-        was_ready: Whether it, or an earlier process of this child, ever served.
-    """
-
-    code: int
-    was_ready: bool
 
 
 @dataclass(frozen=True)
@@ -79,20 +66,21 @@ class RestartPolicy:
     limits: RestartLimits
     _restarts: deque[float] = field(default_factory=deque)
 
-    def on_exit(self, exit_: Exit, now: float) -> StartAgain | GiveUp:
+    def on_exit(self, code: int, now: float, *, was_ready: bool) -> StartAgain | GiveUp:
         """Decide what to do about a child that ended by itself.
 
         Args:
-            exit_: How it ended.
+            code: As `subprocess` gives it: the exit code, or minus the signal's number.
             now: Seconds on a monotonic clock.
+            was_ready: Whether it, or an earlier process of this child, ever served.
         """
-        if exit_.code == EXIT_CONFIG:
+        if code == EXIT_CONFIG:
             return GiveUp("its settings are wrong")
-        if exit_.code == EXIT_FOR_GOOD:
+        if code == EXIT_FOR_GOOD:
             return GiveUp("it gave up")
         if self.limits.restarts == 0:
             return GiveUp("")
-        if exit_.code > 0 and not exit_.was_ready:
+        if code > 0 and not was_ready:
             # It exited by itself before it served: another start would end the same way.
             return GiveUp("it never began to serve")
         while self._restarts and now - self._restarts[0] > self.limits.window_s:

@@ -1,25 +1,96 @@
-"""Keeps the children of a run alive, within the limits on restarts, and ends all of them together."""
+"""The children of a run: start them side by side, follow their output, restart one that dies, and end all of them together.
+
+Nothing here prints: a `Listener` receives each line and each change of state.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import contextlib
 import enum
+import errno
+import json
+import os
+import re
+import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol, Self
 
-from sluice.supervise.child_logs import ChildLog, LogLine
-from sluice.supervise.child_process import Child, ChildSpec, Watchdog, describe_exit
-from sluice.supervise.restart_policy import Exit, GiveUp, RestartLimits, RestartPolicy
-from sluice.tasks import discard_outcome
+from sluice.supervise import guard
+from sluice.supervise.restart_policy import GiveUp, RestartLimits, RestartPolicy
 
-__all__ = ["ChildState", "Ending", "Listener", "Outcome", "Supervisor", "run_until_signal"]
+__all__ = [
+    "LEVELS",
+    "ChildLog",
+    "ChildSpec",
+    "ChildState",
+    "Ending",
+    "Listener",
+    "LogLine",
+    "Outcome",
+    "Supervisor",
+    "Watchdog",
+    "read_line",
+    "run_until_signal",
+]
 
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
+"""Severities by name."""
+
+TAIL_LINES = 30
+"""Lines of a dead child's log that are shown: a traceback and a few lines before it."""
+
+_WATCHDOG_GRACE_S = 5.0
+"""Seconds that the children of a killed supervisor get to drain: the default of `server.drain_s`."""
 
 _KILL_GRACE_S = 2.5
 """Seconds for a killed process to end and for its output to be read. A process that hangs in a driver is left behind."""
+
+_OUTPUT_GRACE_S = 2.0
+"""Seconds to read what a dead process left in its pipe; a daemon that inherited the pipe must not block the supervisor."""
+
+_CHUNK_BYTES = 1 << 16
+_LINE_CHARACTERS = 1 << 16
+"""A longer line is split, so that a child cannot fill the supervisor's memory."""
+
+_PLAIN_LEVEL = re.compile(r"^(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
+"""The level in a line of a library with logging of its own: ``WARNING ...`` or ``(EngineCore pid=7) ERROR ...``."""
+
+_LIBRARY_WARNING = re.compile(r"\S+\.py:\d+: \w*Warning: ")
+"""A Python warning of a library; our logging passes it on as an event."""
+
+_SOURCE = re.compile(r"\[\w+\.py:\d+\]")
+"""The place in a library that wrote a line: ``[core.py:1512]``."""
+
+_HIDDEN_FIELDS = frozenset({"event", "level", "timestamp", "service", "exception"})
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """A child to run.
+
+    Attributes:
+        name: Label, unique among the children, such as ``rollout-0``.
+        argv: Program and arguments.
+        log_path: Where its output is kept.
+        serves: Returns once the child serves; the caller sets the deadline and cancels.
+        environment: Variables that are added to the supervisor's own.
+        ends_run: Whether the run succeeds when this child ends with exit code 0. The end of any other child is a failure.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    log_path: Path
+    serves: Callable[[], Awaitable[None]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ends_run: bool = False
 
 
 class ChildState(enum.Enum):
@@ -55,6 +126,23 @@ class Outcome:
     child: str = ""
     reason: str = ""
     tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a child's output.
+
+    Attributes:
+        level: Severity as in `LEVELS`; info if the line names none.
+        text: The line without time and level.
+        structured: Whether one of our services wrote it; False for libraries.
+        kind: Equal for lines that report the same thing: the event's name, or the place in the library.
+    """
+
+    level: int
+    text: str
+    structured: bool
+    kind: str = ""
 
 
 class Listener(Protocol):
@@ -130,7 +218,6 @@ class Supervisor:
             child = await Child.start(spec, log, watchdog, lambda line: self._listener.on_line(spec.name, line))
             self._children[spec.name] = child
             ended = asyncio.create_task(child.ended())
-            discard_outcome(ended)
             try:
                 ready = await self._serving(spec, ended)
                 was_ready = was_ready or ready
@@ -142,7 +229,7 @@ class Supervisor:
                 await self._end(spec.name, child, ended)
             if code == 0 and spec.ends_run:
                 return Outcome(Ending.SUCCEEDED, spec.name, describe_exit(code))
-            decision = policy.on_exit(Exit(code, was_ready), self._clock())
+            decision = policy.on_exit(code, self._clock(), was_ready=was_ready)
             died = f"ended with {describe_exit(code)}"
             if isinstance(decision, GiveUp):
                 reason = f"{died}, and {decision.reason}" if decision.reason else died
@@ -161,7 +248,6 @@ class Supervisor:
             serves.result()
         finally:
             serves.cancel()
-            discard_outcome(serves)
         self._listener.on_state(spec.name, ChildState.SERVING, "")
         return True
 
@@ -199,3 +285,204 @@ async def run_until_signal(supervisor: Supervisor, say: Callable[[str], None]) -
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
     return await supervisor.run(stop)
+
+
+class Child:
+    """One process of a child, in a process group of its own.
+
+    Args:
+        spec: What it is.
+        process: Its leading process; its id is the group's.
+        output: Reads what it prints; ends with it.
+        watchdog: Ends it if the supervisor is killed.
+    """
+
+    def __init__(
+        self, spec: ChildSpec, process: asyncio.subprocess.Process, output: asyncio.Task[None], watchdog: Watchdog
+    ) -> None:
+        self.spec, self.pid = spec, process.pid
+        self._process, self._output, self._watchdog = process, output, watchdog
+
+    @classmethod
+    async def start(
+        cls, spec: ChildSpec, log: ChildLog, watchdog: Watchdog, on_line: Callable[[LogLine], None]
+    ) -> Self:
+        """Start it.
+
+        Raises:
+            OSError: if the program cannot be started.
+        """
+        process = await watchdog.start_child(
+            spec.argv,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            environment={**os.environ, **spec.environment},
+        )
+        if process.stdout is None:
+            raise RuntimeError("a child's output must be a pipe")
+        return cls(spec, process, asyncio.create_task(log.follow(process.stdout, on_line)), watchdog)
+
+    async def ended(self) -> int:
+        """Wait for its end, kill the processes that it left behind, and read the rest of its output.
+
+        Returns:
+            The exit code, or minus the signal's number.
+        """
+        code = await self._process.wait()
+        self.kill()
+        self._watchdog.note("-", self.pid)
+        await asyncio.wait({self._output}, timeout=_OUTPUT_GRACE_S)
+        self._output.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._output
+        return code
+
+    def terminate(self) -> None:
+        """Ask it to drain by SIGTERM; it ends what it started itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it and everything that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def describe_exit(code: int) -> str:
+    """Return how a process ended, for people: ``exit code 1`` or ``signal SIGKILL``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+class Watchdog:
+    """A small process that ends the children of a supervisor that was killed; see `guard.watch`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls) -> Self:
+        """Start it in a session of its own."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", guard.__file__, "watch", str(_WATCHDOG_GRACE_S)),
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def start_child(
+        self,
+        argv: Sequence[str],
+        *,
+        stdout: int | IO[bytes],
+        stderr: int | IO[bytes],
+        environment: Mapping[str, str] | None = None,
+    ) -> asyncio.subprocess.Process:
+        """Start a program in a session of its own. It does not begin before the watchdog knows it.
+
+        Because of the session, Ctrl-C reaches the supervisor alone, which then ends its children in order.
+
+        Raises:
+            FileNotFoundError: if there is no such program.
+        """
+        if shutil.which(argv[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, "no such program", argv[0])
+        barrier, go_ahead = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", guard.__file__, "start", str(barrier), *argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                start_new_session=True,
+                pass_fds=[barrier],
+            )
+            self.note("+", process.pid)
+            with contextlib.suppress(BrokenPipeError):  # killed already; its exit code says so
+                os.write(go_ahead, b"+")
+        finally:
+            os.close(barrier)
+            os.close(go_ahead)
+        return process
+
+    def note(self, sign: str, group: int) -> None:
+        """Tell the watchdog that a process group started (``+``) or ended (``-``)."""
+        if self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(f"{sign}{group}\n".encode())
+
+    async def stop(self) -> None:
+        """Make the watchdog end the groups that are left, and wait for its own end."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await self._process.wait()
+
+
+class ChildLog:
+    """The log of one child across its restarts.
+
+    Args:
+        path: The file that every line is appended to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+
+    def tail(self) -> list[str]:
+        """Return the last lines, with each line of a traceback on its own; at most `TAIL_LINES`."""
+        unfolded = [line for raw in self._tail for line in read_line(raw).text.splitlines()]
+        return unfolded[-TAIL_LINES:]
+
+    async def follow(self, stream: asyncio.StreamReader, on_line: Callable[[LogLine], None]) -> None:
+        """Write a process's output to the file until the process closes it, and pass on each line."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8", buffering=1) as file:
+            async for raw in _lines(stream):
+                file.write(raw + "\n")
+                self._tail.append(raw)
+                on_line(read_line(raw))
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Yield lines of any length; bytes that are not UTF-8 are escaped, not dropped."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    rest = ""
+    while chunk := await stream.read(_CHUNK_BYTES):
+        *whole, rest = (rest + decoder.decode(chunk)).split("\n")
+        for line in whole:
+            yield line.removesuffix("\r")
+        if len(rest) > _LINE_CHARACTERS:
+            yield rest
+            rest = ""
+    if rest:
+        yield rest
+
+
+def read_line(raw: str) -> LogLine:
+    """Parse a line: JSON of our own logging, or the text of a library."""
+    if raw.startswith("{"):
+        try:
+            record = json.loads(raw)
+        except json.JSONDecodeError:
+            record = None
+        if isinstance(record, dict) and "event" in record:
+            level = LEVELS.get(str(record.get("level", "info")).lower(), LEVELS["info"])
+            event = str(record["event"])
+            return LogLine(level, _sentence(record), structured=not _LIBRARY_WARNING.match(event), kind=event)
+    found = _PLAIN_LEVEL.match(raw)
+    level = LEVELS[found.group(1).lower()] if found else LEVELS["info"]
+    source = _SOURCE.search(raw)
+    return LogLine(level, raw, structured=False, kind=source.group() if source else "")
+
+
+def _sentence(record: dict[str, object]) -> str:
+    """Return the event and its fields, followed by the traceback if there is one."""
+    fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in _HIDDEN_FIELDS)
+    sentence = f"{record['event']} {fields}".rstrip()
+    trace = record.get("exception")
+    return f"{sentence}\n{trace}" if trace else sentence

@@ -148,7 +148,7 @@ def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> 
     assert "never retrieved" not in "\n".join(run.seen) + run.logs()
     resumed = started("--orchestrator.max-steps", "6", "--resume")
     assert resumed.end() == 0, "\n".join(resumed.seen)
-    assert resumed.seen[0].startswith("resumes from step_")
+    assert resumed.seen[0].startswith("resuming from step_")
 
 
 def test_a_wrong_setting_of_one_service_is_said_before_anything_starts(started) -> None:

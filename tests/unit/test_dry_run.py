@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator_svc import eval_command
+from sluice.cli.main import serve
 from sluice.cli.rl import run
-from sluice.cli.serve import serve
 from sluice.config import ConfigError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"

@@ -7,7 +7,7 @@ import torch
 from tiny_policy import TINY, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from sluice.cli.init_model import COMMAND, DEFAULT_CHARACTERS, ModelShape, character_tokenizer, vocabulary
+from sluice.cli.init_model import DEFAULT_CHARACTERS, ModelShape, character_tokenizer, run, vocabulary
 from sluice.cli.main import main
 
 ARGUMENTS = ["--hidden", "32", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--mlp", "16"]
@@ -35,7 +35,7 @@ def test_the_defaults_make_the_small_model_that_learns():
 
 
 def test_a_written_model_generates_until_its_end_token(tmp_path, capsys):
-    assert COMMAND.run([str(tmp_path / "m"), *ARGUMENTS, "--tie"]) == 0
+    assert run([str(tmp_path / "m"), *ARGUMENTS, "--tie"]) == 0
     assert "vocabulary 128" in capsys.readouterr().out
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
@@ -58,7 +58,7 @@ def test_every_character_survives_a_round_trip_and_others_are_marked():
 
 def test_the_seed_decides_the_weights(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        COMMAND.run([str(tmp_path / name), *ARGUMENTS, "--seed", str(seed)])
+        run([str(tmp_path / name), *ARGUMENTS, "--seed", str(seed)])
     weights = {n: AutoModelForCausalLM.from_pretrained(tmp_path / n).lm_head.weight for n in "abc"}
     assert torch.equal(weights["a"], weights["b"])
     assert not torch.equal(weights["a"], weights["c"])
@@ -67,7 +67,7 @@ def test_the_seed_decides_the_weights(tmp_path):
 def test_an_existing_directory_stays_as_it_is(tmp_path, capsys):
     tiny_model(tmp_path)
     before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "tiny").iterdir())
-    assert COMMAND.run([str(tmp_path / "tiny")]) == 2
+    assert run([str(tmp_path / "tiny")]) == 2
     assert "remove it or choose another directory" in capsys.readouterr().err
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "tiny").iterdir()) == before
 

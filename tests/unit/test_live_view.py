@@ -5,11 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from sluice.supervise.child_logs import LogLine, RateLimit
-from sluice.supervise.supervisor import ChildState
+from sluice.cli.live_view import RateLimit, RunProgress, RunView, render, sparkline, step_line
+from sluice.supervise.supervisor import ChildState, LogLine
 from sluice.v1 import orchestrator_pb2 as pb
-from sluice.view.live_view import RunView, render
-from sluice.view.progress import RunProgress, sparkline, step_line
 
 
 def step(number: int, at: float, **metrics: float) -> pb.RunEvent:

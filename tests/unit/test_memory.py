@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.cli.serve import serve
+from sluice.cli.main import serve
 from sluice.config import ConfigError
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.memory import PUBLISHED, Decoder, estimate, markdown_table

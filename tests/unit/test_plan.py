@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from sluice.cli import rl
+from sluice.cli.rl import claim, newest_checkpoint, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
 from sluice.supervise.plan import child_environment, free_addresses
-from sluice.supervise.run_directory import claim, newest_checkpoint, write_settings
 
 
 def a_run(tmp_path: Path, *flags: str) -> RunConfig:

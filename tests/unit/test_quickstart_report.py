@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli import quickstart
+from sluice.cli.rl import claim
 from sluice.config import ConfigError, load_run
-from sluice.supervise.run_directory import claim
-from sluice.view import quickstart_report
 
 EVALUATION = {"reward_mean": 0.5, "exact_share": 0.3, "greedy_reward_mean": 0.45, "greedy_exact_share": 0.35}
 
@@ -39,8 +38,12 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def job_in(directory: Path) -> quickstart.Quickstart:
+    return quickstart.Quickstart(quickstart.TASKS["sums"], Path("examples/sums"), directory, seed=3)
+
+
 def test_the_report_completes_the_orchestrators(run_dir: Path) -> None:
-    report = quickstart_report.write(run_dir, seed=3, wall_s=12.34, stages={"rl": 10.0}, title="sums")
+    report = quickstart.write_report(job_in(run_dir), wall_s=12.34, stages={"rl": 10.0})
     assert report == json.loads((run_dir / "report.json").read_text())
     assert report["stages_s"] == {"rl": 10.0}
     expected = BY_ORCHESTRATOR | {"reward_before": 0.5, "reward_after": 0.9, "wall_s": 12.3, "rl_wall_s": 9.9}
@@ -49,9 +52,10 @@ def test_the_report_completes_the_orchestrators(run_dir: Path) -> None:
 
 
 def test_the_table_shows_before_and_after_and_where_everything_lies(run_dir: Path) -> None:
-    quickstart_report.write(run_dir, seed=3, wall_s=12.3, stages={}, title="sums")
+    (run_dir / "weights" / "v1.8").mkdir(parents=True)
+    quickstart.write_report(job_in(run_dir), wall_s=12.3, stages={})
     out = io.StringIO()
-    quickstart_report.show(Console(file=out, width=200), run_dir, run_dir / "weights" / "v1.8", Path("examples/x"))
+    quickstart.show_report(Console(file=out, width=200), job_in(run_dir))
     text = out.getvalue()
     for expected in ("0.500", "0.900", "0.450", "tensorboard", "trajectories", "reward.png", "v1.8", "sluice eval"):
         assert expected in text

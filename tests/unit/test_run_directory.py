@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from sluice.cli.quickstart import make_room
+from sluice.cli.rl import claim, write_settings
 from sluice.config import ConfigError, RunConfig, run_config_class
-from sluice.supervise.run_directory import claim, write_settings
 
 
 def run_in(directory: Path) -> RunConfig:

@@ -7,7 +7,6 @@ import pytest
 
 from sluice.cli import report
 from sluice.config import ConfigError
-from sluice.view import summary
 
 
 def write(run_dir: Path, *lines: dict) -> None:
@@ -16,17 +15,17 @@ def write(run_dir: Path, *lines: dict) -> None:
 
 def test_a_step_that_was_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
     write(tmp_path, {"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.2}, {"step": 2, "reward/mean": 0.3})
-    assert summary.series(summary.read_steps(tmp_path), "reward") == [(1, 0.1), (2, 0.3)]
+    assert report.series(report.read_steps(tmp_path), "reward") == [(1, 0.1), (2, 0.3)]
 
 
 def test_values_that_were_not_finite_are_gaps(tmp_path: Path) -> None:
     write(tmp_path, {"step": 1, "reward/mean": None}, {"step": 2, "reward/mean": 0.2})
-    assert summary.series(summary.read_steps(tmp_path), "reward") == [(2, 0.2)]
+    assert report.series(report.read_steps(tmp_path), "reward") == [(2, 0.2)]
 
 
 def test_the_summary_compares_the_ends_of_the_run(tmp_path: Path) -> None:
     write(tmp_path, *({"step": n, "time": 100.0 + n, "reward/mean": n / 20} for n in range(1, 21)))
-    found = summary.summarise(summary.read_steps(tmp_path))
+    found = report.summarise(report.read_steps(tmp_path))
     assert (found["steps"], found["train_wall_s"]) == (20, 19.0)
     assert found["reward_first"] == pytest.approx(0.075)
     assert found["reward_last"] == pytest.approx(0.975)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.view.stages import StageError, Stages, run_quietly
+from sluice.cli.quickstart import StageError, Stages, run_quietly
 
 
 def test_a_stage_is_one_line_with_its_time_and_its_result() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator_svc.envs.loading import load_environment
-from sluice.view import quickstart_report
+from sluice.cli import quickstart
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sums"
 
@@ -74,7 +74,7 @@ def test_the_same_prompts_are_shown_before_and_after(tmp_path: Path) -> None:
         (tmp_path / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
     out = io.StringIO()
     console = Console(file=out, width=120)
-    quickstart_report.show_conversations(console, tmp_path / "before", tmp_path / "after", 10)
+    quickstart.show_conversations(console, tmp_path / "before", tmp_path / "after", 10)
     text = out.getvalue()
     assert text.count("- who [knows]") == 10
     assert "What is [9] + 1?" in text

@@ -12,10 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sluice.supervise.child_logs import LogLine, read_line
-from sluice.supervise.child_process import ChildSpec
 from sluice.supervise.restart_policy import RestartLimits
-from sluice.supervise.supervisor import ChildState, Ending, Outcome, Supervisor
+from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Outcome, Supervisor, read_line
 
 READY = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(__import__('os').getpid()));"
 """A child says that it serves by a file with its process id."""
@@ -159,7 +157,7 @@ def test_a_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path: Path) -> No
     program = f"""
 import asyncio, sys
 from pathlib import Path
-from sluice.supervise.child_process import ChildSpec
+from sluice.supervise.supervisor import ChildSpec
 from sluice.supervise.supervisor import Supervisor
 class Nobody:
     def on_line(self, child, line): pass

@@ -1,0 +1,433 @@
+"""The view of a running run: a live panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from textwrap import shorten
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from sluice.cli.report import METRIC_NAMES
+from sluice.client import OrchestratorClient
+from sluice.config import SecurityConfig
+from sluice.rpc import SluiceError
+from sluice.supervise.supervisor import LEVELS, ChildState, LogLine
+from sluice.v1 import orchestrator_pb2
+
+__all__ = ["RateLimit", "RunProgress", "RunView", "render", "sparkline", "step_line"]
+
+_REFRESH_S = 0.25
+_SPARK_WIDTH = 48
+_REASON_WIDTH = 56
+"""Characters that are shown of the reason why a replica gets no work; the log has all of it."""
+
+_RECONNECT_S = 0.5
+"""Pause before another attempt to reach the orchestrator, in seconds; the supervisor bounds how long it may be away."""
+
+_CHILD_STYLES = {
+    ChildState.STARTING: "yellow",
+    ChildState.SERVING: "green",
+    ChildState.RESTARTING: "bold yellow",
+    ChildState.STOPPING: "yellow",
+    ChildState.ENDED: "dim",
+}
+
+_HISTORY = 400
+"""Rewards that are kept for the sparkline."""
+
+_PACE_STEPS = 20
+"""Steps over which the seconds per step are averaged."""
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+_STATES = {
+    orchestrator_pb2.RUN_STATE_STARTING: "starting",
+    orchestrator_pb2.RUN_STATE_RUNNING: "running",
+    orchestrator_pb2.RUN_STATE_PAUSED: "paused",
+    orchestrator_pb2.RUN_STATE_STOPPING: "finishing",
+    orchestrator_pb2.RUN_STATE_SUCCEEDED: "succeeded",
+    orchestrator_pb2.RUN_STATE_FAILED: "failed",
+}
+
+_WAITS = {
+    "rollout": "trainer waits for rollout",
+    "trainer": "rollout waits for trainer",
+}
+
+SHOWN = 3
+"""Lines of one kind that are shown before further ones are counted."""
+
+WINDOW_S = 10.0
+"""Seconds without a line of a kind after which its count starts again."""
+
+
+class RunView:
+    """Shows a run; a `Listener` of the supervisor.
+
+    Args:
+        run: Name of the run.
+        console: Where to write.
+        live: Draw the panel; otherwise one line per step.
+        verbose: Show every line of the children instead of warnings and errors.
+    """
+
+    def __init__(self, run: str, console: Console, *, live: bool, verbose: bool) -> None:
+        self.progress = RunProgress()
+        self._run, self._console, self._verbose = run, console, verbose
+        self._children: dict[str, ChildState] = {}
+        self._limits: defaultdict[str, RateLimit] = defaultdict(RateLimit)
+        self._live = Live(console=console, auto_refresh=False, transient=False) if live else None
+
+    def on_line(self, child: str, line: LogLine) -> None:
+        """Show a child's line if it is a warning or an error, or if `verbose` is set."""
+        threshold = LEVELS["warning"] if line.structured else LEVELS["error"]
+        if not self._verbose and line.level < threshold:
+            return
+        style = "red" if line.level >= LEVELS["error"] else "yellow" if line.level >= LEVELS["warning"] else "dim"
+        parts = line.text.splitlines()
+        if not self._verbose and len(parts) > 1:
+            # The first and the last line of a traceback name the error. The log has the rest, which is shown if the child dies.
+            parts = [f"{parts[0]}: {parts[-1]}"]
+        if not self._verbose:
+            parts = list(self._limits[child].offer(line.kind, parts[0], time.monotonic()))
+        self._print(child, parts, style)
+
+    def _print(self, child: str, lines: Sequence[str], style: str) -> None:
+        for line in lines:
+            self._console.print(f"[{style}]{child:>12} |[/] {escape(line)}", highlight=False, soft_wrap=True)
+
+    def on_state(self, child: str, state: ChildState, detail: str) -> None:
+        """Show that a child started, serves, ended or is restarted."""
+        self._children[child] = state
+        if state is ChildState.ENDED:
+            self._print(child, self._limits[child].flush(), "red")
+        if state is ChildState.RESTARTING:
+            self.say(f"{child} {detail}", style="yellow")
+        elif self._live is None and state is ChildState.SERVING:
+            self.say(f"{child} serves")
+
+    def on_event(self, event: orchestrator_pb2.RunEvent) -> None:
+        """Take over an event of the run; without a panel, print a line for each new step."""
+        if self.progress.apply(event) and self._live is None:
+            self.say(step_line(self.progress))
+
+    async def follow(self, target: str, security: SecurityConfig) -> None:
+        """Take the run's events from the orchestrator until the run has succeeded, across restarts of the orchestrator.
+
+        A run that fails for good is noticed by the supervisor; cancel this then.
+
+        Args:
+            target: Address of the orchestrator.
+            security: Tokens and TLS.
+        """
+        while not self.progress.succeeded:
+            async with OrchestratorClient(target, security) as orchestrator:
+                with contextlib.suppress(SluiceError):
+                    self.progress.describe(await orchestrator.run(self._run))
+                    async for answer in orchestrator.watch(self._run):
+                        self.on_event(answer.event)
+            await asyncio.sleep(_RECONNECT_S)
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print one line."""
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    async def keep_drawing(self) -> None:
+        """Redraw the panel until cancelled; return at once if there is no panel."""
+        if self._live is None:
+            return
+        with self._live as live:
+            try:
+                while True:
+                    live.update(render(self._run, self.progress, self._children), refresh=True)
+                    await asyncio.sleep(_REFRESH_S)
+            finally:
+                live.update(render(self._run, self.progress, self._children), refresh=True)
+
+
+def render(run: str, progress: RunProgress, children: dict[str, ChildState]) -> RenderableType:
+    """Return the panel."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for label, cell in _ROWS.items():
+        content = cell(progress)
+        if content is not None:
+            table.add_row(label, content)
+    services = Text("  ").join(
+        Text.assemble(
+            ("● ", _CHILD_STYLES[state]), name, ("" if state is ChildState.SERVING else f" {state.value}", "dim")
+        )
+        for name, state in children.items()
+    )
+    table.add_row("services", services)
+    return Panel(Group(table), title=f"{run}: {progress.state}", title_align="left", border_style="cyan")
+
+
+def _steps(progress: RunProgress) -> RenderableType:
+    bar = ProgressBar(total=max(progress.max_steps, 1), completed=progress.step, width=_SPARK_WIDTH)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(bar, f"{progress.step}/{progress.max_steps or '?'}{_time_left(progress)}")
+    return grid
+
+
+def _time_left(progress: RunProgress) -> str:
+    pace, remaining = progress.seconds_per_step(), progress.remaining_s()
+    if pace is None or remaining is None:
+        return ""
+    minutes, seconds = divmod(round(remaining), 60)
+    return f"  {pace:.2f} s/step, {minutes}:{seconds:02d} left"
+
+
+def _reward(progress: RunProgress) -> RenderableType | None:
+    if not progress.rewards:
+        return None
+    values = list(progress.rewards)
+    return Text.assemble((sparkline(values, _SPARK_WIDTH), "green"), f"  {values[0]:.3f} → {values[-1]:.3f}")
+
+
+def _staleness(progress: RunProgress) -> RenderableType | None:
+    staleness = progress.metric("staleness")
+    return None if staleness is None else f"mean {staleness:.2f}, bound {progress.max_staleness}"
+
+
+def _policy(progress: RunProgress) -> RenderableType | None:
+    shown = [(name, progress.metric(name)) for name in ("entropy", "mismatch_kl", "loss")]
+    text = "  ".join(f"{name} {value:.4g}" for name, value in shown if value is not None)
+    return text or None
+
+
+def _load(progress: RunProgress) -> RenderableType | None:
+    load = progress.load
+    if not load.max_live_groups:
+        return None
+    return (
+        f"{load.generated_tokens_per_s:,.0f} tokens/s sampled, "
+        f"{load.live_groups}/{load.max_live_groups} groups live, {load.queued_batches} batches queued"
+    )
+
+
+def _waiting(progress: RunProgress) -> RenderableType | None:
+    load = progress.load
+    if not load.max_live_groups:
+        return None
+    return f"{progress.waiting()} (trainer idle {load.trainer_idle:.0%}, dispatch held by staleness {load.dispatch_blocked:.0%})"
+
+
+def _replicas(progress: RunProgress) -> RenderableType | None:
+    shown = [
+        f"{each.replica or address} at {each.policy_version.epoch}.{each.policy_version.number}, {each.running} running"
+        + ("" if each.eligible else f" ({shorten(each.reason, _REASON_WIDTH)})")
+        for address, each in sorted(progress.replicas.items())
+    ]
+    return "\n".join(shown) or None
+
+
+_ROWS: dict[str, Callable[[RunProgress], RenderableType | None]] = {
+    "step": _steps,
+    "reward": _reward,
+    "staleness": _staleness,
+    "policy": _policy,
+    "load": _load,
+    "waiting": _waiting,
+    "replicas": _replicas,
+}
+
+
+@dataclass
+class RunProgress:
+    """What is known about a run.
+
+    Attributes:
+        max_steps: Batches to apply in all; 0 until it is known.
+        max_staleness: Bound on the staleness of trained tokens.
+        step: Last step that was reported.
+        applied: Batches applied, including those before a resume.
+        state: The state in one word.
+        message: The reason of the state.
+        metrics: Metrics of the last step.
+        rewards: Mean reward of each step, the last few hundred.
+        load: The last report of the load.
+        replicas: Replicas by address, which is known before the name.
+        evaluations: Finished evaluations.
+    """
+
+    max_steps: int = 0
+    max_staleness: int = 0
+    step: int = 0
+    applied: int = 0
+    state: str = "starting"
+    message: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
+    load: orchestrator_pb2.LoadReport = field(default_factory=orchestrator_pb2.LoadReport)
+    replicas: dict[str, orchestrator_pb2.Replica] = field(default_factory=dict)
+    evaluations: list[orchestrator_pb2.EvaluationFinished] = field(default_factory=list)
+    _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+
+    def describe(self, run: orchestrator_pb2.Run) -> None:
+        """Take over what GetRun answers."""
+        self.max_steps, self.max_staleness = run.max_steps, run.max_staleness
+        self.applied = max(self.applied, run.step)
+        self.state = _STATES.get(run.state, self.state)
+        self.replicas = {each.address: each for each in run.replicas}
+
+    def apply(self, event: orchestrator_pb2.RunEvent) -> bool:
+        """Take over an event.
+
+        Returns:
+            Whether it is a new step. A server that restarts repeats its events.
+        """
+        match event.WhichOneof("kind"):
+            case "state_changed":
+                self.state = _STATES.get(event.state_changed.state, self.state)
+                self.message = event.state_changed.message
+            case "step_finished":
+                return self._finish_step(event)
+            case "evaluation_finished":
+                if event.evaluation_finished not in self.evaluations:
+                    self.evaluations.append(event.evaluation_finished)
+            case "replica_changed":
+                self.replicas[event.replica_changed.replica.address] = event.replica_changed.replica
+            case "load":
+                self.load = event.load
+            case _:
+                pass
+        return False
+
+    def _finish_step(self, event: orchestrator_pb2.RunEvent) -> bool:
+        finished = event.step_finished
+        if finished.step <= self.step:
+            return False
+        self.step = self.applied = finished.step
+        self.metrics = dict(finished.metrics)
+        self._times.append((finished.step, event.time.seconds + event.time.nanos / 1e9))
+        reward = self.metric("reward")
+        if reward is not None:
+            self.rewards.append(reward)
+        return True
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run has done its last step. A failed one may continue: its orchestrator is started again."""
+        return self.state == _STATES[orchestrator_pb2.RUN_STATE_SUCCEEDED]
+
+    def metric(self, name: str) -> float | None:
+        """Return a metric of the last step by its short name; None if it is missing."""
+        return self.metrics.get(METRIC_NAMES.get(name, name))
+
+    def seconds_per_step(self) -> float | None:
+        """Return the mean seconds of the last steps; None before the second one."""
+        if len(self._times) < 2:
+            return None
+        (first_step, first), (last_step, last) = self._times[0], self._times[-1]
+        return (last - first) / (last_step - first_step)
+
+    def remaining_s(self) -> float | None:
+        """Return the estimated seconds to the last step; None if unknown."""
+        pace = self.seconds_per_step()
+        return None if pace is None or not self.max_steps else pace * max(0, self.max_steps - self.step)
+
+    def waiting(self) -> str:
+        """Return which side waits for the other, for people."""
+        return _WAITS.get(self.load.bottleneck, "balanced")
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """Return values as a row of at most `width` blocks, each the mean of equally many values, scaled to their range."""
+    if not values or width < 1:
+        return ""
+    size = -(-len(values) // width)
+    buckets = [values[start : start + size] for start in range(0, len(values), size)]
+    means = [sum(bucket) / len(bucket) for bucket in buckets]
+    low, high = min(means), max(means)
+    span = high - low or 1.0
+    return "".join(_BLOCKS[round((mean - low) / span * (len(_BLOCKS) - 1))] for mean in means)
+
+
+def step_line(progress: RunProgress) -> str:
+    """Return one line about the last step, for output that is not a terminal."""
+    parts = [f"step {progress.step}/{progress.max_steps or '?'}"]
+    for name, digits in (("reward", 3), ("staleness", 2), ("mismatch_kl", 5), ("entropy", 3)):
+        value = progress.metric(name)
+        if value is not None:
+            parts.append(f"{name} {value:.{digits}f}")
+    pace = progress.seconds_per_step()
+    if pace is not None:
+        parts.append(f"{pace:.2f} s/step")
+    if progress.load.generated_tokens_per_s:
+        parts.append(f"{progress.load.generated_tokens_per_s:,.0f} tokens/s")
+        parts.append(progress.waiting())
+    remaining = progress.remaining_s()
+    if remaining is not None:
+        parts.append(f"{remaining:.0f} s left")
+    return "  ".join(parts)
+
+
+@dataclass
+class _Kind:
+    seen: int = 0
+    hidden: int = 0
+    last: str = ""
+    last_at: float = 0.0
+
+
+class RateLimit:
+    """Shows the first lines of a kind, then a count and the last one. Pure: the caller passes the time.
+
+    The last hidden line is kept, because the end of a traceback names the error.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, _Kind] = {}
+        self._current = ""
+
+    def offer(self, kind: str, text: str, now: float) -> Sequence[str]:
+        """Return the lines to show now: the summaries of kinds that ended, and this line unless its kind was shown too often.
+
+        Args:
+            kind: Equal for lines that report the same thing.
+            text: The line.
+            now: Seconds on a monotonic clock.
+        """
+        shown = [] if kind == self._current else self.flush(self._current)
+        shown += [line for name in list(self._kinds) if self._is_over(name, now) for line in self._forget(name)]
+        self._current = kind
+        state = self._kinds.setdefault(kind, _Kind())
+        state.seen += 1
+        state.last, state.last_at = text, now
+        if state.seen > SHOWN:
+            state.hidden += 1
+            return shown
+        return [*shown, text]
+
+    def flush(self, kind: str | None = None) -> list[str]:
+        """Return the summary of the hidden lines of a kind, or of every kind."""
+        kinds = list(self._kinds) if kind is None else [kind]
+        lines = []
+        for name in kinds:
+            state = self._kinds.get(name)
+            if state is not None and state.hidden:
+                more = "" if state.hidden == 1 else f"({state.hidden - 1} more like it) "
+                lines.append(f"{more}{state.last}")
+                state.hidden = 0
+        return lines
+
+    def _is_over(self, kind: str, now: float) -> bool:
+        return now - self._kinds[kind].last_at > WINDOW_S
+
+    def _forget(self, kind: str) -> list[str]:
+        lines = self.flush(kind)
+        del self._kinds[kind]
+        return lines

@@ -1,0 +1,199 @@
+"""Logs and metrics of a service: structlog on stderr, the process's Prometheus registry, and the curves of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Self, TextIO
+from wsgiref.simple_server import WSGIServer
+
+import structlog
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest, start_http_server
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from sluice.config.secrets import hide
+
+__all__ = [
+    "CONTENT_TYPE",
+    "LEVELS",
+    "LEVEL_VARIABLE",
+    "MetricsServer",
+    "MetricsWriter",
+    "configure_logging",
+    "metrics_text",
+    "start_metrics_server",
+]
+
+LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
+"""Where the level comes from when no config was read."""
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+_CHATTY = ("asyncio", "filelock", "fsspec", "grpc", "httpcore", "httpx", "matplotlib", "urllib3", "uvicorn.access")
+"""Libraries whose info lines tell about themselves rather than about the run."""
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+"""Content type of `metrics_text`."""
+
+log = structlog.get_logger(__name__)
+
+
+def configure_logging(
+    service: str, level: str | None = None, stream: TextIO | None = None, *, secrets: Collection[str] = ()
+) -> None:
+    """Route structlog and the standard library's logging to one stream, in one format.
+
+    Args:
+        service: Name that every JSON line carries.
+        level: Least severe level written; None takes ``SLUICE_LOG_LEVEL``, else ``info``.
+        stream: Where to write; None is stderr.
+        secrets: Texts that are replaced in every line, tracebacks included.
+
+    Raises:
+        ValueError: if the level has no such name.
+    """
+    name = (level or os.environ.get(LEVEL_VARIABLE) or "info").lower()
+    if name not in LEVELS:
+        raise ValueError(f"log level {name!r} is unknown; choose one of {', '.join(LEVELS)}")
+    threshold = LEVELS[name]
+    output = stream or sys.stderr
+    shared = _shared_processors(service, terminal=output.isatty())
+    renderer = _renderer(terminal=output.isatty(), secrets=secrets)
+    structlog.configure(
+        processors=[*shared, *renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.WriteLoggerFactory(output),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(output)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+        )
+    )
+    logging.basicConfig(handlers=[handler], level=threshold, force=True)
+    logging.captureWarnings(True)
+    for chatty in _CHATTY:
+        logging.getLogger(chatty).setLevel(max(threshold, logging.WARNING) if threshold > logging.DEBUG else threshold)
+
+
+def _shared_processors(service: str, *, terminal: bool) -> list[Processor]:
+    def name_service(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        event.setdefault("service", service)
+        return event
+
+    clock = structlog.processors.TimeStamper(fmt="%H:%M:%S" if terminal else "iso", utc=not terminal)
+    return [structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, clock, name_service]
+
+
+def _renderer(*, terminal: bool, secrets: Collection[str]) -> list[Processor]:
+    """Tracebacks are plain: local variables may hold prompts and tokens."""
+
+    def without_secrets(_logger: WrappedLogger, _method: str, line: Any) -> str:  # noqa: ANN401 - the rendered text
+        return hide(line, secrets)
+
+    last: list[Processor] = [without_secrets] if secrets else []
+    if terminal:
+        return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback), *last]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str), *last]
+
+
+def metrics_text() -> bytes:
+    """Return all metrics of the process in the text format of Prometheus, for a service with an HTTP port of its own."""
+    return generate_latest(REGISTRY)
+
+
+class MetricsServer:
+    """A running ``/metrics`` endpoint."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server, self._thread = server, thread
+        self.port = int(server.server_port)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop serving; returns when its thread has ended or after `timeout_s` seconds."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout_s)
+
+
+def start_metrics_server(port: int, host: str = "127.0.0.1") -> MetricsServer:
+    """Serve the metrics from a thread.
+
+    Args:
+        port: TCP port; 0 picks a free one.
+        host: Address to bind; the metrics hold counts and times, no prompts and no secrets.
+
+    Raises:
+        OSError: if the address cannot be bound.
+    """
+    server, thread = start_http_server(port, addr=host)
+    running = MetricsServer(server, thread)
+    log.info("metrics", url=f"http://{host}:{running.port}/metrics")
+    return running
+
+
+class MetricsWriter:
+    """Appends the scalars of a run to ``metrics.jsonl`` and to TensorBoard logs, without torch. For one thread.
+
+    Args:
+        run_dir: The run's directory; it is created if needed.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - slow to import
+
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._lines = (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._events = EventFileWriter(str(run_dir / "tensorboard"), flush_secs=10)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the scalars of one step.
+
+        Args:
+            step: Position on the horizontal axis.
+            values: Scalars by name; ``/`` groups them in TensorBoard. NaN and infinities, which JSON lacks, are written as null.
+        """
+        now = time.time()
+        line = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._lines.write(json.dumps({"step": step, "time": now, **line}) + "\n")
+        self._add_event(step, now, values)
+
+    def _add_event(self, step: int, now: float, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - slow to import
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._events.add_event(Event(wall_time=now, step=step, summary=Summary(value=scalars)))
+
+    def flush(self) -> None:
+        """Make everything written readable by others."""
+        self._lines.flush()
+        self._events.flush()
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._lines.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close."""
+        self.close()
