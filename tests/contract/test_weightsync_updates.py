@@ -73,7 +73,9 @@ async def test_an_engine_publishes_its_weights_without_a_service_around_it(
     engine = TrainEngine(ComputeConfig(device="cpu"), tmp_path / "tiny")
     kinds = []
     for version in (Version(1, 1), Version(1, 2)):
-        kinds.append((await engine.publish(publisher, version, dtype=torch.bfloat16)).kind)
+        kinds.append(
+            (await publisher.update(version, engine.live_tensors(), dtype=torch.bfloat16, deadline_s=DEADLINE_S)).kind
+        )
         assert equal_bits(await dense(stack, version), engine.named_tensors(torch.bfloat16))
         engine.live_tensors()["model.norm.weight"].mul_(1.01)
     assert kinds == ["anchor", "delta"]

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from test_preferences import vowels_preferred
 from test_sft import chat, write_rows
-from tiny_policy import TINY, policy_step, ragged_batch, row, tiny_model
+from tiny_policy import TINY, load_state, policy_step, ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from sluice.cli.init_model import ModelShape, init_model
@@ -152,7 +152,7 @@ def test_dropout_acts_in_training_steps_alone(model_dir):
     for dropout in (0.0, 0.5):
         trainer = trained(model_dir, lora={"dropout": 0.0})
         dropping = engine(model_dir, lora={"dropout": dropout}, gradient_checkpointing=True)
-        dropping.load_state(trainer.state_tensors(), trainer.state_scalars())
+        load_state(dropping, trainer.state_tensors(), trainer.state_scalars())
         rows = ragged_batch(2)
         said_by = [each.forward(rows) for each in (trainer, dropping)]
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*said_by, strict=True))

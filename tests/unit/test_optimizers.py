@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 import torch
-from tiny_policy import policy_step, ragged_batch, tiny_model
+from tiny_policy import load_state, policy_step, ragged_batch, tiny_model
 from torch.profiler import ProfilerActivity, profile
 
 from sluice.v1 import checkpoint_pb2
@@ -141,7 +141,7 @@ def test_a_step_after_save_and_load_is_the_step_of_a_run_that_went_on(model_dir:
     scalars = straight.state_scalars()
     resumed = engine(model_dir, **settings)
     policy_step(resumed, first)
-    resumed.load_state(tensors, scalars)
+    load_state(resumed, tensors, scalars)
     rates = {policy_step(each, third).learning_rate for each in (straight, resumed)}
     assert len(rates) == 1
     expected = straight.state_tensors()
@@ -156,10 +156,10 @@ def test_state_of_another_optimizer_is_refused_and_changes_nothing(model_dir: Pa
         policy_step(policy, ragged_batch(seed=3, groups=1))
     before = {name: tensor.clone() for name, tensor in muon.state_tensors().items()}
     with pytest.raises(ValueError, match="the optimizer that were saved"):
-        muon.load_state(adamw.state_tensors(), {"optimizer_steps": 1})
+        load_state(muon, adamw.state_tensors(), {"optimizer_steps": 1})
     missing = {name: tensor for name, tensor in before.items() if not name.startswith("optimizer.step.model.norm")}
     with pytest.raises(ValueError, match="is incomplete"):
-        muon.load_state(missing, {"optimizer_steps": 1})
+        load_state(muon, missing, {"optimizer_steps": 1})
     assert all(torch.equal(before[name], tensor) for name, tensor in muon.state_tensors().items())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_policy import policy_step, ragged_batch, row, tiny_model
+from tiny_policy import load_state, policy_step, ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.render import tokenizer_digest
@@ -203,7 +203,7 @@ def test_training_goes_on_exactly_from_saved_state(model_dir):
     policy_step(straight, third)
     resumed = engine(model_dir, warmup_steps=3)
     policy_step(resumed, third)
-    resumed.load_state(tensors, scalars)
+    load_state(resumed, tensors, scalars)
     policy_step(resumed, third)
     expected = straight.state_tensors()
     assert resumed.state_scalars() == straight.state_scalars()
@@ -221,6 +221,6 @@ def test_state_of_another_model_is_refused(model_dir):
     tensors = dict(trainer.state_tensors())
     missing = {name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")}
     with pytest.raises(ValueError, match="another model"):
-        trainer.load_state(missing, {"optimizer_steps": 0})
+        load_state(trainer, missing, {"optimizer_steps": 0})
     with pytest.raises(ValueError, match="has shape"):
-        trainer.load_state({**tensors, "model.lm_head.weight": torch.zeros(2, 2)}, {"optimizer_steps": 0})
+        load_state(trainer, {**tensors, "model.lm_head.weight": torch.zeros(2, 2)}, {"optimizer_steps": 0})

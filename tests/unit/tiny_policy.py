@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -83,3 +84,10 @@ def ragged_batch(seed: int = 0, groups: int = 5, vocabulary: int = 128) -> list[
 def policy_step(engine: TrainEngine, rows: list[Sequence], objective: Objective | None = None) -> StepMetrics:
     """One step with the objective that the engine's settings name, or another."""
     return PolicyUpdate(engine, objective or Objective.of(engine.config.objective)).apply(rows).metrics
+
+
+def load_state(engine: TrainEngine, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, int]) -> None:
+    """Put back what `state_tensors` and `state_scalars` gave, as a checkpoint does."""
+    for name, tensor in engine.state_room({name: tensor.shape for name, tensor in tensors.items()}).items():
+        tensor.copy_(tensors[name])
+    engine.restore_scalars(scalars)

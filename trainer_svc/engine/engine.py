@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,14 +33,7 @@ from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import Ranks, agree
 from trainer_svc.parallel.tensor import sum_partial_gradients
 
-if TYPE_CHECKING:  # training needs no gRPC
-    from sluice.versions import Version
-    from weightsync.publisher import PushReport, WeightPublisher
-
 __all__ = ["TrainEngine"]
-
-PUBLISH_S = 600.0
-"""Seconds that a version may take to reach the weight service."""
 
 
 class TrainEngine:
@@ -228,29 +220,6 @@ class TrainEngine:
         """
         return named_tensors(self.network.model, dtype, self._weights())
 
-    async def publish(
-        self,
-        publisher: WeightPublisher,
-        version: Version,
-        *,
-        dtype: torch.dtype | None = None,
-        deadline_s: float = PUBLISH_S,
-    ) -> PushReport:
-        """Give a version of the weights to the weight service; replicas have it when this returns, those of an adapter added.
-
-        Of several processes all call it, each with a publisher of its own in one group.
-
-        Args:
-            publisher: Pushes them, and keeps a copy to compare the next version with.
-            version: Which one it is.
-            dtype: Precision of floating-point tensors; None keeps float32.
-            deadline_s: Seconds for all of it; no step may be made meanwhile.
-
-        Raises:
-            SluiceError: as `WeightPublisher.update`.
-        """
-        return await publisher.update(version, self.live_tensors(), dtype=dtype, deadline_s=deadline_s)
-
     def export_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, or a PEFT adapter if one is trained; it appears whole or not at all.
 
@@ -314,17 +283,6 @@ class TrainEngine:
     def restore_scalars(self, scalars: Mapping[str, int]) -> None:
         """Put the numbers of a checkpoint back."""
         self.optimizer_steps = int(scalars["optimizer_steps"])
-
-    def load_state(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, int]) -> None:
-        """Go back to what `state_tensors` and `state_scalars` gave.
-
-        Raises:
-            ValueError: if names or shapes are not this model's and optimizer's.
-        """
-        room = self.state_room({name: tensor.shape for name, tensor in tensors.items()})
-        for name, tensor in room.items():
-            tensor.copy_(tensors[name])
-        self.restore_scalars(scalars)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """The weights by their names in the model; those of the base with the adapter added, where one is trained."""
