@@ -22,6 +22,7 @@ from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver
 from trainer_svc.checkpoint.saver import CheckpointDamagedError, EngineCheckpoints, Saver, export_state
 from trainer_svc.checkpoint.state import (
+    LiveState,
     TensorSlice,
     assign_slices,
     decode_slices,
@@ -161,7 +162,7 @@ def test_what_the_first_rank_cannot_prepare_fails_the_checkpoint_on_every_rank(t
 
     def save(_share: None, ranks: ThreadRanks) -> str:
         begun = Saver(ranks, ThreadRanks(writing, ranks.index)).begin(
-            tmp_path / "step_1", manifest, {"weight": torch.ones(2)}, before=before
+            tmp_path / "step_1", manifest, LiveState({"weight": torch.ones(2)}, {}), before=before
         )
         error = begun.exception(WAIT_S)
         return begun.result().run if error is None else f"{type(error).__name__}: {error}"

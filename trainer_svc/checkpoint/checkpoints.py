@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-import torch
 from google.protobuf.message import DecodeError
 
 from sluice.host_files import remove_tree
@@ -25,7 +24,8 @@ from trainer_svc.checkpoint.saver import (
     write_durably,
     write_manifest,
 )
-from trainer_svc.checkpoint.state import Trained
+from trainer_svc.checkpoint.state import LiveState
+from trainer_svc.engine.engine import TrainEngine
 
 __all__ = ["Checkpoints"]
 
@@ -105,7 +105,7 @@ class Checkpoints:
     def begin(
         self,
         manifest: checkpoint_pb2.CheckpointManifest,
-        tensors: Mapping[str, torch.Tensor],
+        state: LiveState,
         export: Export | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> Future[checkpoint_pb2.CheckpointManifest]:
@@ -120,7 +120,7 @@ class Checkpoints:
         return self.saver.begin(
             target,
             manifest,
-            tensors,
+            state,
             export=export,
             before=before,
             after=partial(self._prune, version, self.lineage),
@@ -141,7 +141,7 @@ class Checkpoints:
             write_manifest(existing, self.directory / existing.checkpoint.name)
         return existing
 
-    def load(self, manifest: checkpoint_pb2.CheckpointManifest, engines: Mapping[str, Trained]) -> None:
+    def load(self, manifest: checkpoint_pb2.CheckpointManifest, engines: Mapping[str, TrainEngine]) -> None:
         """Put the state of a checkpoint back; errors are those of `Saver.load`."""
         self.saver.load(self.directory / manifest.checkpoint.name, engines)
 

@@ -32,7 +32,6 @@ from trainer_svc.checkpoint.state import (
     POLICY,
     LiveState,
     TensorSlice,
-    Trained,
     assign_slices,
     decode_slices,
     encode_slices,
@@ -130,7 +129,7 @@ class Saver:
         self,
         target: Path,
         manifest: CheckpointManifest,
-        tensors: Mapping[str, torch.Tensor],
+        state: LiveState,
         *,
         export: Export | None = None,
         before: Callable[[], None] = lambda: None,
@@ -141,7 +140,7 @@ class Saver:
         Args:
             target: The checkpoint's directory, on a file system that all ranks share. An existing one is replaced.
             manifest: All facts except the files and the size; those of the first rank count.
-            tensors: The live state of this rank.
+            state: The live state of this rank.
             export: Run by the first rank in the background.
             before: Run by the first rank at once, before anything is copied. It may complete the manifest. If it raises, the
                 checkpoint fails on every rank.
@@ -156,15 +155,22 @@ class Saver:
         future.set_running_or_notify_cancel()  # nobody cancels a write
         read = threading.Event()
         try:
-            slices = self._copies(self._assigned(target, tensors, before), tensors, read)
+            slices = self._copies(self._assigned(target, state, before), state, read)
         except (OSError, ValueError, RuntimeError) as error:
             read.set()
             future.set_exception(error)
             return future
         self._pending = future
-        snapshot = _Snapshot(target, manifest, slices, read, export, after)
+
+        def run() -> None:
+            try:
+                future.set_result(self._write(_Snapshot(target, manifest, slices, read, export, after)))
+            except BaseException as error:  # noqa: BLE001 - the caller that awaits the future gets the error
+                read.set()
+                future.set_exception(error)
+
         # A daemon: a disk that hangs must not keep the process from exiting.
-        threading.Thread(target=self._run, args=(snapshot, future), name="checkpoint", daemon=True).start()
+        threading.Thread(target=run, name="checkpoint", daemon=True).start()
         return future
 
     def wait(self) -> None:
@@ -183,7 +189,7 @@ class Saver:
                 " deadlines.save_s if it is only slow"
             ) from error
 
-    def load(self, directory: Path, engines: Mapping[str, Trained]) -> CheckpointManifest:
+    def load(self, directory: Path, engines: Mapping[str, TrainEngine]) -> CheckpointManifest:
         """Verify a checkpoint and put its state back: the same on any number of ranks, in any layout.
 
         Raises:
@@ -212,9 +218,7 @@ class Saver:
         restore_state(engines, directory / STATE, self._ranks.index)
         return manifest
 
-    def _assigned(
-        self, target: Path, tensors: Mapping[str, torch.Tensor], before: Callable[[], None]
-    ) -> dict[TensorSlice, torch.Tensor]:
+    def _assigned(self, target: Path, state: LiveState, before: Callable[[], None]) -> dict[TensorSlice, torch.Tensor]:
         """Return the live slices that this rank is to write; the directory exists when this returns."""
 
         def prepare() -> dict[TensorSlice, torch.Tensor]:
@@ -224,14 +228,14 @@ class Saver:
                 building = _building(target)
                 remove_tree(building)
                 (building / STATE).mkdir(parents=True)
-            return held_slices(tensors)
+            return held_slices(state)
 
         held = _agreed(self._ranks, prepare)
         assigned = assign_slices([decode_slices(each) for each in self._ranks.exchange(encode_slices(held))])
         return {each: tensor for each, tensor in held.items() if each in assigned[self._ranks.index]}
 
     def _copies(
-        self, slices: Mapping[TensorSlice, torch.Tensor], state: Mapping[str, torch.Tensor], read: threading.Event
+        self, slices: Mapping[TensorSlice, torch.Tensor], state: LiveState, read: threading.Event
     ) -> dict[TensorSlice, torch.Tensor]:
         """Copy into host memory that is used again for the next checkpoint: new memory takes five times as long to fill.
 
@@ -241,7 +245,7 @@ class Saver:
         copied: dict[TensorSlice, torch.Tensor] = {}
 
         def copy() -> None:
-            lent = state.lend(read) if isinstance(state, LiveState) else set()
+            lent = state.lend(read)
             for each, tensor in slices.items():
                 if each.name in lent:
                     given[each] = tensor
@@ -256,15 +260,6 @@ class Saver:
         _agreed(self._ranks, copy)
         self._buffers = copied
         return copied | given
-
-    def _run(self, snapshot: _Snapshot, future: Future[CheckpointManifest]) -> None:
-        try:
-            result = self._write(snapshot)
-        except BaseException as error:  # noqa: BLE001  whoever awaits the future gets it
-            snapshot.read.set()
-            future.set_exception(error)
-        else:
-            future.set_result(result)
 
     def _write(self, snapshot: _Snapshot) -> CheckpointManifest:
         ranks = self._writing_ranks

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,13 +25,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 
 from sluice.v1 import weightsync_pb2
+from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.local_part import local_part
 
 __all__ = [
     "POLICY",
     "LiveState",
     "TensorSlice",
-    "Trained",
     "assign_slices",
     "decode_slices",
     "encode_slices",
@@ -51,25 +50,6 @@ POLICY = "policy"
 SCALARS = "scalars"
 
 
-class Trained(Protocol):
-    """An object with weights and an optimizer, such as a `TrainEngine`."""
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the live tensors, by name."""
-
-    def state_scalars(self) -> dict[str, int]:
-        """Return the scalars, by name."""
-
-    def state_room(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """Return the live tensors to read saved tensors of these names and global shapes into."""
-
-    def restore_scalars(self, scalars: Mapping[str, int]) -> None:
-        """Put the scalars back."""
-
-    def lend(self, read: Event) -> set[str]:
-        """Leave the state that lies in host memory as it is until `read` is set, and return its names."""
-
-
 class LiveState(dict[str, torch.Tensor]):
     """The live tensors that a process has to save, by name.
 
@@ -78,7 +58,7 @@ class LiveState(dict[str, torch.Tensor]):
         engines: Their engines, by the first part of the names.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], engines: Mapping[str, Trained]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], engines: Mapping[str, TrainEngine]) -> None:
         super().__init__(tensors)
         self._engines = engines
 
@@ -87,7 +67,7 @@ class LiveState(dict[str, torch.Tensor]):
         return {f"{prefix}.{name}" for prefix, engine in self._engines.items() for name in engine.lend(read)}
 
 
-def training_state(engines: Mapping[str, Trained], rank: int) -> LiveState:
+def training_state(engines: Mapping[str, TrainEngine], rank: int) -> LiveState:
     """Return the live tensors that a process has to save; the next step changes them.
 
     Args:
@@ -101,7 +81,7 @@ def training_state(engines: Mapping[str, Trained], rank: int) -> LiveState:
     return LiveState(state | _random_state(rank), engines)
 
 
-def restore_state(engines: Mapping[str, Trained], directory: Path, rank: int) -> None:
+def restore_state(engines: Mapping[str, TrainEngine], directory: Path, rank: int) -> None:
     """Put the state back, whatever number of ranks and layout wrote it.
 
     The random state of a rank that the checkpoint does not know stays as it is.
