@@ -24,6 +24,7 @@ from weightsync.receiver import (
     PolicyHeldError,
     PolicyMode,
     PullLimits,
+    ReceiverOptions,
     UpdateTimings,
     WeightReceiver,
 )
@@ -143,10 +144,12 @@ class ReplicaWeights:
                 config.replica,
                 config.stage_dir,
                 SupervisedEngine(engine, serves_adapters=config.lora.enabled),
-                apply_deadline_s=_APPLY_STEPS * config.deadlines.apply_s,
-                limits=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
-                local_files=config.local_files,
-                connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
+                options=ReceiverOptions(
+                    apply_deadline_s=_APPLY_STEPS * config.deadlines.apply_s,
+                    pull=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
+                    local_files=config.local_files,
+                    connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
+                ),
             )
 
     async def run_forever(self) -> None:

@@ -20,7 +20,7 @@ from sluice.versions import Version
 from weightsync.app import Serving, serving
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
-from weightsync.receiver import ApplyReport, PullLimits, StagedVersion, WeightReceiver
+from weightsync.receiver import ApplyReport, PullLimits, ReceiverOptions, StagedVersion, WeightReceiver
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=5, first_pause_s=0.01)
 
@@ -149,8 +149,8 @@ class Engine(EngineDouble):
     @asynccontextmanager
     async def receiving(self, target: str, stage_dir: Path, **options: object) -> AsyncIterator[WeightReceiver]:
         async with connect(target, SecurityConfig()) as channel:
-            settings: dict[str, object] = {"limits": LIMITS, **options}
-            receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self, **settings)  # type: ignore[arg-type]
+            chosen = ReceiverOptions(**{"pull": LIMITS, **options})  # type: ignore[arg-type]
+            receiver = WeightReceiver(channel, RUN, self.name, stage_dir, self, options=chosen)
             async with following(receiver):
                 yield receiver
 

@@ -2,7 +2,7 @@
 
 The life of a version here: prefetch while the engine generates -> verify -> stage in shared memory -> pause -> apply ->
 resume -> report. `WeightReceiver._take` reads in that order. One task does all of it, so that commands and announcements
-never meet half-way. Until a version is in, the one before serves.
+never meet half-way. Until a version is applied, the one before serves.
 
 The engine alone knows what it serves: it may refuse a version, take an adapter away, or come back from a restart on the base
 model. So the receiver asks it, before it decides and after every change (`Engine.held`). The engine also recovers from a
@@ -12,10 +12,12 @@ failed apply by itself; the receiver only tries the version again, after a pause
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,14 +31,20 @@ from sluice.versions import BASE, Version
 from weightsync.backoff import Backoff
 from weightsync.format.manifest import run_resource
 from weightsync.metrics import UPDATES
-from weightsync.receive.adapters import AdapterStage
-from weightsync.receive.link import Reporter, UpdateTimings, VersionWatch, observe_update
-from weightsync.receive.policy import Policy, PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
-from weightsync.receive.pull import PullError, PullLimits, StagingError
-from weightsync.receive.sources import SourceLimits, Sources
-from weightsync.receive.staged_versions import BehindError, StagedVersions
-from weightsync.receive.version_file import VersionBuilder
-from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
+from weightsync.receive.adapters import AdapterDirectory
+from weightsync.receive.pull import BaseFile, PullCost, PullError, PullLimits, VersionBuilder
+from weightsync.receive.shared_area import BehindError, HostFile, HostFiles, SharedArea, remove_stale
+from weightsync.receive.sources import Reporter, SourceLimits, Sources, UpdateTimings, VersionWatch, observe_update
+from weightsync.receive.version_file import StagingError, dense_bytes
+from weightsync.staged import (
+    ApplyError,
+    ApplyReport,
+    Engine,
+    HeldVersions,
+    StagedAdapter,
+    StagedVersion,
+    tensor_specs,
+)
 
 # All that a rollout service needs: it imports nothing else of this package but `weightsync.staged`.
 __all__ = [
@@ -46,10 +54,13 @@ __all__ = [
     "PolicyHeldError",
     "PolicyMode",
     "PullLimits",
+    "ReceiverOptions",
     "ReceiverStatus",
+    "SourceLimits",
     "StagedAdapter",
     "StagedVersion",
     "UpdateTimings",
+    "WeightPolicy",
     "WeightReceiver",
 ]
 
@@ -71,6 +82,143 @@ _FAILURES = (PullError, StagingError, ApplyError, OSError, grpc.aio.AioRpcError,
 """Errors after which the version before serves, and the next attempt may succeed."""
 
 log = structlog.get_logger(__name__)
+
+
+# --- which version to take --------------------------------------------------------------------------------------------
+
+
+class PolicyMode(Enum):
+    """How a replica chooses its version; the names are those of the contract."""
+
+    FOLLOW = "follow"
+    HOLD = "hold"
+    TARGET = "target"
+
+
+class PolicyError(ValueError):
+    """The policy contradicts itself or the replica's state."""
+
+
+class PolicyHeldError(Exception):
+    """Another owner's policy is in force; the message names it and its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy in force.
+
+    Attributes:
+        mode: How versions are chosen.
+        version: The version of HOLD and TARGET.
+        owner: Who set it; empty for FOLLOW.
+        expires: Second at which FOLLOW returns; infinite for FOLLOW.
+    """
+
+    mode: PolicyMode = PolicyMode.FOLLOW
+    version: Version | None = None
+    owner: str = ""
+    expires: float = math.inf
+
+
+_FOLLOW = Policy()
+
+
+class WeightPolicy:
+    """The policy of one replica. Times are seconds of the caller's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._policy = _FOLLOW
+
+    def current(self, now: float) -> Policy:
+        """Return the policy in force."""
+        if now >= self._policy.expires:
+            self._policy = _FOLLOW
+        return self._policy
+
+    def set(
+        self,
+        mode: PolicyMode,
+        version: Version | None = None,
+        *,
+        owner: str = "",
+        ttl_s: float | None = None,
+        serving: Version,
+        now: float,
+    ) -> Policy:
+        """Change the policy. Only the owner of the policy in force may; while FOLLOW is in force, anybody may.
+
+        Args:
+            mode: The new mode; FOLLOW ends the owner's policy.
+            version: For HOLD and TARGET; None with HOLD means the one that serves.
+            owner: Who asks.
+            ttl_s: Seconds after which FOLLOW returns; needed for HOLD and TARGET.
+            serving: The version that serves.
+            now: The time.
+
+        Raises:
+            PolicyHeldError: if another owner's policy is in force.
+            PolicyError: if owner, time to live or version are missing or wrong.
+        """
+        self.check_owner(owner, now)
+        if mode is PolicyMode.FOLLOW:
+            self._policy = _FOLLOW
+            return self._policy
+        if not owner:
+            raise PolicyError(f"{mode.name} needs an owner: set the name of the caller who may end it")
+        if ttl_s is None or not 0 < ttl_s < math.inf:
+            raise PolicyError(f"{mode.name} needs a time to live above 0 seconds: set one, no policy holds for ever")
+        if mode is PolicyMode.TARGET and version is None:
+            raise PolicyError("TARGET needs a version: set the one to serve")
+        if mode is PolicyMode.HOLD and version not in {None, serving}:
+            raise PolicyError(f"cannot HOLD {version} while {serving} serves: use TARGET to go there")
+        self._policy = Policy(mode, serving if version is None else version, owner, now + ttl_s)
+        return self._policy
+
+    def check_owner(self, owner: str, now: float) -> None:
+        """Check that `owner` may change what serves.
+
+        Raises:
+            PolicyHeldError: if another owner's policy is in force.
+        """
+        policy = self.current(now)
+        if policy.mode is not PolicyMode.FOLLOW and policy.owner != owner:
+            raise PolicyHeldError(
+                f"{policy.owner} has set {policy.mode.name} {policy.version} for another"
+                f" {policy.expires - now:.1f} s: wait, or let it set FOLLOW"
+            )
+
+    def wanted(self, serving: Version, newest: Version | None, now: float) -> Version | None:
+        """Return the version to take now; None if the one that serves is right."""
+        policy = self.current(now)
+        if policy.mode is PolicyMode.FOLLOW:
+            return newest if newest is not None and newest > serving else None
+        return policy.version if policy.version != serving else None
+
+    def expires_in(self, now: float) -> float:
+        """Return the seconds until the policy ends by itself; infinite for FOLLOW."""
+        return self.current(now).expires - now
+
+
+# --- the receiver -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverOptions:
+    """How a receiver reaches versions, and how long it waits.
+
+    Attributes:
+        apply_deadline_s: Seconds that one apply may take.
+        pull: How long pulls and other processes of the host are waited for.
+        local_files: Read the service's files where this process sees them, in place of a transfer.
+        connect_to: Opens a channel to a relay's address, with the agent role; None uses no relays.
+        sources: How long the weight service and its relays are waited for.
+    """
+
+    apply_deadline_s: float = 120.0
+    pull: PullLimits = field(default_factory=PullLimits)
+    local_files: bool = True
+    connect_to: Callable[[str], grpc.aio.Channel] | None = None
+    sources: SourceLimits = field(default_factory=SourceLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +246,15 @@ class ReceiverStatus:
     last_update: UpdateTimings | None
 
 
+@dataclass(frozen=True, slots=True)
+class _HostVersion:
+    """A version whose file this receiver uses."""
+
+    staged: StagedVersion
+    manifest: pb.Manifest
+    file: HostFile
+
+
 class WeightReceiver:
     """Keeps one replica on the version that it should serve.
 
@@ -108,11 +265,7 @@ class WeightReceiver:
         stage_dir: Directory in shared memory, such as ``/dev/shm``; receivers of one run and host share what they stage in
             it, and remove what dead ones left.
         engine: Applies what is staged, and says what it holds.
-        apply_deadline_s: Seconds that one apply may take.
-        limits: How long pulls wait.
-        local_files: Read the service's files where this process sees them, in place of a transfer.
-        connect_to: Opens a channel to a relay's address, with the agent role; None keeps the replica at `channel`.
-        source_limits: How long the weight service and its relays are waited for.
+        options: How versions are reached, and how long to wait.
     """
 
     def __init__(
@@ -123,37 +276,30 @@ class WeightReceiver:
         stage_dir: Path,
         engine: Engine,
         *,
-        apply_deadline_s: float = 120.0,
-        limits: PullLimits | None = None,
-        local_files: bool = True,
-        connect_to: Callable[[str], grpc.aio.Channel] | None = None,
-        source_limits: SourceLimits | None = None,
+        options: ReceiverOptions | None = None,
     ) -> None:
-        self._run, self._engine, self._apply_deadline_s = run_resource(run), engine, apply_deadline_s
-        limits = limits or PullLimits()
+        self._run, self._engine, self._options = run_resource(run), engine, options or ReceiverOptions()
         self._wake = asyncio.Event()
-        source_changed = asyncio.Event()
-        self._sources = Sources(
-            channel, self._run, replica, connect_to, switched=source_changed.set, limits=source_limits
-        )
-        if connect_to is not None:
-            channel = self._sources.channel
-        delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
+        limits = self._options.pull
+        self._sources = Sources(channel, self._run, replica, self._options.connect_to, limits=self._options.sources)
         self._manifests = weightsync_pb2_grpc.WeightSyncServiceStub(channel)
-        self._watch = VersionWatch(delivery, self._run, replica, self._wake.set, hurry=source_changed)
-        self._reporter = Reporter(delivery, self._run, replica, self._serving)
+        self._watch = VersionWatch(self._sources.watch, self._run, replica, self._wake.set, hurry=self._sources.changed)
+        self._reporter = Reporter(self._sources.report, self._run, replica, self._serving)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weightsync-stage")
-        builder = VersionBuilder(channel, self._run, self._threads, limits, local_files=local_files)
-        self._copies = StagedVersions(stage_dir, run, builder, self._threads, limits)
-        self._adapters = AdapterStage(stage_dir, run, builder)
+        self._builder = VersionBuilder(
+            self._sources, self._run, self._threads, limits, local_files=self._options.local_files
+        )
+        self._area = SharedArea(stage_dir, run)
+        self._files = HostFiles(self._area, self._threads, limits)
+        self._adapters = AdapterDirectory(stage_dir, run, self._builder, self._threads)
         self._policy = WeightPolicy()
         self._requests: list[_UpdateRequest] = []
         self._changing = asyncio.Lock()
         """Held while the engine's weights change."""
         self._last_held = engine.held() or HeldVersions(BASE, BASE)
-        self._current: StagedVersion | None = None
+        self._current: _HostVersion | None = None
         """Where the engine's weights came from; None if they were not staged here."""
-        self._staged: StagedVersion | None = None
+        self._staged: _HostVersion | None = None
         """Staged and not applied yet."""
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         self._updates, self._error = 0, ""
@@ -161,6 +307,7 @@ class WeightReceiver:
 
     async def run_forever(self) -> None:
         """Follow the policy until cancelled. A weight service that cannot be reached is tried again and again."""
+        await asyncio.to_thread(remove_stale, self._area.parent)
         await self._sources.settle()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._sources.run_forever())
@@ -172,7 +319,7 @@ class WeightReceiver:
         """Remove what is staged; call it when the engine reads it no more."""
         await self._sources.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
-        await asyncio.to_thread(self._copies.close)
+        await asyncio.to_thread(self._files.close)
         await asyncio.to_thread(self._adapters.close)
 
     # --- commands -------------------------------------------------------------------------------------------------
@@ -251,7 +398,7 @@ class WeightReceiver:
                     "NOT_STAGED",
                     f"the files of version {weights} are not on this host: update to another version first",
                 )
-            return weights, await compare(self._current)
+            return weights, await compare(None if self._current is None else self._current.staged)
 
     async def with_adapter(
         self, version: Version, use: Callable[[StagedAdapter], Awaitable[object]], deadline_s: float
@@ -279,7 +426,7 @@ class WeightReceiver:
         """Return the state of the receiver."""
         return ReceiverStatus(
             serving=self._serving(),
-            staged_version=None if self._staged is None else self._staged.version,
+            staged_version=None if self._staged is None else self._staged.staged.version,
             newest=self._watch.newest_version,
             connected=self._watch.connected,
             policy=self._policy.current(time.monotonic()),
@@ -325,27 +472,37 @@ class WeightReceiver:
             return await self._take_adapter(manifest, started)
         while True:
             try:
-                staged, timings = await self._stage(manifest, or_newer=or_newer)
+                staged, cost = await self._stage(manifest, or_newer=or_newer)
                 break
-            except BehindError as behind:  # receivers of one host go through the same versions
+            except BehindError as behind:  # receivers of one host take the same versions in the same order
                 report = await self._take(behind.version, or_newer=or_newer)
                 if or_newer and report.version >= wanted:
                     return report
+        timings = _timings(wanted, cost, started)
         self._reporter.tell(pb.REPLICA_PHASE_STAGED, wanted, timings=timings)
-        return self._in_service(await self._apply(staged), timings, started)
+        report = await self._apply(staged)
+        return self._in_service(report, timings, started)
 
-    async def _stage(self, manifest: pb.Manifest, *, or_newer: bool) -> tuple[StagedVersion, UpdateTimings]:
-        """Have a version's file in shared memory, verified. The engine generates meanwhile."""
-        version, wanted = Version.from_proto(manifest.version), (Version.from_proto(manifest.version), manifest.digest)
-        for known in (
-            self._staged,
-            self._current,
-        ):  # an earlier attempt; or back from an adapter to the weights beneath
-            if known is not None and (known.version, known.digest) == wanted:
-                return known, UpdateTimings(version)
+    async def _stage(self, manifest: pb.Manifest, *, or_newer: bool) -> tuple[StagedVersion, PullCost | None]:
+        """Have a version's file in shared memory, verified. The engine generates meanwhile.
+
+        Returns:
+            The version, and the cost of pulling it; None if its file was there.
+        """
+        version = Version.from_proto(manifest.version)
+        for known in (self._staged, self._current):  # an earlier attempt; or back from an adapter to its base
+            if known is not None and (known.staged.version, known.staged.digest) == (version, manifest.digest):
+                return known.staged, None
         self._drop_staged()
-        self._staged, timings = await self._copies.stage(manifest, self._current, or_newer=or_newer)
-        return self._staged, timings
+        path, current, cost = self._area.file(version, manifest.digest), self._current, None
+        held = None if current is None else current.staged.path
+        async with self._files.open(path, held, dense_bytes(manifest), or_newer=or_newer) as file:
+            if file.copy is None:
+                base = None if current is None else BaseFile(current.manifest, current.staged.path)
+                cost = await self._builder.build(manifest, base, file.descriptor)
+        staged = StagedVersion(version, path, tensor_specs(manifest), manifest.digest)
+        self._staged = _HostVersion(staged, manifest, file)
+        return staged, cost
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
         """Have the engine pause, copy and resume; then keep the file that it says it holds.
@@ -371,7 +528,8 @@ class WeightReceiver:
                     f"adapter {version} belongs to the model on disk, the weights are {weights}: call ReloadWeights"
                 )
             await self._take(base, or_newer=False)
-        async with self._adapters.staged(manifest, self._held_adapters) as (staged, timings):
+        async with self._adapters.staged(manifest, self._held_adapters) as (staged, cost):
+            timings = _timings(version, cost, started)
             self._reporter.tell(pb.REPLICA_PHASE_STAGED, version, timings=timings)
             async with self._changing:
                 report = await self._bounded(version, self._engine.apply_adapter(staged))
@@ -394,10 +552,12 @@ class WeightReceiver:
 
     async def _bounded(self, version: Version, work: Awaitable[ApplyReport]) -> ApplyReport:
         try:
-            async with asyncio.timeout(self._apply_deadline_s):
+            async with asyncio.timeout(self._options.apply_deadline_s):
                 return await work
         except TimeoutError as error:
-            raise ApplyError(f"version {version} was not applied within {self._apply_deadline_s:g} s") from error
+            raise ApplyError(
+                f"version {version} was not applied within {self._options.apply_deadline_s:g} s"
+            ) from error
 
     def _in_service(self, report: ApplyReport, timings: UpdateTimings, started: float) -> ApplyReport:
         """Report that a version serves, and what it cost."""
@@ -436,18 +596,18 @@ class WeightReceiver:
             return self._last_held
         self._last_held = held
         before = self._current
-        if self._staged is not None and self._staged.version == held.weights:
+        if self._staged is not None and self._staged.staged.version == held.weights:
             self._current, self._staged = self._staged, None
-        elif before is not None and before.version != held.weights:
+        elif before is not None and before.staged.version != held.weights:
             self._current = None
-        if before is not None and (self._current is None or self._current.path != before.path):
-            self._copies.release(before)
+        if before is not None and self._current is not before:
+            self._files.release(before.file)
         return held
 
     def _drop_staged(self) -> None:
         """Make room: a version that could not be applied and was overtaken is of no use."""
         if self._staged is not None:
-            self._copies.release(self._staged)
+            self._files.release(self._staged.file)
             self._staged = None
 
     # --- parts of the loop ----------------------------------------------------------------------------------------
@@ -510,6 +670,16 @@ class WeightReceiver:
         request = pb.GetManifestRequest(run=self._run, version=None if version is None else version.to_proto())
         response = await self._manifests.GetManifest(request, timeout=_MANIFEST_DEADLINE_S)
         return response.manifest
+
+
+def _timings(version: Version, cost: PullCost | None, started: float) -> UpdateTimings:
+    """Return the timings of a version that was just staged, begun at `time.perf_counter` `started`."""
+    now = time.perf_counter()
+    if cost is None:
+        return UpdateTimings(version, stage_s=now - started)
+    return UpdateTimings(
+        version, cost.pulled_bytes, cost.local_bytes, cost.last_byte_at - started, now - cost.last_byte_at
+    )
 
 
 class _UpdateRequest:

@@ -27,8 +27,8 @@ from weightsync.format.manifest import ManifestError, check_manifest, run_resour
 from weightsync.format.safetensors import LayoutError
 from weightsync.host import host_id
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
-from weightsync.receive.link import VersionWatch
-from weightsync.receive.pull import ChunkSink, PullError, PullLimits, ShardRange, pull_call, pull_range
+from weightsync.receive.pull import ChunkSink, PullError, PullLimits, ShardRange, pull_range
+from weightsync.receive.sources import REPORT_DEADLINE_S, VersionWatch, pull_call, renewal_s
 from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload, translated
@@ -55,10 +55,6 @@ Pull: TypeAlias = Callable[[ShardRange, ChunkSink], Awaitable[None]]
 """`pull_range` from some service."""
 
 _PATH_DEADLINE_S = 30.0
-_REPORT_DEADLINE_S = 10.0
-_SHARE_OF_LEASE = 1 / 3
-"""A lease is renewed after a third of it, so that one lost report does not end it."""
-
 _MOST_REPLICAS = 4096
 """Reports that may wait; beyond it the oldest is dropped: its replica reports again within a third of its lease."""
 
@@ -215,7 +211,7 @@ class Follower:
             name: This relay's name as a replica.
             address: Where it gives versions out.
         """
-        self._watch = VersionWatch(self._stub, run_resource(self._run.name), name, self._announcement.set)
+        self._watch = VersionWatch(self._stub.WatchVersions, run_resource(self._run.name), name, self._announcement.set)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch.run_forever())
             tasks.create_task(self.forwarder.run_forever())
@@ -303,7 +299,7 @@ class Follower:
             self.forwarder.put(self._report(name, address))
             lease_s = min(self.forwarder.lease_s, self._runs.config.lease_s)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.1, lease_s * _SHARE_OF_LEASE)):
+                async with asyncio.timeout(renewal_s(lease_s)):
                     await self._news.wait()
 
     def _report(self, name: str, address: str) -> pb.ReportVersionRequest:
@@ -374,7 +370,7 @@ class Forwarder:
             if self._clock() - reported_at > min(self.lease_s, self._own_lease_s):
                 continue  # its replica may be gone by now
             try:
-                response = await self._stub.ReportVersion(request, timeout=_REPORT_DEADLINE_S)
+                response = await self._stub.ReportVersion(request, timeout=REPORT_DEADLINE_S)
             except grpc.aio.AioRpcError as error:
                 failure = SluiceError.from_rpc(error)
                 if failure.code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:

@@ -17,7 +17,7 @@ from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import BASE, Version
 from weightsync.publisher import WeightPublisher
-from weightsync.receiver import WeightReceiver
+from weightsync.receiver import ReceiverOptions, WeightReceiver
 from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
 __all__ = [
@@ -96,7 +96,7 @@ async def receiving(
 ) -> AsyncIterator[WeightReceiver]:
     """A receiver that follows until the block ends."""
     async with connect(target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(channel, RUN, replica, stage_dir, engine, local_files=local)
+        receiver = WeightReceiver(channel, RUN, replica, stage_dir, engine, options=ReceiverOptions(local_files=local))
         task = asyncio.create_task(receiver.run_forever())
         try:
             yield receiver

@@ -27,21 +27,21 @@ from pathlib import Path
 from safetensors.numpy import load_file
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
-from weightsync.receiver import ApplyReport, PullLimits, WeightReceiver
-from weightsync.receive.version_file import VersionFile
+from weightsync.receiver import ApplyReport, PullLimits, ReceiverOptions, WeightReceiver
+from weightsync.receive.pull import VersionBuilder
 from weightsync.staged import HeldVersions
 from sluice.versions import BASE
 
 target, run, replica, stage_dir, mode = sys.argv[1:]
-follow = VersionFile.follow
+build = VersionBuilder.build
 
-async def slow_follow(self, steps, held):
+async def slow_build(self, target, base, descriptor):
     print("building", flush=True)
     if mode == "hang":
         await asyncio.Event().wait()
-    await follow(self, steps, held)
+    return await build(self, target, base, descriptor)
 
-VersionFile.follow = slow_follow
+VersionBuilder.build = slow_build
 
 class Engine:
     serves_adapters, version = False, BASE
@@ -59,7 +59,8 @@ class Engine:
 
 async def main():
     async with connect(target, SecurityConfig()) as channel:
-        await WeightReceiver(channel, run, replica, Path(stage_dir), Engine(), local_files=False, limits=PullLimits(attempts=3)).run_forever()
+        options = ReceiverOptions(local_files=False, pull=PullLimits(attempts=3))
+        await WeightReceiver(channel, run, replica, Path(stage_dir), Engine(), options=options).run_forever()
 
 asyncio.run(main())
 """

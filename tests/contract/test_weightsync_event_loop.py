@@ -16,7 +16,7 @@ from sluice.rpc import connect
 from sluice.versions import Version
 from weightsync.publish.shards import ShardSource
 from weightsync.publisher import AdapterPublisher, WeightPublisher
-from weightsync.receiver import WeightReceiver
+from weightsync.receiver import ReceiverOptions, WeightReceiver
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,9 @@ async def test_a_relay_changes_no_file_on_the_event_loop(tmp_path: Path) -> None
 async def test_a_receiver_changes_no_file_on_the_event_loop(tmp_path: Path, local: bool) -> None:
     engine, tensors, stage_dir = Engine("replica"), weights(), tmp_path / "shm"
     async with running_stack(tmp_path / "outputs") as stack, connect(stack.target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(channel, RUN, engine.name, stage_dir, engine, local_files=local)
+        receiver = WeightReceiver(
+            channel, RUN, engine.name, stage_dir, engine, options=ReceiverOptions(local_files=local)
+        )
         publisher = WeightPublisher(stack.channel, RUN)
         with file_changes_of_this_thread() as changes:
             async with following(receiver):

@@ -31,7 +31,15 @@ from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.receiver import ApplyReport, PolicyHeldError, PolicyMode, PullLimits, StagedVersion, WeightReceiver
+from weightsync.receiver import (
+    ApplyReport,
+    PolicyHeldError,
+    PolicyMode,
+    PullLimits,
+    ReceiverOptions,
+    StagedVersion,
+    WeightReceiver,
+)
 from weightsync.staged import ApplyError, StagedAdapter
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
@@ -70,7 +78,12 @@ async def receiving(
 ) -> AsyncIterator[WeightReceiver]:
     async with connect(target, SecurityConfig()) as channel:
         receiver = WeightReceiver(
-            channel, RUN, "replica-0", stage_dir, engine, limits=LIMITS, apply_deadline_s=apply_deadline_s
+            channel,
+            RUN,
+            "replica-0",
+            stage_dir,
+            engine,
+            options=ReceiverOptions(pull=LIMITS, apply_deadline_s=apply_deadline_s),
         )
         async with following(receiver):
             yield receiver

@@ -22,7 +22,15 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
-from weightsync.receiver import ApplyReport, PolicyMode, PullLimits, StagedVersion, UpdateTimings, WeightReceiver
+from weightsync.receiver import (
+    ApplyReport,
+    PolicyMode,
+    PullLimits,
+    ReceiverOptions,
+    StagedVersion,
+    UpdateTimings,
+    WeightReceiver,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -74,8 +82,7 @@ async def receiving(
             replica,
             stage_dir,
             engine,
-            limits=LIMITS,
-            local_files=local_files,
+            options=ReceiverOptions(pull=LIMITS, local_files=local_files),
         )
         async with following(receiver):
             yield receiver

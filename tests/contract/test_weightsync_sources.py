@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 FAST = {"lease_s": 1.5, "heartbeat_s": 0.2}
 EAGER = {
     "connect_to": partial(connect, security=SecurityConfig()),
-    "source_limits": SourceLimits(look_s=0.2, fallback_s=0.3, retry_s=0.1, ban_s=0.2),
+    "sources": SourceLimits(look_s=0.2, fallback_s=0.3, retry_s=0.1, ban_s=0.2),
 }
 
 
@@ -109,7 +109,7 @@ async def test_a_version_that_only_the_root_holds_is_had_from_there(root: Node, 
 
 async def test_a_relay_that_gets_nothing_new_is_left(root: Node, relay: Node, tmp_path: Path) -> None:
     engine = Engine("replica")
-    stuck = {**EAGER, "source_limits": SourceLimits(look_s=0.1, fallback_s=0.3, retry_s=0.1, stall_s=0.5)}
+    stuck = {**EAGER, "sources": SourceLimits(look_s=0.1, fallback_s=0.3, retry_s=0.1, stall_s=0.5)}
     async with engine.receiving(root.target, tmp_path / "shm", **stuck):
         await push(root, Version(1, 1), weights(1))
         await eventually(lambda: engine.version == Version(1, 1))
@@ -128,7 +128,7 @@ async def test_a_relay_that_gives_damaged_bytes_is_left(root: Node, relay: Node,
     path.write_bytes(content)
     engine = Engine("replica")
     limits = SourceLimits(look_s=0.2, fallback_s=0.3, retry_s=0.1, ban_s=60)
-    options = {**EAGER, "source_limits": limits, "local_files": False}
+    options = {**EAGER, "sources": limits, "local_files": False}
     async with engine.receiving(root.target, tmp_path / "shm", **options):
         await eventually(lambda: engine.version == Version(1, 1))
         assert (await watchers(root), await watchers(relay)) == (2, 0)

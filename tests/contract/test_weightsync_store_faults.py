@@ -17,7 +17,8 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.manifest import version_directory
-from weightsync.receive.pull import pull_call, pull_range
+from weightsync.receive.pull import pull_range
+from weightsync.receive.sources import pull_call
 from weightsync.relay import FetchError, fetch_version
 from weightsync.service.store import RunStore
 

@@ -14,7 +14,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.backoff import Backoff
 from weightsync.publisher import WeightPublisher
-from weightsync.receive.link import VersionWatch
+from weightsync.receive.sources import VersionWatch
 
 
 class Counted(VersionWatch):
@@ -30,7 +30,7 @@ class Counted(VersionWatch):
 async def test_a_service_that_never_answers_is_named_once() -> None:
     async with connect("127.0.0.1:1", SecurityConfig()) as channel:
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        watching = Counted(stub, RESOURCE, "replica", lambda: None, backoff=Backoff(0.001, 0.004))
+        watching = Counted(stub.WatchVersions, RESOURCE, "replica", lambda: None, backoff=Backoff(0.001, 0.004))
         with capture_logs() as logs:
             task = asyncio.create_task(watching.run_forever())
             await eventually(lambda: watching.attempts >= 10)
@@ -45,7 +45,7 @@ async def test_a_run_without_a_version_yet_is_no_failure(tmp_path: Path) -> None
     async with running_stack(tmp_path) as stack:
         stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(stack.channel)
         # A failure would end the test: the pause after it is longer than the wait for the version.
-        watching = Counted(stub, "runs/later", "replica", lambda: None, backoff=Backoff(600.0, 600.0))
+        watching = Counted(stub.WatchVersions, "runs/later", "replica", lambda: None, backoff=Backoff(600.0, 600.0))
         with capture_logs() as logs:
             task = asyncio.create_task(watching.run_forever())
             await eventually(lambda: watching.attempts >= 2)

@@ -23,7 +23,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.publisher import WeightPublisher
 from weightsync.receive.shared_area import remove_stale
-from weightsync.receiver import ApplyReport, StagedVersion, WeightReceiver
+from weightsync.receiver import ApplyReport, ReceiverOptions, StagedVersion, WeightReceiver
 
 pytestmark = pytest.mark.slow
 
@@ -153,7 +153,9 @@ class Engine(EngineDouble):
 @asynccontextmanager
 async def receiving(service: Service, stage_dir: Path, engine: Engine) -> AsyncIterator[WeightReceiver]:
     async with connect(service.target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(channel, RUN, "replica", stage_dir, engine, local_files=False)
+        receiver = WeightReceiver(
+            channel, RUN, "replica", stage_dir, engine, options=ReceiverOptions(local_files=False)
+        )
         async with following(receiver):
             yield receiver
 

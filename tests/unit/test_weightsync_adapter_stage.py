@@ -13,7 +13,8 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.receive.adapters import AdapterStage
+from concurrent.futures import ThreadPoolExecutor
+from weightsync.receive.adapters import AdapterDirectory
 from weightsync.receive.pull import PullCost
 
 class Builder:
@@ -24,7 +25,7 @@ async def load(manifest):
     async with stage.staged(manifest, lambda: {Version(1, 1)}):
         pass
 
-stage = AdapterStage(Path(sys.argv[1]), "run", Builder())
+stage = AdapterDirectory(Path(sys.argv[1]), "run", Builder(), ThreadPoolExecutor(1))
 manifest = pb.Manifest(version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ADAPTER, digest="0" * 32)
 asyncio.run(load(manifest))
 if sys.argv[2] == "forks":

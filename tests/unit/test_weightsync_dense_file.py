@@ -15,8 +15,7 @@ from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, RawChunk
 from weightsync.format.safetensors import FileLayout, read_layout
 from weightsync.publish.shards import ShardSource
-from weightsync.receive.dense_file import DenseFile
-from weightsync.receive.pull import StagingError
+from weightsync.receive.version_file import DenseFile, StagingError
 
 V1 = Version(1, 1)
 
@@ -27,7 +26,7 @@ def stage(path: Path, manifest: pb.Manifest, *sources: ShardSource) -> FileLayou
         for source in sources:
             for begin, end in source.spans(0, 97):
                 chunk = make_chunk(begin, source.read(begin, end))
-                staging.sink(source.name).feed(RawChunk(begin, memoryview(chunk.data), chunk.crc32c))
+                staging.sinks[source.name].feed(RawChunk(begin, memoryview(chunk.data), chunk.crc32c))
         return staging.finish()
 
 
@@ -88,7 +87,7 @@ def test_of_a_damaged_chunk_nothing_is_kept(tmp_path: Path) -> None:
     source = ShardSource("model", weights())
     with (tmp_path / "v.safetensors").open("w+b") as file:
         staging = DenseFile(manifest_of(V1, source), file.fileno())
-        sink = staging.sink("model")
+        sink = staging.sinks["model"]
         for begin, end in source.spans(0, 97):
             chunk = make_chunk(begin, source.read(begin, end))
             flipped = bytes([chunk.data[0] ^ 4]) + chunk.data[1:]
@@ -108,7 +107,7 @@ def test_bytes_changed_under_a_right_checksum_show_in_a_digest(tmp_path: Path) -
         for begin, end in source.spans(0, 97):
             data = source.read(begin, end)
             changed = bytes([data[0] ^ 4]) + data[1:] if begin >= 4850 else data
-            staging.sink("model").feed(RawChunk(begin, memoryview(changed)))
+            staging.sinks["model"].feed(RawChunk(begin, memoryview(changed)))
         with pytest.raises(StagingError, match="digest"):
             staging.finish()
 
@@ -122,7 +121,7 @@ def test_values_that_are_not_finite_are_never_staged(tmp_path: Path) -> None:
 def test_chunks_out_of_order_are_refused(tmp_path: Path) -> None:
     source = ShardSource("model", weights())
     with (tmp_path / "v.safetensors").open("w+b") as file:
-        sink = DenseFile(manifest_of(V1, source), file.fileno()).sink("model")
+        sink = DenseFile(manifest_of(V1, source), file.fileno()).sinks["model"]
         with pytest.raises(StagingError, match="instead"):
             sink.feed(RawChunk(8, memoryview(source.read(8, 16))))
 
@@ -140,6 +139,6 @@ def test_shards_may_come_side_by_side(tmp_path: Path) -> None:
                 if span is None:
                     waiting.remove((source, rest))
                 else:
-                    staging.sink(source.name).feed(RawChunk(span[0], memoryview(source.read(*span))))
+                    staging.sinks[source.name].feed(RawChunk(span[0], memoryview(source.read(*span))))
         staging.finish()
     assert equal_bits(load_file(path), weights())

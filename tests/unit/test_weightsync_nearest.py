@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sluice.versions import Version
 from weightsync.host import host_id
-from weightsync.receive.nearest import ROOT, Candidate, behind, choose
+from weightsync.receive.sources import ROOT, Candidate, behind, choose
 from weightsync.relay import advertised_address
 
 versions = st.none() | st.builds(Version, st.integers(1, 2), st.integers(0, 4))

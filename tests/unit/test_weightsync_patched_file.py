@@ -21,8 +21,7 @@ from weightsync.codec import Encoding, encode
 from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import manifest_digest
 from weightsync.format.safetensors import DTYPES, Entry, place, render_header
-from weightsync.receive.patched_file import DeltaShard, PatchedFile, slice_digests
-from weightsync.receive.pull import StagingError
+from weightsync.receive.version_file import DeltaShard, PatchedFile, StagingError
 
 Tensor = npt.NDArray[np.uint8]
 Model = dict[str, tuple[str, tuple[int, ...], Tensor]]
@@ -165,7 +164,7 @@ def test_a_chain_of_deltas_makes_the_dense_file(
     path = tmp_path / "v.safetensors"
     write(path, model)
     with path.open("r+b") as file:
-        patched = PatchedFile(file.fileno(), slice_digests(whole(model)))
+        patched = PatchedFile(file.fileno(), whole(model))
         for number in range(1, length + 1):
             base, model = model, step(random, model)
             manifest, files = delta(random, number, base, model)
@@ -215,7 +214,7 @@ def test_what_is_not_the_announced_version_is_refused(tmp_path: Path, name: str,
     shards = received(manifest, files)
     change(manifest)
     with path.open("r+b") as file:
-        patched = PatchedFile(file.fileno(), slice_digests(whole(base)))
+        patched = PatchedFile(file.fileno(), whole(base))
         with pytest.raises(StagingError):
             patched.apply(manifest, shards, verify=True)
         patched.close()
@@ -230,7 +229,7 @@ def test_a_delta_on_other_bytes_than_its_base_is_refused(tmp_path: Path) -> None
     model["t0"][2][3, 4] ^= 1
     manifest, files = delta(random, 1, base, model)
     with path.open("r+b") as file:
-        patched = PatchedFile(file.fileno(), {})
+        patched = PatchedFile(file.fileno(), None)
         with pytest.raises(StagingError):
             patched.apply(manifest, received(manifest, files), verify=True)
         patched.close()
@@ -245,7 +244,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     write(path, base)
     manifest, files = delta(random, 1, base, model)
     with path.open("r+b") as file:
-        patched = PatchedFile(file.fileno(), {})
+        patched = PatchedFile(file.fileno(), None)
         with pytest.raises(StagingError, match="NaN"):
             patched.apply(manifest, received(manifest, files), verify=True)
         patched.close()
@@ -280,10 +279,10 @@ def test_unchanged_slices_that_are_known_are_not_read_again(tmp_path: Path) -> N
         file.seek(-entries["t0"].size, 2)
         file.write(b"\1" * entries["t0"].size)  # nobody does; it shows what is read
         file.flush()
-        known = PatchedFile(file.fileno(), slice_digests(whole(base)))
+        known = PatchedFile(file.fileno(), whole(base))
         known.apply(manifest, shards, verify=True)
         known.close()
-        unknown = PatchedFile(file.fileno(), {})
+        unknown = PatchedFile(file.fileno(), None)
         with pytest.raises(StagingError, match="digest"):
             unknown.apply(manifest, shards, verify=True)
         unknown.close()

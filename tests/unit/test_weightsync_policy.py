@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sluice.versions import BASE, Version
-from weightsync.receive.policy import PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
+from weightsync.receiver import PolicyError, PolicyHeldError, PolicyMode, WeightPolicy
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(2, 0)
 FOLLOW, HOLD, TARGET = PolicyMode

@@ -7,15 +7,19 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from sluice.versions import Version
-from weightsync.receive.pull import PullLimits, StagingError
-from weightsync.receive.shared_area import SharedArea, SharedCopy, remove_stale
-from weightsync.receive.staged_versions import BehindError, HostCopies
+from weightsync.receive.pull import PullLimits
+from weightsync.receive.shared_area import BehindError, HostFiles, SharedArea, SharedCopy, remove_stale
+from weightsync.receive.version_file import StagingError
+
+T = TypeVar("T")
 
 DIGEST = "0" * 32
 
@@ -25,6 +29,23 @@ def made(area: SharedArea, number: int = 1) -> SharedCopy:
     assert claim is not None
     os.write(claim.descriptor, b"whole")
     return claim.publish()
+
+
+async def obtain(
+    files: HostFiles,
+    path: Path,
+    held: Path | None,
+    build: Callable[[int], Awaitable[T]],
+    *,
+    or_newer: bool = False,
+) -> tuple[SharedCopy, T | None]:
+    """Use a file that is there, otherwise make it, as a receiver does."""
+    made = None
+    async with files.open(path, held, 5, or_newer=or_newer) as file:
+        if file.copy is None:
+            made = await build(file.descriptor)
+    assert file.copy is not None
+    return file.copy, made
 
 
 def names(area: SharedArea) -> list[str]:
@@ -65,11 +86,11 @@ def test_what_is_made_or_used_is_not_swept(tmp_path: Path) -> None:
     claim = area.claim(area.file(Version(1, 2), DIGEST))
     assert claim is not None
     assert remove_stale(tmp_path) == []
-    assert area.others(claim.path) == [copy.path]
+    assert area.others(claim.path) == [(copy.path, True)]
     staged = claim.publish()
     for each in (staged, copy):
         each.release()
-    area.close()
+    remove_stale(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,8 +176,8 @@ async def test_a_third_copy_waits_until_one_is_let_go(tmp_path: Path) -> None:
         built.set()
 
     with ThreadPoolExecutor(2) as threads:
-        copies = HostCopies(area, threads, PullLimits(room_wait_s=60))
-        waiting = asyncio.create_task(copies.obtain(area.file(Version(1, 3), DIGEST), current.path, 5, build))
+        files = HostFiles(area, threads, PullLimits(room_wait_s=60))
+        waiting = asyncio.create_task(obtain(files, area.file(Version(1, 3), DIGEST), current.path, build))
         while len(names(area)) < 4:  # noqa: ASYNC110 - the claim is a file
             await asyncio.sleep(0.001)
         assert not built.is_set()
@@ -176,8 +197,8 @@ async def test_a_receiver_that_is_held_back_does_not_stop_the_others(tmp_path: P
         os.write(descriptor, b"third")
 
     with ThreadPoolExecutor(2) as threads:
-        copies = HostCopies(area, threads, PullLimits(room_wait_s=0.0))
-        staged, _ = await copies.obtain(area.file(Version(1, 3), DIGEST), held[1].path, 5, build)
+        files = HostFiles(area, threads, PullLimits(room_wait_s=0.0))
+        staged, _ = await obtain(files, area.file(Version(1, 3), DIGEST), held[1].path, build)
     assert staged.path.exists()
     for copy in (staged, *held):
         copy.release()
@@ -190,9 +211,9 @@ async def test_memory_that_runs_out_under_way_is_told_with_the_remedy(tmp_path: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with ThreadPoolExecutor(2) as threads:
-        copies = HostCopies(area, threads, PullLimits())
+        files = HostFiles(area, threads, PullLimits())
         with pytest.raises(StagingError, match="shm_size"):
-            await copies.obtain(area.file(Version(1, 1), DIGEST), None, 5, build)
+            await obtain(files, area.file(Version(1, 1), DIGEST), None, build)
     assert names(area) == []
 
 
@@ -207,9 +228,9 @@ async def test_a_receiver_that_is_behind_is_told_what_to_take_first(tmp_path: Pa
         raise AssertionError("no room")
 
     with ThreadPoolExecutor(2) as threads:
-        copies = HostCopies(area, threads, PullLimits())
+        files = HostFiles(area, threads, PullLimits())
         with pytest.raises(BehindError) as caught:
-            await copies.obtain(wanted, old.path, 5, build)
+            await obtain(files, wanted, old.path, build)
     assert caught.value.version == Version(1, 2)
     if claim is not None:
         claim.abandon()
@@ -230,12 +251,12 @@ async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_p
         return os.write(descriptor, b"whole")
 
     with ThreadPoolExecutor(2) as threads:
-        copies = HostCopies(area, threads, PullLimits())
+        files = HostFiles(area, threads, PullLimits())
         with pytest.raises(StagingError):
-            await copies.obtain(path, None, 5, fail)
+            await obtain(files, path, None, fail)
         assert names(area) == []
-        copy, written = await copies.obtain(path, None, 5, build)
-        other, none = await copies.obtain(path, None, 5, fail)
+        copy, written = await obtain(files, path, None, build)
+        other, none = await obtain(files, path, None, fail)
     assert (written, none, path.read_bytes()) == (5, None, b"whole")
     copy.release()
     other.release()
@@ -287,14 +308,14 @@ async def test_who_makes_a_version_that_others_are_past_takes_theirs_if_it_will_
         return os.write(descriptor, b"whole")
 
     with ThreadPoolExecutor(2) as threads:
-        copies = HostCopies(area, threads, PullLimits(room_wait_s=0.0))
+        files = HostFiles(area, threads, PullLimits(room_wait_s=0.0))
         if or_newer:
             with pytest.raises(BehindError) as caught:
-                await copies.obtain(path, old.path, 5, build, or_newer=True)
+                await obtain(files, path, old.path, build, or_newer=True)
             assert caught.value.version == Version(1, 3)
             assert not path.exists()
         else:
-            copy, _ = await copies.obtain(path, old.path, 5, build, or_newer=False)
+            copy, _ = await obtain(files, path, old.path, build, or_newer=False)
             copy.release()
     next_one.abandon()
     for each in (old, newer):
@@ -310,8 +331,8 @@ async def test_a_caller_that_is_cancelled_leaves_no_lock_behind(tmp_path: Path) 
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(busy.wait)
-        copies = HostCopies(area, threads, PullLimits())
-        obtaining = asyncio.create_task(copies.obtain(first.path, None, 5, build))
+        files = HostFiles(area, threads, PullLimits())
+        obtaining = asyncio.create_task(obtain(files, first.path, None, build))
         await asyncio.sleep(0.05)
         obtaining.cancel()
         await asyncio.sleep(0.05)

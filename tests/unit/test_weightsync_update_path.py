@@ -6,7 +6,7 @@ import pytest
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.receive.version_file import PathError, PathStep, check_path, direct_step
+from weightsync.receive.pull import PathError, PathStep, check_path, direct_step
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 

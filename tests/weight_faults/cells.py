@@ -45,7 +45,7 @@ _COMMITTED = Point("os:rename", "after", match=_DELTA_NAME)
 _WATCH = Point("weightsync.service.runs:Run.add_version", "after")
 _SEND = Point("weightsync.service.servicer:_read_chunk", nth=3)
 _PULL = Point("weightsync.format.chunks:RawChunk.check", nth=3)
-_STAGE = Point("weightsync.receive.patched_file:_decode", nth=3)
+_STAGE = Point("weightsync.receive.version_file:PatchedFile._apply_slice", nth=3)
 _STAGED = Point("weightsync.receive.shared_area:Claim.publish", "after")
 _APPLY = Point("weight_faults.engine:copy_tensor", nth=3)
 _REPORT = Point("weightsync.receiver:WeightReceiver._apply", "after")
@@ -116,7 +116,7 @@ _ANCHORS = (
     Cell("committed", "service", replace(_COMMITTED, match=_DENSE_NAME), form="anchor"),
     Cell("pull", "service", replace(_SEND, nth=40), form="anchor"),
     Cell("pull", "engine", replace(_PULL, nth=40), form="anchor"),
-    Cell("stage", "engine", Point("weightsync.receive.dense_file:DenseFile.finish"), form="anchor"),
+    Cell("stage", "engine", Point("weightsync.receive.version_file:DenseFile.finish"), form="anchor"),
     Cell("apply", "engine", _APPLY, form="anchor"),
     Cell("fetch", "relay", replace(_PUSH, nth=40), relay=True, form="anchor"),
     Cell("pull", "relay", replace(_SEND, nth=40), relay=True, form="anchor"),

@@ -20,7 +20,7 @@ from prometheus_client import REGISTRY
 
 import weightsync.app
 import weightsync.publisher
-import weightsync.receive.link
+import weightsync.receive.sources
 import weightsync.receiver
 from sluice.config import CommonConfig, SecurityConfig
 from sluice.rpc import SluiceError, connect
@@ -32,7 +32,7 @@ from weight_faults.versions import tensors_of
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
 from weightsync.receive.sources import SourceLimits
-from weightsync.receiver import PullLimits, WeightReceiver
+from weightsync.receiver import PullLimits, ReceiverOptions, WeightReceiver
 
 __all__ = ["CHUNK_BYTES", "RUN", "main"]
 
@@ -167,7 +167,7 @@ async def _trainer(desk: Desk, settings: Settings) -> None:
 
 
 async def _engine(desk: Desk, settings: Settings) -> None:
-    weightsync.receive.link._SILENCE_S = settings["silence_s"]
+    weightsync.receive.sources._SILENCE_S = settings["silence_s"]
     engine = Engine()
     async with connect(settings["target"], SecurityConfig()) as channel:
         limits = PullLimits(deadline_s=30, idle_s=settings["silence_s"], attempts=6, first_pause_s=0.02)
@@ -177,10 +177,12 @@ async def _engine(desk: Desk, settings: Settings) -> None:
             settings["replica"],
             Path(settings["stage_dir"]),
             engine,
-            limits=limits,
-            local_files=settings["local_files"],
-            connect_to=lambda address: connect(address, SecurityConfig(), role="agent"),
-            source_limits=_SOURCES,
+            options=ReceiverOptions(
+                pull=limits,
+                local_files=settings["local_files"],
+                connect_to=lambda address: connect(address, SecurityConfig(), role="agent"),
+                sources=_SOURCES,
+            ),
         )
 
         async def answer(order: Message) -> Message:

@@ -125,7 +125,8 @@ async def _show(config: WeightsConfig, versions: Sequence[Version]) -> int:
 async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
     if config.replica is not None:
         return await _verify_replica(config, config.replica, versions)
-    from weightsync.receive.pull import PullError, StagingError  # noqa: PLC0415
+    from weightsync.receive.pull import PullError  # noqa: PLC0415
+    from weightsync.receive.version_file import StagingError  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
         try:
@@ -161,7 +162,8 @@ async def _diff(config: WeightsConfig, versions: Sequence[Version]) -> int:
     from rich.console import Console  # noqa: PLC0415
 
     from weightsync.inspect.weights_tables import compare, difference_table  # noqa: PLC0415
-    from weightsync.receive.pull import PullError, StagingError  # noqa: PLC0415
+    from weightsync.receive.pull import PullError  # noqa: PLC0415
+    from weightsync.receive.version_file import StagingError  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
         paths = [Path(scratch, str(version)) for version in versions]
@@ -185,15 +187,16 @@ async def _fetch(config: WeightsConfig, version: Version | None, path: Path) -> 
     from sluice.client import WeightSyncClient  # noqa: PLC0415
     from sluice.rpc import connect  # noqa: PLC0415
     from weightsync.format.manifest import run_resource  # noqa: PLC0415
-    from weightsync.receive.pull import PullLimits  # noqa: PLC0415
-    from weightsync.receive.version_file import VersionBuilder  # noqa: PLC0415
+    from weightsync.receive.pull import PullLimits, VersionBuilder  # noqa: PLC0415
+    from weightsync.receive.sources import Sources  # noqa: PLC0415
 
     async with WeightSyncClient(config.address, config.security) as client:
         manifest = await client.manifest(config.run, version)
     limits = PullLimits(deadline_s=config.deadline_s, attempts=_ATTEMPTS)
     with ThreadPoolExecutor(4) as threads, path.open("w+b") as file:
         async with connect(config.address, config.security) as channel:
-            builder = VersionBuilder(channel, run_resource(config.run), threads, limits, local_files=False)
+            run = run_resource(config.run)
+            builder = VersionBuilder(Sources(channel, run, "weights"), run, threads, limits, local_files=False)
             await builder.build(manifest, None, file.fileno())
         size = os.fstat(file.fileno()).st_size
     return Version.from_proto(manifest.version), manifest.digest, size

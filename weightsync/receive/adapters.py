@@ -1,6 +1,7 @@
 """Staged LoRA adapters: directories as PEFT writes them, in shared memory, as many as the engine holds at a time.
 
-They are small, so each replica has its own. When a replica is dead, the next one that starts removes its directory.
+They are small, so each replica has its own. When a replica is dead, the next one that starts removes its directory. Files are
+changed in threads.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import asyncio
 import contextlib
 import fcntl
 import os
-import time
 from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -18,12 +20,11 @@ import structlog
 from sluice.host_files import close, lock_now, open_private, owned_directory, remove_tree
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.receive.link import UpdateTimings
-from weightsync.receive.pull import StagingError
-from weightsync.receive.version_file import VersionBuilder
-from weightsync.staged import StagedAdapter, TensorSpec
+from weightsync.receive.pull import PullCost, VersionBuilder, in_thread
+from weightsync.receive.version_file import StagingError
+from weightsync.staged import StagedAdapter, tensor_specs
 
-__all__ = ["AdapterStage"]
+__all__ = ["AdapterDirectory"]
 
 _PREFIX = "sluice_adapters-"
 _LOCK = ".lock"
@@ -31,17 +32,18 @@ _LOCK = ".lock"
 log = structlog.get_logger(__name__)
 
 
-class AdapterStage:
+class AdapterDirectory:
     """The directory ``<stage_dir>/sluice_adapters-<run>-<pid>`` with one directory for each adapter.
 
     Args:
         stage_dir: Directory in shared memory.
         run: The run's name.
-        builder: Makes files.
+        builder: Fills the files.
+        threads: Where files are made and removed.
     """
 
-    def __init__(self, stage_dir: Path, run: str, builder: VersionBuilder) -> None:
-        self._parent, self._run, self._builder = stage_dir, run, builder
+    def __init__(self, stage_dir: Path, run: str, builder: VersionBuilder, threads: Executor) -> None:
+        self._parent, self._run, self._builder, self._threads = stage_dir, run, builder, threads
         self._staged: dict[Version, StagedAdapter] = {}
         self._path: Path | None = None
         self._lock_file = -1
@@ -50,12 +52,15 @@ class AdapterStage:
     @contextlib.asynccontextmanager
     async def staged(
         self, manifest: pb.Manifest, held: Callable[[], Collection[Version] | None]
-    ) -> AsyncIterator[tuple[StagedAdapter, UpdateTimings]]:
+    ) -> AsyncIterator[tuple[StagedAdapter, PullCost | None]]:
         """Stage an adapter for the block; at its end, remove the adapters that the engine no longer holds.
 
         Args:
             manifest: Of kind ADAPTER.
             held: Returns the versions that the engine holds, whose directories have to stay; None while it cannot say.
+
+        Returns:
+            The adapter, and the cost of pulling it; None if it was staged already.
 
         Raises:
             PullError, StagingError, OSError: if it could not be staged.
@@ -64,56 +69,52 @@ class AdapterStage:
             try:
                 yield await self._stage(manifest)
             finally:
-                self._sweep(held())
+                in_use = held()
+                gone = [] if in_use is None else [version for version in self._staged if version not in in_use]
+                for version in gone:
+                    await in_thread(self._threads, partial(remove_tree, self._staged.pop(version).path))
 
     def close(self) -> None:
-        """Remove everything. Calling it again has no effect."""
+        """Remove everything. Blocking. Calling it again has no effect."""
         if self._path is not None:
             remove_tree(self._path)
             close(self._lock_file)
             self._path = None
 
-    async def _stage(self, manifest: pb.Manifest) -> tuple[StagedAdapter, UpdateTimings]:
-        version = Version.from_proto(manifest.version)
+    async def _stage(self, manifest: pb.Manifest) -> tuple[StagedAdapter, PullCost | None]:
+        version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
         known = self._staged.get(version)
         if known is not None and known.digest == manifest.digest:
-            return known, UpdateTimings(version)
+            return known, None
         if not manifest.digest.isalnum():  # it becomes the name of a directory
             raise StagingError(
                 f"{manifest.digest[:80]!r} is not the digest of a version: pull from a service that gives one"
             )
-        started = time.perf_counter()
-        parent = self._path = self._path or self._make_directory()
-        directory = parent / f"v{version}-{manifest.digest}"
-        part = directory.with_suffix(".part")
-        remove_tree(part)
-        part.mkdir(mode=0o700)
-        descriptor = os.open(part / "adapter_model.safetensors", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        name = f"v{version}-{manifest.digest}"
+        part, descriptor = await in_thread(self._threads, partial(self._begin, name))
         try:
             cost = await self._builder.build(manifest, None, descriptor)
-            (part / "adapter_config.json").write_text(manifest.adapter_config)
-            part.rename(directory)
+            finish = partial(_finish, part, part.with_name(name), manifest.adapter_config)
+            directory = await in_thread(self._threads, finish)
         finally:
-            os.close(descriptor)
-            remove_tree(part)
-        tensors = {
-            each.name: TensorSpec(each.dtype, tuple(each.global_shape))
-            for shard in manifest.shards
-            for each in shard.tensors
-        }
-        staged = StagedAdapter(version, Version.from_proto(manifest.base), directory, tensors, manifest.digest)
+            await in_thread(self._threads, partial(_discard, part, descriptor))
+        staged = StagedAdapter(version, base, directory, tensor_specs(manifest), manifest.digest)
         self._staged[version] = staged
-        return staged, UpdateTimings.of_pull(version, cost, started)
+        return staged, cost
 
-    def _sweep(self, held: Collection[Version] | None) -> None:
-        if held is None:
-            return
-        for version in self._staged.keys() - set(held):
-            remove_tree(self._staged.pop(version).path)
+    def _begin(self, name: str) -> tuple[Path, int]:
+        """Make a directory for an unfinished adapter. Return it, and its open weights file."""
+        self._path = self._path or self._make_directory()
+        part = self._path / f"{name}.part"
+        remove_tree(part)
+        part.mkdir(mode=0o700)
+        return part, os.open(part / "adapter_model.safetensors", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _make_directory(self) -> Path:
         self._parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(self._parent)
+        for directory in self._parent.glob(f"{_PREFIX}*"):
+            if _is_dead(directory) and remove_tree(directory):
+                log.info("removed what a dead replica had staged", path=str(directory))
         for number in range(1000):  # several receivers of one process get a number behind it
             path = self._parent / f"{_PREFIX}{self._run}-{os.getpid()}.{number}"
             try:
@@ -125,11 +126,14 @@ class AdapterStage:
         raise OSError(f"{self._parent} holds a thousand directories {_PREFIX}{self._run}*: remove them")
 
 
-def _remove_stale(parent: Path) -> None:
-    """Remove the directories of this user whose replicas are dead."""
-    for directory in parent.glob(f"{_PREFIX}*"):
-        if _is_dead(directory) and remove_tree(directory):
-            log.info("removed what a dead replica had staged", path=str(directory))
+def _finish(part: Path, directory: Path, adapter_config: str) -> Path:
+    (part / "adapter_config.json").write_text(adapter_config)
+    return part.rename(directory)
+
+
+def _discard(part: Path, descriptor: int) -> None:
+    os.close(descriptor)
+    remove_tree(part)
 
 
 def _locked_file(directory: Path) -> int:
@@ -142,7 +146,7 @@ def _locked_file(directory: Path) -> int:
 
 
 def _is_dead(path: Path) -> bool:
-    """Whether no process holds the lock. A directory without the file is being made, or is not one of ours."""
+    """Return whether no process holds the lock. A directory without the file is being made, or is not one of ours."""
     with owned_directory(path) as directory:
         if directory is None:
             return False

@@ -1,16 +1,23 @@
-"""Pulls the shards of a version into sinks: over sockets, each from where a broken stream ended, or from files of this host."""
+"""Pull a version into a file: over sockets, or from files of this host.
+
+A version is made from a copy of its base and deltas, from its dense form, or from a dense form and deltas, while the engine
+generates. If one way fails, the next is tried: files of this host, sockets, the dense form. A broken stream continues at the
+last good byte. Threads check and write what came, while the next chunk arrives.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 import grpc
 import structlog
@@ -20,28 +27,39 @@ from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end, settle
 from sluice.v1 import common_pb2
 from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import Version
 from weightsync.backoff import Backoff
 from weightsync.format.chunks import ChunkError, ChunkSizeError, RawChunk, parse_pull_response
+from weightsync.metrics import FALLBACKS
+from weightsync.receive.sources import PullCall, Sources
+from weightsync.receive.version_file import (
+    DeltaShard,
+    DenseFile,
+    PatchedFile,
+    StagingError,
+    copy_file,
+    verify_other_form,
+)
 
 __all__ = [
+    "BaseFile",
     "ChunkSink",
-    "PullCall",
+    "PathError",
+    "PathStep",
     "PullCost",
     "PullError",
     "PullLimits",
-    "ShardPuller",
     "ShardRange",
-    "StagingError",
+    "VersionBuilder",
+    "check_path",
+    "direct_step",
     "in_thread",
     "is_on_this_host",
-    "pull_call",
     "pull_range",
     "read_local",
 ]
 
 T = TypeVar("T")
-
-_METHOD = "/sluice.v1.WeightDeliveryService/PullWeights"
 
 _FINAL = {
     grpc.StatusCode.NOT_FOUND,
@@ -54,14 +72,13 @@ _FINAL = {
 }
 """Answers that another attempt would get again."""
 
+_PATH_DEADLINE_S = 30.0
+
 _LOCAL_BYTES = 64 << 20
 """Bytes that one thread reads from a file of this host; a pull that is no longer wanted ends after so many."""
 
 _BLOCK_BYTES = 1 << 20
 """Bytes read at a time; they stay in the processor's cache while they are hashed and written."""
-
-PullCall: TypeAlias = Callable[..., Any]
-"""`WeightDeliveryService.PullWeights` on some channel, whose responses stay serialised."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,10 +94,6 @@ class PullError(Exception):
     def __init__(self, message: str, *, unreachable: bool = False) -> None:
         super().__init__(message)
         self.unreachable = unreachable
-
-
-class StagingError(Exception):
-    """What came in is not the version that was announced, or there is no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +123,12 @@ class PullLimits:
 
 @dataclass(slots=True)
 class PullCost:
-    """What a pull took.
+    """The cost of pulling one version.
 
     Attributes:
         pulled_bytes: Bytes that came over sockets.
         local_bytes: Bytes that were read from files of this host.
-        last_byte_at: `time.perf_counter` when the last byte had come.
+        last_byte_at: `time.perf_counter` at the arrival of the last byte.
     """
 
     pulled_bytes: int = 0
@@ -123,15 +136,286 @@ class PullCost:
     last_byte_at: float = field(default_factory=time.perf_counter)
 
 
+class PathError(Exception):
+    """The steps do not lead to the version that is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """One dense form, delta or adapter to take.
+
+    Attributes:
+        manifest: What to take.
+        files: Its shards as files of the service's host, by name; they may be of another host than this.
+    """
+
+    manifest: pb.Manifest
+    files: Mapping[str, pb.LocalFile] = field(default_factory=dict)
+
+    @property
+    def is_delta(self) -> bool:
+        """Return whether it is based on the version before."""
+        return self.manifest.kind == pb.VERSION_KIND_DELTA
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFile:
+    """A whole, verified version in a file of this host, which nobody changes. Deltas are applied to a copy of it."""
+
+    manifest: pb.Manifest
+    path: Path
+
+    @property
+    def version(self) -> Version:
+        """Return the version."""
+        return Version.from_proto(self.manifest.version)
+
+
+def direct_step(announced: pb.Manifest, held: Version | None) -> PathStep | None:
+    """Return the announced form if it alone leads from `held` to its version."""
+    is_delta = announced.kind == pb.VERSION_KIND_DELTA
+    if is_delta and (held is None or Version.from_proto(announced.base) != held):
+        return None
+    return PathStep(announced)
+
+
+def check_path(steps: Sequence[PathStep], wanted: Version, held: Version | None) -> None:
+    """Check that each step follows from the one before, the first from what is held, and the last is what is wanted.
+
+    Raises:
+        PathError: if not.
+    """
+    if not steps:
+        raise PathError(f"the service named no way to version {wanted}")
+    current = held
+    for step in steps:
+        version = Version.from_proto(step.manifest.version)
+        if step.is_delta:
+            base = Version.from_proto(step.manifest.base)
+            if base != current:
+                raise PathError(f"the delta to {version} is based on {base}, held is {current or 'nothing'}")
+        elif step is not steps[0] or not _may_be_first(step, alone=len(steps) == 1):
+            raise PathError(f"version {version} is not weights of the model, or a dense form behind others")
+        current = version
+    if current != wanted:
+        raise PathError(f"the update path ends at version {current}, wanted was {wanted}")
+
+
+def _may_be_first(step: PathStep, *, alone: bool) -> bool:
+    """Return whether a path may begin with it. An adapter stands alone: no delta is based on one."""
+    return step.manifest.kind == pb.VERSION_KIND_ANCHOR or (step.manifest.kind == pb.VERSION_KIND_ADAPTER and alone)
+
+
+class VersionBuilder:
+    """Fills files with the versions of one run.
+
+    Args:
+        sources: Where the bytes come from.
+        run: ``runs/{run}``.
+        threads: Where files are read, decoded, checked and written.
+        limits: How long pulls wait.
+        local_files: Read files of this host in place of a transfer, where the service names any.
+    """
+
+    def __init__(self, sources: Sources, run: str, threads: Executor, limits: PullLimits, *, local_files: bool) -> None:
+        self._sources, self._run, self._threads, self._limits = sources, run, threads, limits
+        self._local_files = local_files
+
+    async def build(self, target: pb.Manifest, base: BaseFile | None, descriptor: int) -> PullCost:
+        """Fill a file with a version, verified.
+
+        Args:
+            target: The version as it was announced.
+            base: The version that deltas may be based on.
+            descriptor: The file, open to read and write; its content is replaced.
+
+        Raises:
+            PullError: if every way to the version failed; the message says why the last one did.
+            OSError: if there is no room.
+        """
+        cost = PullCost()
+        failure: Exception | None = None
+        for held in (base, None) if base is not None else (None,):
+            try:
+                steps = await self._path(target, None if held is None else held.version)
+            except (PullError, PathError) as error:
+                failure = _unless_unreachable(error)
+                continue
+            start = held if steps[0].is_delta else None
+            on_this_host = any(is_on_this_host(file) for step in steps for file in step.files.values())
+            for way in (steps, [replace(step, files={}) for step in steps]) if on_this_host else (steps,):
+                if failure is not None:
+                    _note_fallback(target, failure, start, local=on_this_host and way is steps)
+                try:
+                    await self._follow(way, start, descriptor, cost)
+                    await in_thread(self._threads, partial(verify_other_form, descriptor, way[-1].manifest, target))
+                except (PullError, StagingError) as error:
+                    failure = _unless_unreachable(error)
+                else:
+                    return cost
+            if start is None:
+                break  # that was the dense form
+        raise PullError(str(failure)) from failure
+
+    async def _path(self, target: pb.Manifest, held: Version | None) -> list[PathStep]:
+        """Ask for the steps from `held` to a version, in order and checked."""
+        direct = direct_step(target, held)
+        if direct is not None and not self._local_files:
+            return [direct]
+        request = pb.GetUpdatePathRequest(
+            run=self._run, version=target.version, held=None if held is None else held.to_proto()
+        )
+        try:
+            steps = [
+                PathStep(response.manifest, {file.shard: file for file in response.files if self._local_files})
+                for response in await self._sources.update_path(request, timeout=_PATH_DEADLINE_S)
+            ]
+        except grpc.aio.AioRpcError as error:
+            if direct is not None and error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                return [direct]
+            unreachable = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+            raise PullError(str(SluiceError.from_rpc(error)), unreachable=unreachable) from error
+        check_path(steps, Version.from_proto(target.version), held)
+        return steps
+
+    async def _follow(self, steps: Sequence[PathStep], base: BaseFile | None, descriptor: int, cost: PullCost) -> None:
+        """Take the steps of a checked path: a dense form, or a copy of `base`, and then the deltas.
+
+        Raises:
+            PullError, StagingError, OSError: if that fails; the file is of no use then.
+        """
+        if base is not None:
+            limit = base.path.stat().st_size
+            async with self._copying(base.path, descriptor) as copied:
+                await self._patch(steps, base.manifest, descriptor, cost, limit=limit, copied=copied)
+            return
+        dense = steps[0].manifest
+        file = await in_thread(self._threads, partial(DenseFile, dense, descriptor))
+        await self._pull(steps[0], file.sinks, cost)
+        await in_thread(self._threads, file.finish)
+        if steps[1:]:
+            await self._patch(steps[1:], dense, descriptor, cost, limit=dense.size_bytes)
+
+    @contextlib.asynccontextmanager
+    async def _copying(self, source: Path, descriptor: int) -> AsyncIterator[asyncio.Future[None]]:
+        """Copy a file while the block runs, and end the copy where the block is left early."""
+        stop = threading.Event()
+        copied = asyncio.get_running_loop().run_in_executor(self._threads, copy_file, source, descriptor, stop)
+        try:
+            yield copied
+        finally:
+            stop.set()
+            await asyncio.gather(copied, return_exceptions=True)
+
+    async def _patch(
+        self,
+        deltas: Sequence[PathStep],
+        base: pb.Manifest,
+        descriptor: int,
+        cost: PullCost,
+        *,
+        limit: int,
+        copied: asyncio.Future[None] | None = None,
+    ) -> None:
+        """Apply a chain of deltas. The next one comes in while one is applied, so at most two are in memory.
+
+        Args:
+            deltas: At least one.
+            base: Describes the file's content.
+            descriptor: The file.
+            cost: Grows by what is pulled.
+            limit: Most bytes that a delta may have.
+            copied: Done when the file has that content; None if it has it now.
+        """
+        pulling = asyncio.create_task(self._pull_delta(deltas[0], limit, cost))
+        patched: PatchedFile | None = None
+        try:
+            for index, step in enumerate(deltas):
+                shards = await pulling
+                following = deltas[index + 1 : index + 2]
+                if following:
+                    pulling = asyncio.create_task(self._pull_delta(following[0], limit, cost))
+                if patched is None:
+                    if copied is not None:
+                        await asyncio.shield(copied)
+                    patched = await in_thread(self._threads, partial(PatchedFile, descriptor, base))
+                await in_thread(self._threads, partial(patched.apply, step.manifest, shards, verify=not following))
+        finally:
+            pulling.cancel()
+            await asyncio.gather(pulling, return_exceptions=True)
+            if patched is not None:  # to unmap a large file takes long
+                await in_thread(self._threads, patched.close)
+
+    async def _pull_delta(self, step: PathStep, limit: int, cost: PullCost) -> list[DeltaShard]:
+        shards = step.manifest.shards
+        size = sum(shard.size_bytes for shard in shards)
+        if size > limit:
+            version = Version.from_proto(step.manifest.version)
+            raise StagingError(f"the delta to {version} has {size} bytes, its base {limit}: a dense form is smaller")
+        sinks = {shard.name: DeltaShard(shard) for shard in shards}
+        await self._pull(step, sinks, cost)
+        for sink in sinks.values():
+            await in_thread(self._threads, sink.finish)
+        return list(sinks.values())
+
+    async def _pull(self, step: PathStep, sinks: Mapping[str, ChunkSink], cost: PullCost) -> None:
+        """Fill the sinks of all shards of a step, several at a time. `cost` grows by what came, also on failure.
+
+        Raises:
+            PullError, StagingError, OSError: as `pull_range` and `read_file`.
+        """
+        manifest, slots = step.manifest, asyncio.Semaphore(self._limits.streams)
+        base = manifest.base if step.is_delta else None
+
+        async def pull(shard: pb.Shard) -> None:
+            async with slots:
+                file, sink = step.files.get(shard.name), sinks[shard.name]
+                if file is not None and is_on_this_host(file):
+                    await read_file(file, shard.size_bytes, sink, self._threads)
+                    cost.local_bytes += sink.position
+                    return
+                wanted = ShardRange(manifest.run, manifest.version, shard.name, shard.size_bytes, base)
+                try:
+                    await pull_range(self._sources.pull, wanted, sink, self._threads, self._limits)
+                finally:
+                    cost.pulled_bytes += sink.position
+
+        tasks = [asyncio.create_task(pull(shard)) for shard in manifest.shards]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            cost.last_byte_at = time.perf_counter()
+
+
+def _unless_unreachable(error: Exception) -> Exception:
+    """Return the error if another way may succeed. Raise it if nobody answered, which another way would not change."""
+    if isinstance(error, PullError) and error.unreachable:
+        raise error
+    return error
+
+
+def _note_fallback(target: pb.Manifest, failure: Exception, start: BaseFile | None, *, local: bool) -> None:
+    way = "dense" if start is None else "delta"
+    FALLBACKS.labels(way).inc()
+    version = str(Version.from_proto(target.version))
+    log.warning("trying another way to a version", version=version, way=way, local=local, error=str(failure))
+
+
+# --- one shard ---
+
+
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """Bytes that are wanted.
+    """The bytes of one shard up to `end`; the sink knows the first one.
 
     Attributes:
         run: ``runs/{run}``.
         version: The version.
         shard: Name of its shard.
-        end: Byte after the last one wanted; the sink knows the first.
+        end: Byte after the last one.
         base: Base of the delta that the shard is of; None for a dense form or an adapter.
     """
 
@@ -143,111 +427,31 @@ class ShardRange:
 
 
 class ChunkSink(Protocol):
-    """Takes the bytes of one range in order."""
+    """Takes the bytes of one shard in order."""
 
     @property
     def position(self) -> int:
-        """The next byte of the file that is wanted; all before it are checked and kept."""
+        """The next byte that is missing; all before it are checked and kept."""
         ...
 
     def feed(self, chunk: RawChunk) -> None:
         """Check and keep the next bytes. Blocking; called in a thread, one call at a time.
 
         Raises:
-            ChunkError, ChunkSizeError: if they were damaged on their way; nothing of them is kept.
+            ChunkError, ChunkSizeError: if they were damaged on their way; none of them is kept.
             StagingError: if they are not what was announced.
             OSError: if there is no room.
         """
         ...
 
 
-class ShardPuller:
-    """Pulls the shards of versions from one service.
-
-    Args:
-        call: The service.
-        threads: Where sinks work.
-        limits: How long to wait, and how many shards to pull at a time.
-    """
-
-    def __init__(self, call: PullCall, threads: Executor, limits: PullLimits) -> None:
-        self.threads = threads
-        self._call = call
-        self._limits = limits
-
-    async def pull(
-        self,
-        manifest: pb.Manifest,
-        files: Mapping[str, pb.LocalFile],
-        sinks: Mapping[str, ChunkSink],
-        cost: PullCost,
-    ) -> None:
-        """Fill the sinks of all shards, several at a time.
-
-        Args:
-            manifest: The dense form, delta or adapter.
-            files: Shards as files of the service's host, by shard name; those that are on this host are read.
-            sinks: By shard name.
-            cost: Grows by what came, also where the pull fails.
-
-        Raises:
-            PullError, StagingError, OSError: as `pull_range` and `read_local`.
-        """
-        slots = asyncio.Semaphore(self._limits.streams)
-
-        async def pull(shard: pb.Shard) -> None:
-            async with slots:
-                await self._pull_shard(manifest, shard, files.get(shard.name), sinks[shard.name], cost)
-
-        tasks = [asyncio.create_task(pull(shard)) for shard in manifest.shards]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            cost.last_byte_at = time.perf_counter()
-
-    async def _pull_shard(
-        self, manifest: pb.Manifest, shard: pb.Shard, file: pb.LocalFile | None, sink: ChunkSink, cost: PullCost
-    ) -> None:
-        before, end = sink.position, shard.size_bytes
-        if file is not None and is_on_this_host(file):
-            while sink.position < end:
-                until = min(end, sink.position + _LOCAL_BYTES)
-                await in_thread(self.threads, partial(read_local, file, end, sink, until))
-            cost.local_bytes += sink.position - before
-            return
-        base = manifest.base if manifest.kind == pb.VERSION_KIND_DELTA else None
-        wanted = ShardRange(manifest.run, manifest.version, shard.name, end, base)
-        try:
-            await pull_range(self._call, wanted, sink, self.threads, self._limits)
-        finally:
-            cost.pulled_bytes += sink.position - before
-
-
-def pull_call(channel: grpc.aio.Channel) -> PullCall:
-    """Return PullWeights of a channel, for `pull_range`."""
-    call: PullCall = channel.unary_stream(
-        _METHOD, request_serializer=pb.PullWeightsRequest.SerializeToString, response_deserializer=None
-    )
-    return call
-
-
 async def pull_range(
     call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits
 ) -> None:
-    """Fill a sink; bytes that it has are not pulled again.
-
-    Args:
-        call: The service.
-        wanted: What to pull.
-        sink: Takes it.
-        threads: Where the sink works while the next chunk arrives.
-        limits: How long to wait.
+    """Fill a sink over sockets. Bytes that it has are not pulled again.
 
     Raises:
-        PullError: if the service does not give the bytes, or cannot be reached in so many attempts.
+        PullError: if the service does not give the bytes, or cannot be reached in `limits.attempts`.
         StagingError: if what it gives is not what was announced.
         OSError: if shared memory is full.
     """
@@ -279,7 +483,7 @@ async def pull_range(
 
 
 async def _stream(call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:
-    """Read one stream, from the last good byte on. When this ends, no thread works on the sink."""
+    """Read one stream from the last good byte on. No thread works on the sink when this returns."""
     request = pb.PullWeightsRequest(
         run=wanted.run,
         version=wanted.version,
@@ -311,7 +515,7 @@ def _feed(sink: ChunkSink, message: bytes) -> None:
 
 
 def is_on_this_host(file: pb.LocalFile) -> bool:
-    """Whether the path leads to that very file. On another host, or in another container, it does not."""
+    """Return whether the path leads to that very file. On another host, or in another container, it does not."""
     try:
         status = Path(file.path).lstat()
     except (OSError, ValueError):
@@ -319,21 +523,25 @@ def is_on_this_host(file: pb.LocalFile) -> bool:
     return bool(file.path) and (status.st_dev, status.st_ino) == (file.device, file.inode)
 
 
-def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None:
-    """Fill a sink from a file of this host. Blocking. Wrong bytes show in their digests.
-
-    It reads and does not map the file, so that a file that is truncated meanwhile is an error and not a signal.
-
-    Args:
-        file: The file.
-        size: Bytes that it must have.
-        sink: Takes them, beginning with the first that it wants.
-        end: Byte after the last one wanted.
+async def read_file(file: pb.LocalFile, size: int, sink: ChunkSink, threads: Executor) -> None:
+    """Fill a sink from a file of this host that has `size` bytes.
 
     Raises:
-        PullError: if it cannot be read, or is another file.
+        PullError, StagingError, OSError: as `read_local`.
+    """
+    while sink.position < size:
+        await in_thread(threads, partial(read_local, file, size, sink, min(size, sink.position + _LOCAL_BYTES)))
+
+
+def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None:
+    """Fill a sink from a file of this host up to a byte. Blocking. Digests reveal wrong bytes.
+
+    The file is read and not mapped: if it is truncated meanwhile, that is an error and not a signal.
+
+    Raises:
+        PullError: if it cannot be read, is another file, or has another size.
         StagingError: if it holds something else than was announced.
-        OSError: if there is no room for it.
+        OSError: if there is no room for its bytes.
     """
     try:
         descriptor = open_peer_file(file.path, file.device, file.inode, size)
@@ -342,23 +550,18 @@ def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None
     try:
         block = memoryview(bytearray(min(_BLOCK_BYTES, size)))
         while sink.position < end:
-            part = block[: min(len(block), end - sink.position)]
-            count = _read(file.path, descriptor, part, sink.position)
-            sink.feed(RawChunk(sink.position, block[:count]))
+            begin = sink.position
+            try:
+                count = os.preadv(descriptor, [block[: end - begin]], begin)
+            except OSError as error:
+                raise PullError(f"{file.path} cannot be read: {error}") from error
+            if not count:
+                raise PullError(f"{file.path} ends at byte {begin}, expected {size}: it was truncated")
+            sink.feed(RawChunk(begin, block[:count]))
     finally:
         os.close(descriptor)
 
 
-def _read(path: str, descriptor: int, block: memoryview, position: int) -> int:
-    try:
-        count = os.preadv(descriptor, [block], position)
-    except OSError as error:
-        raise PullError(f"{path} cannot be read: {error}") from error
-    if not count:
-        raise PullError(f"{path} ends at byte {position}")
-    return count
-
-
 async def in_thread(threads: Executor, work: Callable[[], T]) -> T:
-    """Run in a thread. A cancelled caller still waits for the thread, which may work on a file that is about to be removed."""
+    """Run in a thread. A cancelled caller still waits for the thread, which may use a file that is about to be removed."""
     return await run_to_end(asyncio.get_running_loop().run_in_executor(threads, work))

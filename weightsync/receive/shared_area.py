@@ -1,4 +1,4 @@
-"""Staged versions in shared memory, one copy of each for all receivers of a host.
+"""Staged versions in shared memory: one copy of each for all receivers of a host, made by one process, removed by its last user.
 
 A version's file is named by its number and digest, and is never changed once it has that name. File locks (flock(2)) end with
 their process, however that ends, and hold between containers that share the memory. There are three kinds:
@@ -6,26 +6,37 @@ their process, however that ends, and hold between containers that share the mem
 * the process that makes a file holds an exclusive lock on ``NAME.build``;
 * each process that uses a file holds a shared lock on it, taken before the file gets its name;
 * a process that removes a file holds an exclusive lock on it, which nobody gets while it is used: so the last user removes it.
+
+`SharedArea` does this, and blocks. `HostFiles` waits for it: for other processes, and for room.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import stat
 import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
 
 from sluice.host_files import close, is_at, lock_now, open_private, owned_directory, remove_unlocked, unlink_at
-from sluice.versions import Version
-from weightsync.receive.pull import StagingError
+from sluice.versions import BASE, Version
+from weightsync.receive.pull import PullLimits, in_thread
+from weightsync.receive.version_file import StagingError
 
-__all__ = ["Claim", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
+__all__ = ["BehindError", "Claim", "HostFile", "HostFiles", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
+
+T = TypeVar("T")
 
 _PREFIX = "sluice-"
 _BUILD = ".build"
@@ -38,10 +49,16 @@ _ATTEMPTS = 100
 _PAUSE_S = 0.01
 """Pause before the next attempt to lock a file; an exclusive lock is held for microseconds."""
 
+_LOOK_S = 0.01
+"""Seconds between two checks whether another process is ready; a check takes some microseconds."""
+
+_MOST_OTHERS = 1
+"""Staged files that may exist beside the one that is being made: its base."""
+
 log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SharedCopy:
     """A staged file that this process uses.
 
@@ -110,8 +127,6 @@ class SharedArea:
     def __init__(self, parent: Path, run: str) -> None:
         self.parent = parent
         self.path = parent / f"{_PREFIX}{run}.{os.getuid()}"
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_stale(parent)
 
     def file(self, version: Version, digest: str) -> Path:
         """Return the path of a staged version.
@@ -165,11 +180,11 @@ class SharedArea:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         return Claim(path, descriptor, lock)
 
-    def others(self, path: Path) -> list[Path]:
-        """Return the files that are staged or on the way besides one. Those of dead processes are removed."""
+    def others(self, path: Path) -> list[tuple[Path, bool]]:
+        """Return the other files that are staged or being made, and whether each is whole. Those of dead processes are removed."""
         _sweep(self.path)
         found = {each.with_suffix(_FILE) for suffix in (_FILE, _PART) for each in self.path.glob(f"*{suffix}")}
-        return sorted(found - {path})
+        return [(each, each.exists()) for each in sorted(found - {path})]
 
     def check_room(self, needed: int) -> None:
         """Check that there is memory for a file.
@@ -194,10 +209,6 @@ class SharedArea:
             " and more, or set rollout.stage_dir to a larger directory"
         )
 
-    def close(self) -> None:
-        """Remove the files that no process uses."""
-        _sweep(self.path)
-
     def _check_owner(self) -> None:
         try:
             status = self.path.lstat()
@@ -212,6 +223,7 @@ class SharedArea:
     def _build_lock(self, path: Path) -> int | None:
         lock_path = _beside(path, _BUILD)
         for _ in range(_ATTEMPTS):
+            self.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._check_owner()
             try:
@@ -279,3 +291,178 @@ def _sweep_one(directory: int, stem: str) -> bool:
 
 def _beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name.removesuffix(_FILE) + suffix)
+
+
+# --- waiting for other processes --------------------------------------------------------------------------------------
+
+
+class BehindError(Exception):
+    """There is no room yet, because this receiver uses an older version than others of its host.
+
+    Args:
+        version: A version that is staged on this host or being staged. Take it first and try again; a newer one than the
+            wanted replaces it.
+    """
+
+    def __init__(self, version: Version) -> None:
+        super().__init__(f"version {version} is staged on this host and comes first")
+        self.version = version
+
+
+@dataclass(slots=True)
+class HostFile:
+    """A version's file, whole or to be filled.
+
+    Attributes:
+        copy: The whole file; None until it is filled.
+        descriptor: The unfinished file, open to read and write, where this process has to fill it.
+    """
+
+    copy: SharedCopy | None = None
+    descriptor: int = -1
+
+
+class HostFiles:
+    """The files of staged versions that one receiver uses.
+
+    Args:
+        area: The directory of the host's staged versions.
+        threads: Where files are locked and removed.
+        limits: How long to wait for other processes.
+    """
+
+    def __init__(self, area: SharedArea, threads: Executor, limits: PullLimits) -> None:
+        self._area, self._threads, self._limits = area, threads, limits
+        self._used: list[SharedCopy] = []
+        """In use, or released and possibly not removed yet."""
+        self._stuck: set[Path] = set()
+        """Files that were waited for in vain, so that a receiver that is held at a version costs its host one wait."""
+
+    @contextlib.asynccontextmanager
+    async def open(
+        self, path: Path, held: Path | None, needed: int, *, or_newer: bool = False
+    ) -> AsyncIterator[HostFile]:
+        """Give a file that exists or that another process makes; otherwise an empty one, for the block to fill.
+
+        A file that the block fills gets its name when the block ends, and is removed if it raises. The file is used until
+        `release`.
+
+        Receivers of a host take the same versions: one that is ahead waits, one that is behind takes what is staged. So a
+        host holds a base and one staged copy, however fast versions come.
+
+        Args:
+            path: The file.
+            held: The file of the version that serves, None if there is none.
+            needed: Bytes that it will have.
+            or_newer: Whether a newer version will do. If not, two receivers that each make a version which the other has
+                passed wait for each other until `room_wait_s` is over.
+
+        Raises:
+            BehindError: if another version has to be taken first.
+            StagingError: if another process does not finish, or there is no room.
+        """
+        found = await self._find_or_claim(path, held, or_newer=or_newer)
+        if isinstance(found, SharedCopy):
+            self._used.append(found)
+            yield HostFile(found)
+            return
+        file = HostFile(descriptor=found.descriptor)
+        try:
+            await self._wait_for_room(path, held, or_newer=or_newer)
+            await in_thread(self._threads, partial(self._area.check_room, needed))
+            yield file
+            file.copy = await self._owned(found.publish, SharedCopy.release)
+            self._used.append(file.copy)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # somebody else took the memory meanwhile
+                raise self._area.no_room(needed) from error
+            raise
+        finally:
+            await in_thread(self._threads, found.abandon)
+
+    def release(self, file: HostFile) -> None:
+        """Stop using a file in a thread; its last user removes it.
+
+        To free the memory of a large file takes a second, in which the event loop would deliver no tokens.
+        """
+        if file.copy is not None:
+            self._threads.submit(self._release, file.copy)
+
+    def close(self) -> None:
+        """Release everything. Blocking; call it when the threads have ended."""
+        for copy in list(self._used):
+            self._release(copy)
+        _sweep(self._area.path)
+
+    def _release(self, copy: SharedCopy) -> None:
+        self._used.remove(copy)
+        try:
+            copy.release()
+        except OSError as error:
+            log.warning("a staged version was not removed", path=str(copy.path), error=str(error))
+
+    async def _find_or_claim(self, path: Path, held: Path | None, *, or_newer: bool) -> SharedCopy | Claim:
+        deadline = time.monotonic() + self._limits.copy_wait_s
+        while True:
+            copy = await self._owned(partial(self._area.attach, path), SharedCopy.release)
+            if copy is not None:
+                return copy
+            claim = await self._owned(partial(self._area.claim, path), Claim.abandon)
+            if claim is not None:
+                return claim
+            await self._others(path, held, or_newer=or_newer)
+            if time.monotonic() > deadline:
+                raise StagingError(
+                    f"another process did not finish {path} within {self._limits.copy_wait_s:g} s: end that process,"
+                    " and the file is made here"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    async def _owned(self, work: Callable[[], T], give_back: Callable[[Any], None]) -> T:
+        """Take a lock in a thread. Give it back if the caller is cancelled meanwhile: nobody else could release it."""
+        taken: list[T] = []
+
+        def take() -> T:
+            found = work()
+            if found is not None:
+                taken.append(found)
+            return found
+
+        try:
+            return await in_thread(self._threads, take)
+        except asyncio.CancelledError:
+            for lost in taken:
+                await in_thread(self._threads, partial(give_back, lost))
+            raise
+
+    async def _wait_for_room(self, path: Path, held: Path | None, *, or_newer: bool) -> None:
+        """Wait until a base and one staged copy are all that exists, at most `room_wait_s`: one held receiver must not stop the others."""
+        deadline = time.monotonic() + self._limits.room_wait_s
+        while len(others := await self._others(path, held, or_newer=or_newer)) > _MOST_OTHERS:
+            if time.monotonic() > deadline:
+                names = [each.name for each in others]
+                log.warning("a receiver of this host stays behind; it keeps a third version in memory", others=names)
+                self._stuck = others - {held}
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _others(self, path: Path, held: Path | None, *, or_newer: bool) -> set[Path]:
+        """Return the staged files besides one, except those that were waited for in vain.
+
+        Raises:
+            BehindError: if there are too many, and one of them is newer than the base of this receiver.
+        """
+        found = await in_thread(self._threads, partial(self._area.others, path))
+        others = {each for each, _ in found} - self._stuck
+        if len(others) > _MOST_OTHERS:
+            serving = BASE if held is None else version_of(held)
+            staged = [(whole, version_of(each)) for each, whole in found if each in others]
+            between = [(whole, version) for whole, version in staged if serving < version < version_of(path)]
+            if between:
+                raise BehindError(
+                    max(between)[1]
+                )  # complete files first: makers of the others may wait for this receiver
+            newer = [version for whole, version in staged if version > version_of(path) and whole]
+            if or_newer and newer and max(newer) > serving:
+                raise BehindError(max(newer))
+        return others

@@ -1,45 +1,188 @@
-"""Keeps an engine on the nearest source of versions, and takes it back to the root when that source fails."""
+"""The sources of versions: the weight service (the root) and its relays, of which an engine uses the nearest.
+
+`Sources` chooses one and takes the engine back to the root when it fails. `VersionWatch` receives the announcements of versions,
+`Reporter` sends what the engine serves.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 import grpc
 import structlog
+import xxhash
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
+from weightsync.backoff import Backoff
 from weightsync.host import host_id
-from weightsync.receive.nearest import ROOT, Candidate, behind, choose
+from weightsync.metrics import (
+    APPLY_SECONDS,
+    PAUSE_SECONDS,
+    PULL_SECONDS,
+    PULLED_BYTES,
+    STAGE_SECONDS,
+    UPDATE_SECONDS,
+)
 
-__all__ = ["SourceLimits", "Sources", "SwitchingChannel"]
+__all__ = [
+    "REPORT_DEADLINE_S",
+    "ROOT",
+    "Candidate",
+    "PullCall",
+    "Reporter",
+    "SourceLimits",
+    "Sources",
+    "UpdateTimings",
+    "VersionWatch",
+    "behind",
+    "choose",
+    "observe_update",
+    "pull_call",
+    "renewal_s",
+]
 
-Anything: TypeAlias = Any
-"""What gRPC's callables take and give: any message, any call."""
+StreamCall: TypeAlias = Callable[..., Any]
+"""A method with a stream of responses, called with a request and a timeout; gives a call with `read` and `cancel`."""
+
+PullCall: TypeAlias = StreamCall
+"""PullWeights, whose responses stay serialised."""
+
+ReportCall: TypeAlias = Callable[..., Any]
+"""ReportVersion, called with a request and a timeout."""
+
+REPORT_DEADLINE_S = 10.0
+
+_SHARE_OF_LEASE = 1 / 3
+"""A lease is renewed after a third of it, so that one lost report does not end it."""
 
 _LONGEST_BAN_S = 300.0
 """Longest time in seconds for which a relay that failed is left alone."""
 
-_FIXED = "/sluice.v1.WeightSyncService/"
-"""Calls about all versions go to the root: a relay holds fewer of them."""
+_SILENCE_S = 25.0
+"""Silence in seconds after which a watch counts as dead; the contract promises a heartbeat every 10 s."""
 
-_WATCH = "/Watch"
-"""Streams that never end by themselves; a switch ends them, so that their callers open them again."""
+_STREAM_S = 3600.0
+"""Deadline of one watch in seconds; it is opened again after that."""
+
+_NO_RUN_S = 0.5
+"""Seconds between two questions about a run that nothing was pushed to: the first version is taken this much later at most."""
+
+_REMEDY = "start it, or see peers.weightsync (of a relay: weightsync.upstream) and the tokens and certificates"
 
 log = structlog.get_logger(__name__)
 
 
+# --- the choice of a source -------------------------------------------------------------------------------------------
+
+ROOT = ""
+"""The address of the root among candidates: the service that the engine's settings name."""
+
+MOST_BEHIND = 1
+"""Versions that a relay may lack: the one that it is pulling."""
+
+_NEAR_S = 0.005
+"""Answers within this time come from the same building; their differences are noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A source that answered.
+
+    Attributes:
+        address: Where it is; `ROOT` for the root.
+        host: What tells its host apart.
+        watchers: WatchVersions streams that it has, the engine's own included.
+        newest: Newest version that it gives out.
+        latency_s: Seconds that its last answer took.
+    """
+
+    address: str
+    host: str
+    watchers: int
+    newest: Version | None
+    latency_s: float
+
+
+def behind(version: Version | None, newest: Version | None) -> float:
+    """Return how many versions a source lacks; infinite where they cannot be counted."""
+    if newest is None or (version is not None and version >= newest):
+        return 0
+    if version is None or version.epoch != newest.epoch:
+        return math.inf
+    return newest.number - version.number
+
+
+def choose(candidates: Sequence[Candidate], current: str | None, *, host: str, replica: str, draw: float) -> str:
+    """Return the address of the source to use from now on; `ROOT` where nothing else will do.
+
+    A source on the engine's own host comes first, then any other relay, then the root. Among equals, the one with fewer watchers
+    is chosen, then the one that answers quicker, then one by a hash that differs between engines, so that a fleet that starts at
+    once does not choose one relay. A choice stays until another source is better by a margin.
+
+    Args:
+        candidates: The sources that answer.
+        current: The one in use; None before the first choice.
+        host: What tells the engine's host apart.
+        replica: The engine's name.
+        draw: A random number in [0, 1): only some of many engines leave a crowded source at a time.
+    """
+    newest = max((each.newest for each in candidates if each.newest is not None), default=None)
+    usable = [each for each in candidates if each.address == ROOT or behind(each.newest, newest) <= MOST_BEHIND]
+    staying = next((each for each in usable if each.address == current), None)
+    # An engine that came from elsewhere has heard of the newest version; where it goes, that must be at hand.
+    open_to_us = [each for each in usable if current is None or behind(each.newest, newest) == 0 or each is staying]
+    if not open_to_us:
+        return ROOT
+    best = min(_distance(each, host) for each in open_to_us)
+    nearest = [each for each in open_to_us if _distance(each, host) == best]
+    if staying is None or _distance(staying, host) > best:
+        return _lightest(nearest, replica).address
+    others = [each for each in nearest if each is not staying]
+    if others:
+        other = _lightest(others, replica)
+        if staying.watchers >= 2 * (other.watchers + 1) and draw < _share_to_leave(staying, other):
+            return other.address
+    return staying.address
+
+
+def _distance(candidate: Candidate, host: str) -> tuple[bool, bool]:
+    return candidate.host != host, candidate.address == ROOT
+
+
+def _share_to_leave(crowded: Candidate, other: Candidate) -> float:
+    """The share of a source's watchers whose leaving makes both equal."""
+    return (crowded.watchers - other.watchers) / (2 * crowded.watchers)
+
+
+def _lightest(candidates: Sequence[Candidate], replica: str) -> Candidate:
+    """One of those with few watchers: counts within a factor of two are alike, since others choose at the same time."""
+    least = min(each.watchers for each in candidates)
+    light = [each for each in candidates if each.watchers <= 2 * least + 1]
+    return min(
+        light,
+        key=lambda each: (
+            math.ceil(math.log2(max(1.0, each.latency_s / _NEAR_S))),
+            xxhash.xxh3_64_intdigest(f"{replica} {each.address}".encode()),
+        ),
+    )
+
+
+# --- calls to the source in use ---
+
+
 @dataclass(frozen=True, slots=True)
 class SourceLimits:
-    """How long sources are waited for.
+    """How long an engine waits for sources.
 
     Attributes:
         look_s: Seconds between looks at what sources there are.
@@ -60,21 +203,35 @@ class SourceLimits:
     probes: int = 4
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One service that gives versions out."""
+
+    channel: grpc.aio.Channel
+    delivery: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub
+    pull: PullCall
+
+    @classmethod
+    def at(cls, channel: grpc.aio.Channel) -> _Source:
+        return cls(channel, weightsync_pb2_grpc.WeightDeliveryServiceStub(channel), pull_call(channel))
+
+
 class Sources:
     """The weight service and its relays, as one engine sees them: it uses one of them at a time.
+
+    New calls go to the source in use. Calls in progress stay where they began, except watches.
 
     Args:
         root: To the service that the settings name.
         run: ``runs/{run}``.
         replica: The engine's name.
         connect: Opens a channel to a relay; None keeps the engine at the root.
-        switched: Called when calls go to another source from now on.
         host: Identity of this host; None asks the kernel.
         limits: How long to wait.
 
     Attributes:
-        channel: Where the engine's calls go.
         current: Address of the source in use, `ROOT` for the root.
+        changed: Set when another source is in use.
     """
 
     def __init__(
@@ -82,25 +239,87 @@ class Sources:
         root: grpc.aio.Channel,
         run: str,
         replica: str,
-        connect: Callable[[str], grpc.aio.Channel] | None,
+        connect: Callable[[str], grpc.aio.Channel] | None = None,
         *,
-        switched: Callable[[], object] = lambda: None,
         host: str | None = None,
         limits: SourceLimits | None = None,
     ) -> None:
         self.current = ROOT
-        self._switched = switched
-        self.channel = SwitchingChannel(root, self._call_failed)
+        self.changed = asyncio.Event()
         self._run, self._replica, self._connect = run, replica, connect
         self._host = host_id() if host is None else host
         self._limits = limits or SourceLimits()
-        self._channels = {ROOT: root}
+        self._sources = {ROOT: _Source.at(root)}
+        self._watches: set[_Stream] = set()
         self._listed: list[pb.WeightSource] = []
         self._settled = False
         self._failing_since: float | None = None
         self._bans: dict[str, tuple[float, float]] = {}
         self._progress: dict[str, tuple[Version | None, float]] = {}
         self._wake = asyncio.Event()
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def pull(self, request: pb.PullWeightsRequest, *, timeout: float) -> _Stream:
+        """Begin PullWeights; its responses stay serialised."""
+        source = self._sources[self.current]
+        return _Stream(self, source, source.pull(request, timeout=timeout))
+
+    def watch(self, request: pb.WatchVersionsRequest, *, timeout: float) -> _Stream:
+        """Begin WatchVersions; the stream ends when another source is chosen."""
+        source = self._sources[self.current]
+        stream = _Stream(self, source, source.delivery.WatchVersions(request, timeout=timeout))
+        self._watches.add(stream)
+        return stream
+
+    async def update_path(
+        self,
+        request: pb.GetUpdatePathRequest,
+        *,
+        timeout: float,  # noqa: ASYNC109
+    ) -> list[pb.GetUpdatePathResponse]:
+        """Call GetUpdatePath."""
+        source, path = self._sources[self.current], []
+        stream = _Stream(self, source, source.delivery.GetUpdatePath(request, timeout=timeout))
+        while (response := await stream.read()) is not grpc.aio.EOF:
+            path.append(response)
+        return path
+
+    async def report(
+        self,
+        request: pb.ReportVersionRequest,
+        *,
+        timeout: float,  # noqa: ASYNC109
+    ) -> pb.ReportVersionResponse:
+        """Call ReportVersion."""
+        source = self._sources[self.current]
+        try:
+            response: pb.ReportVersionResponse = await source.delivery.ReportVersion(request, timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            self.note_failure(source, error.code())
+            raise
+        except asyncio.CancelledError:
+            if _cancelled_by_caller():
+                raise
+            empty = grpc.aio.Metadata()
+            details = "the source of versions was left during the call: ask again"
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, details=details) from None
+        return response
+
+    def note_failure(self, source: _Source, code: grpc.StatusCode) -> None:
+        """Leave a relay at once if it lacks what the engine wants; check a relay that failed for another reason soon."""
+        if self.current == ROOT or source is not self._sources[self.current]:
+            return
+        if code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS}:
+            self.leave("it does not give the version that is wanted")
+        elif code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+            self._wake.set()
+
+    def forget(self, stream: _Stream) -> None:
+        """Note that a stream has ended."""
+        self._watches.discard(stream)
+
+    # --- the choice -----------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
         """Choose a source before the engine begins, so that it need not change; takes seconds at most."""
@@ -131,8 +350,8 @@ class Sources:
     async def close(self) -> None:
         """Close the channels that were opened here."""
         self._use(ROOT)
-        for address in [address for address in self._channels if address != ROOT]:
-            await self._channels.pop(address).close()
+        for address in [address for address in self._sources if address != ROOT]:
+            await self._sources.pop(address).channel.close()
 
     async def _look(self) -> None:
         candidates = [each for each in await self._ask() if each is not None]
@@ -160,8 +379,9 @@ class Sources:
     def _use(self, address: str) -> None:
         self._failing_since = None
         self.current = address
-        self._switched()
-        self.channel.switch(self._channels[address])
+        self.changed.set()
+        for watch in list(self._watches):
+            watch.cancel()
 
     async def _ask(self) -> list[Candidate | None]:
         """Ask the root for its relays, and those worth asking for their state. Sources that do not answer are left out."""
@@ -188,14 +408,12 @@ class Sources:
 
     async def _list(self, address: str) -> list[pb.WeightSource]:
         """Return what a source says of itself and of its relays; empty if it does not answer."""
-        if address not in self._channels and self._connect is not None:
-            self._channels[address] = self._connect(address)
-        stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(self._channels[address])
-        call: Awaitable[pb.ListSourcesResponse] = stub.ListSources(
-            pb.ListSourcesRequest(run=self._run), timeout=self._limits.answer_s
-        )
+        if address not in self._sources and self._connect is not None:
+            self._sources[address] = _Source.at(self._connect(address))
+        request = pb.ListSourcesRequest(run=self._run)
         try:
-            return list((await call).sources)
+            response = await self._sources[address].delivery.ListSources(request, timeout=self._limits.answer_s)
+            return list(response.sources)
         except grpc.aio.AioRpcError as error:
             log.debug("source does not answer", source=address or "root", reason=str(SluiceError.from_rpc(error)))
             return []
@@ -229,20 +447,11 @@ class Sources:
 
     async def _close_unused(self) -> None:
         listed = {each.address for each in self._listed}
-        for address in [each for each in self._channels if each not in {ROOT, self.current, *listed}]:
-            await self._channels.pop(address).close()
+        for address in [each for each in self._sources if each not in {ROOT, self.current, *listed}]:
+            await self._sources.pop(address).channel.close()
         for book in (self._bans, self._progress):
             for address in [each for each in book if each not in {ROOT, self.current, *listed}]:
                 del book[address]
-
-    def _call_failed(self, channel: grpc.aio.Channel, code: grpc.StatusCode) -> None:
-        """Leave a relay at once if it lacks what the engine wants; ask a relay that failed whether it is still there."""
-        if self.current == ROOT or channel is not self._channels[self.current]:
-            return
-        if code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS}:
-            self.leave("it does not give the version that is wanted")
-        elif code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            self._wake.set()
 
 
 def _candidate(address: str, source: pb.WeightSource, latency_s: float) -> Candidate:
@@ -250,146 +459,269 @@ def _candidate(address: str, source: pb.WeightSource, latency_s: float) -> Candi
     return Candidate(address, source.host, source.watchers, newest, latency_s)
 
 
-class SwitchingChannel(grpc.aio.Channel):
-    """A channel whose new calls go to the source in use. Calls under way stay where they began, except watches.
-
-    Args:
-        root: The channel that is in use at first, and for calls of `WeightSyncService` always.
-        failed: Told of each call on a channel that fails.
-    """
-
-    def __init__(self, root: grpc.aio.Channel, failed: Callable[[grpc.aio.Channel, grpc.StatusCode], None]) -> None:
-        self.current = root
-        self._root = root
-        self._failed = failed
-        self._watches: set[_Stream] = set()
-
-    def switch(self, channel: grpc.aio.Channel) -> None:
-        """Begin calls on another channel from now on."""
-        self.current = channel
-        for watch in list(self._watches):
-            watch.leave()
-
-    def unary_unary(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
-        """A callable for a unary call."""
-        choose = self._chooser("unary_unary", method, args, kwargs)
-
-        async def begin(request: Anything, **options: Anything) -> Anything:
-            channel, call = choose()
-            try:
-                return await call(request, **options)
-            except grpc.aio.AioRpcError as error:
-                self._failed(channel, error.code())
-                raise
-            except asyncio.CancelledError:
-                if _wanted_by_caller():
-                    raise
-                raise grpc.aio.AioRpcError(
-                    grpc.StatusCode.UNAVAILABLE,
-                    grpc.aio.Metadata(),
-                    grpc.aio.Metadata(),
-                    details="the source of versions was left while it was asked: ask again",
-                ) from None
-
-        return begin
-
-    def unary_stream(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
-        """A callable for a call with a stream of responses."""
-        choose = self._chooser("unary_stream", method, args, kwargs)
-
-        def begin(request: Anything, **options: Anything) -> _Stream:
-            channel, call = choose()
-            stream = _Stream(call(request, **options), lambda code: self._failed(channel, code), self._watches.discard)
-            if _WATCH in method:
-                self._watches.add(stream)
-            return stream
-
-        return begin
-
-    def stream_unary(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
-        """Not for engines, which push nothing."""
-        return self._root.stream_unary(method, *args, **kwargs)
-
-    def stream_stream(self, method: str, *args: Anything, **kwargs: Anything) -> Anything:
-        """Not for engines, which push nothing."""
-        return self._root.stream_stream(method, *args, **kwargs)
-
-    def _chooser(
-        self, kind: str, method: str, args: Anything, kwargs: Anything
-    ) -> Callable[[], tuple[grpc.aio.Channel, Anything]]:
-        """The callable of the channel in use; gRPC's are made once per channel, not once per call."""
-        made: dict[str, Anything] = {"channel": None, "call": None}
-
-        def choose() -> tuple[grpc.aio.Channel, Anything]:
-            channel = self._root if method.startswith(_FIXED) else self.current
-            if made["channel"] is not channel:
-                made.update(channel=channel, call=getattr(channel, kind)(method, *args, **kwargs))
-            return channel, made["call"]
-
-        return choose
-
-    async def __aenter__(self) -> SwitchingChannel:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        """Whoever opened the channels closes them."""
-
-    async def close(self, grace: float | None = None) -> None:
-        """Whoever opened the channels closes them."""
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Connectivity of the channel in use."""
-        return self.current.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Return when the connectivity differs; the caller sets the deadline."""
-        await self.current.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """Return when connected; the caller sets the deadline."""
-        await self.current.channel_ready()
-
-
 class _Stream:
-    """A call with a stream of responses that can be made to end."""
+    """A call to a source with a stream of responses. Its failure is noted."""
 
-    def __init__(
-        self, call: Anything, failed: Callable[[grpc.StatusCode], None], ended: Callable[[_Stream], None]
-    ) -> None:
-        self._call, self._failed, self._ended = call, failed, ended
+    def __init__(self, sources: Sources, source: _Source, call: Any) -> None:  # noqa: ANN401 - a call of gRPC
+        self._sources, self._source, self._call = sources, source, call
 
-    async def read(self) -> Anything:
-        """The next response, or `grpc.aio.EOF`."""
+    async def read(self) -> Any:  # noqa: ANN401 - any response
+        """Return the next response, or `grpc.aio.EOF` at the end, also if the source is left."""
         try:
             return await self._call.read()
         except grpc.aio.AioRpcError as error:
-            self._ended(self)
-            self._failed(error.code())
+            self._sources.forget(self)
+            self._sources.note_failure(self._source, error.code())
             raise
         except asyncio.CancelledError:
-            if _wanted_by_caller():
+            if _cancelled_by_caller():
                 raise
-            self._ended(self)
+            self._sources.forget(self)
             return grpc.aio.EOF
 
-    async def __aiter__(self) -> AsyncIterator[Anything]:
-        while (response := await self.read()) is not grpc.aio.EOF:
-            yield response
-
-    def cancel(self) -> bool:
+    def cancel(self) -> None:
         """End the call."""
-        self._ended(self)
-        return bool(self._call.cancel())
-
-    def leave(self) -> None:
-        """End the call as if the server had."""
-        self.cancel()
+        self._sources.forget(self)
+        self._call.cancel()
 
 
-def _wanted_by_caller() -> bool:
-    """Whether a cancellation is that of the task that waits.
+def _cancelled_by_caller() -> bool:
+    """Return whether the task that waits was cancelled.
 
-    gRPC raises the same error where a call's channel is closed, and a task that let it through would end without a word.
+    gRPC raises the same error where a call's channel is closed; a task that let it through would end without a word.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
+
+
+def pull_call(channel: grpc.aio.Channel) -> PullCall:
+    """Return PullWeights of a channel, whose responses stay serialised."""
+    call: PullCall = channel.unary_stream(
+        "/sluice.v1.WeightDeliveryService/PullWeights",
+        request_serializer=pb.PullWeightsRequest.SerializeToString,
+        response_deserializer=None,
+    )
+    return call
+
+
+# --- announcements and reports ----------------------------------------------------------------------------------------
+
+
+class VersionWatch:
+    """Watches one run.
+
+    Args:
+        call: WatchVersions of the service.
+        run: ``runs/{run}``.
+        replica: Name of the watching replica or relay.
+        changed: Called after each announcement.
+        hurry: Set when calls go to another source: ends the pause between attempts. None: they never do.
+        backoff: The pauses between attempts; None takes those of `Backoff`.
+
+    Attributes:
+        newest: Manifest of the newest version that was announced.
+        connected: Whether the service answers: the stream is alive, or nothing was pushed to the run yet.
+    """
+
+    def __init__(
+        self,
+        call: StreamCall,
+        run: str,
+        replica: str,
+        changed: Callable[[], None],
+        *,
+        hurry: asyncio.Event | None = None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self._backoff = backoff or Backoff()
+        self.newest: pb.Manifest | None = None
+        self.connected = False
+        self._warned = False
+        self._call, self._run, self._replica, self._changed = call, run, replica, changed
+        self._hurry = hurry or asyncio.Event()
+
+    @property
+    def newest_version(self) -> Version | None:
+        """Return the newest version that was announced, None if there was none."""
+        return None if self.newest is None else Version.from_proto(self.newest.version)
+
+    async def run_forever(self) -> None:
+        """Watch until cancelled, and open the stream again whenever it breaks.
+
+        A run that nothing was pushed to is one without a version yet: the service is there, and is asked again soon.
+        """
+        while True:
+            try:
+                await self._watch_once()
+                pause_s = self._lost("the stream ended")
+            except grpc.aio.AioRpcError as error:
+                failure = SluiceError.from_rpc(error)
+                pause_s = self._no_version() if failure.reason == "NO_SUCH_RUN" else self._lost(str(failure))
+            except TimeoutError:
+                pause_s = self._lost(f"no sign of life for {_SILENCE_S:g} s")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._hurry.wait()
+                    self._backoff.succeed()
+            self._hurry.clear()
+
+    def _no_version(self) -> float:
+        """Note that the service answers and knows no such run yet. Return the pause before the next attempt, in seconds."""
+        if not self.connected:
+            log.info("weight service reached; waiting for the trainer's first version", run=self._run)
+        self._backoff.succeed()
+        self._warned, self.connected = False, True
+        return _NO_RUN_S
+
+    def _lost(self, reason: str) -> float:
+        """Note that the stream ended or did not begin. Return the pause before the next attempt, in seconds."""
+        if self.connected:
+            self._backoff.succeed()
+            self._warned = False
+            if not self._hurry.is_set():
+                log.info("weight service unreachable; the version in service stays", reason=reason)
+        elif self._backoff.at_longest and not self._warned:
+            self._warned = True
+            log.warning("weight service unreachable; retrying", run=self._run, reason=reason, remedy=_REMEDY)
+        self.connected = False
+        return self._backoff.fail()
+
+    async def _watch_once(self) -> None:
+        known = self.newest_version
+        request = pb.WatchVersionsRequest(
+            run=self._run, replica=self._replica, known=None if known is None else known.to_proto()
+        )
+        call = self._call(request, timeout=_STREAM_S)
+        try:
+            while True:
+                async with asyncio.timeout(_SILENCE_S):
+                    response = await call.read()
+                if not isinstance(response, pb.WatchVersionsResponse):  # the end of the stream
+                    return
+                self.connected = True
+                if response.HasField("manifest"):
+                    self.newest = response.manifest
+                    self._changed()
+        finally:
+            call.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTimings:
+    """The cost of one update.
+
+    Attributes:
+        version: The version that serves now.
+        pulled_bytes: Bytes that came over sockets; none where another process of the host had staged the version.
+        local_bytes: Bytes that were read from files of this host in their place.
+        pull_s: Seconds from the decision to take it to the last byte; the engine generates meanwhile.
+        stage_s: Seconds from the last byte to a verified file in shared memory; the engine generates meanwhile.
+        pause_s: Seconds during which no token was sampled.
+        apply_s: Seconds of the copy alone.
+        total_s: Seconds from the decision to service.
+    """
+
+    version: Version
+    pulled_bytes: int = 0
+    local_bytes: int = 0
+    pull_s: float = 0.0
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+    apply_s: float = 0.0
+    total_s: float = 0.0
+
+    def to_proto(self) -> pb.UpdateTimings:
+        """Return the message of the contract."""
+        message = pb.UpdateTimings(pulled_bytes=self.pulled_bytes)
+        parts = {"pull": self.pull_s, "stage": self.stage_s, "pause": self.pause_s, "apply": self.apply_s}
+        for name, seconds in {**parts, "total": self.total_s}.items():
+            getattr(message, name).FromNanoseconds(int(seconds * 1e9))
+        return message
+
+    def for_log(self) -> dict[str, str | int | float]:
+        """Return the fields of a log line."""
+        numbers = {name: round(value, 4) for name, value in asdict(self).items() if name != "version"}
+        return {"version": str(self.version), **numbers}
+
+
+def observe_update(timings: UpdateTimings) -> None:
+    """Count an update in the metrics."""
+    PULL_SECONDS.observe(timings.pull_s)
+    STAGE_SECONDS.observe(timings.stage_s)
+    PAUSE_SECONDS.observe(timings.pause_s)
+    APPLY_SECONDS.observe(timings.apply_s)
+    UPDATE_SECONDS.observe(timings.total_s)
+    PULLED_BYTES.labels("socket").inc(timings.pulled_bytes)
+    PULLED_BYTES.labels("file").inc(timings.local_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    phase: pb.ReplicaPhase.ValueType
+    version: Version | None
+    error: str = ""
+    timings: UpdateTimings | None = None
+
+
+class Reporter:
+    """Reports for one replica. Only the last report matters: the next one replaces a report that was not sent yet.
+
+    Args:
+        call: ReportVersion of the service.
+        run: ``runs/{run}``.
+        replica: The replica's name.
+        serving: Returns the version that the engine serves.
+    """
+
+    def __init__(self, call: ReportCall, run: str, replica: str, serving: Callable[[], Version]) -> None:
+        self._call, self._run, self._replica, self._serving = call, run, replica, serving
+        self._last = _Report(pb.REPLICA_PHASE_SERVING, None)
+        self._news = asyncio.Event()
+        self._renew_s = 10.0
+
+    def tell(
+        self,
+        phase: pb.ReplicaPhase.ValueType,
+        version: Version | None = None,
+        error: str = "",
+        timings: UpdateTimings | None = None,
+    ) -> None:
+        """Report soon, without waiting. The version is the one that the phase is about; None stands for the one that serves."""
+        self._last = _Report(phase, version, error, timings)
+        self._news.set()
+
+    async def run_forever(self) -> None:
+        """Send reports until cancelled; one that cannot be sent is sent again at the next renewal."""
+        while True:
+            self._news.clear()
+            try:
+                await self._send(self._last)
+            except grpc.aio.AioRpcError as error:
+                log.debug("report not sent", code=error.code().name)
+            try:
+                async with asyncio.timeout(self._renew_s):
+                    await self._news.wait()
+            except TimeoutError:
+                continue
+
+    async def _send(self, report: _Report) -> None:
+        serving = self._serving()
+        request = pb.ReportVersionRequest(
+            run=self._run,
+            replica=self._replica,
+            version=(report.version or serving).to_proto(),
+            phase=report.phase,
+            error=report.error,
+            serving=serving.to_proto(),
+        )
+        if report.timings is not None:
+            request.timings.CopyFrom(report.timings.to_proto())
+            request.stage_time.FromNanoseconds(int((report.timings.pull_s + report.timings.stage_s) * 1e9))
+            request.pause_time.CopyFrom(request.timings.pause)
+        response = await self._call(request, timeout=REPORT_DEADLINE_S)
+        self._renew_s = renewal_s(response.lease.ToTimedelta().total_seconds())
+
+
+def renewal_s(lease_s: float) -> float:
+    """Return the seconds after which a lease is renewed."""
+    return max(0.1, lease_s * _SHARE_OF_LEASE)

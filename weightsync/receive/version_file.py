@@ -1,318 +1,428 @@
-"""Makes the file of a version: from a copy of its base and deltas, from its dense form, or from a dense form and deltas.
+"""The safetensors file of a version while it is made: of the shards of a dense form, or of a copy of its base and deltas.
 
-All of it happens while the engine generates. Forms are pulled and applied side by side, and every digest is verified. If one
-way fails, the next is tried: files of this host, sockets, the dense form.
+Everything here blocks and is called in threads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from mmap import ACCESS_READ, MADV_DONTFORK, mmap
 from pathlib import Path
 
-import grpc
-import structlog
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
-from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
-from sluice.v1 import weightsync_pb2_grpc
-from sluice.versions import Version
-from weightsync.metrics import FALLBACKS
-from weightsync.receive.dense_file import DenseFile
-from weightsync.receive.patched_file import DeltaShard, Digests, PatchedFile, copy_file, slice_digests
-from weightsync.receive.pull import (
-    PullCost,
-    PullError,
-    PullLimits,
-    ShardPuller,
-    StagingError,
-    in_thread,
-    is_on_this_host,
-    pull_call,
+from weightsync.codec import CodecError, apply_slice, check_slice, slice_bytes
+from weightsync.format.chunks import RawChunk
+from weightsync.format.manifest import Box, ManifestError, box, check_manifest, entry_name, is_whole, manifest_digest
+from weightsync.format.safetensors import (
+    DTYPES,
+    HEADER_LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    Entry,
+    FileLayout,
+    LayoutError,
+    Scan,
+    parse_header,
+    read_layout,
+    render_header,
 )
 
-__all__ = ["DeltaBase", "PathError", "PathStep", "VersionBuilder", "VersionFile", "check_path", "direct_step"]
+__all__ = [
+    "DeltaShard",
+    "DenseFile",
+    "PatchedFile",
+    "StagingError",
+    "copy_file",
+    "dense_bytes",
+    "verify_other_form",
+]
 
-_DEADLINE_S = 30.0
+_PAGE = 4096
+"""The data begins at a page, so that readers that map the file find aligned tensors."""
 
-log = structlog.get_logger(__name__)
-
-
-class PathError(Exception):
-    """The steps do not lead to the version that is wanted."""
+_COPY_BYTES = 8 << 20
+"""Bytes after which a copy looks whether it is still wanted."""
 
 
-@dataclass(frozen=True, slots=True)
-class PathStep:
-    """One form to apply.
+class StagingError(Exception):
+    """What came in is not the version that was announced, or there is no room for it."""
+
+
+def dense_bytes(manifest: pb.Manifest) -> int:
+    """Return the bytes of all tensors of a version, whichever form was announced."""
+    return sum(
+        box(each).volume * DTYPES[each.dtype].size
+        for shard in manifest.shards
+        for each in shard.tensors
+        if each.dtype in DTYPES
+    )
+
+
+# --- the file of a dense form -----------------------------------------------------------------------------------------
+
+
+class DenseFile:
+    """The safetensors file of a version while its shards come in.
+
+    The shards' data are placed in the order in which they come. The header is written last, so that an unfinished file is not a
+    safetensors file. Several shards may come at the same time, each in one thread at a time.
+
+    Args:
+        manifest: The version, of whole tensors.
+        descriptor: An open file; it is emptied, and stays the caller's.
 
     Attributes:
-        manifest: What to apply.
-        files: Its shards as files of the service's host, by name; they may be of another host than this.
+        sinks: Take the shards, by name.
+
+    Raises:
+        StagingError: if the manifest is of another kind or contradicts itself.
+        OSError: if the file cannot be written.
     """
 
-    manifest: pb.Manifest
-    files: Mapping[str, pb.LocalFile] = field(default_factory=dict)
+    def __init__(self, manifest: pb.Manifest, descriptor: int) -> None:
+        _check_dense(manifest)
+        self.manifest, self.descriptor = manifest, descriptor
+        self._data_begin = -(-len(_longest_header(manifest)) // _PAGE) * _PAGE
+        self._end = self._data_begin
+        self._lock = threading.Lock()
+        self.sinks = {shard.name: DenseShard(self, shard) for shard in manifest.shards}
+        os.ftruncate(descriptor, 0)
+
+    def reserve(self, size: int) -> int:
+        """Return where the next `size` bytes of data belong in the file."""
+        with self._lock:
+            begin, self._end = self._end, self._end + size
+            return begin
+
+    def finish(self) -> FileLayout:
+        """Check that everything is there, name by name and digest by digest, and write the header.
+
+        Raises:
+            StagingError: if something is missing, differs, or is not finite.
+        """
+        entries = [entry for sink in self.sinks.values() for entry in sink.finish(self._data_begin)]
+        _check_digest(self.manifest)
+        entries.sort(key=lambda entry: (entry.begin, entry.end))
+        _write_all(self.descriptor, render_header(entries, {"format": "pt"}, self._data_begin), 0)
+        return FileLayout(self._data_begin, {entry.name: entry for entry in entries}, self._end)
+
+
+class DenseShard:
+    """One shard of a dense form that is coming in."""
+
+    def __init__(self, file: DenseFile, shard: pb.Shard) -> None:
+        self._file = file
+        self._shard = shard
+        self._scan = Scan(shard.size_bytes)
+        self._begin: int | None = None
 
     @property
-    def is_delta(self) -> bool:
-        """Whether it is based on the version before."""
-        return self.manifest.kind == pb.VERSION_KIND_DELTA
+    def position(self) -> int:
+        """Return the bytes of the shard that came in and were checked."""
+        return self._scan.position
 
-
-@dataclass(frozen=True, slots=True)
-class DeltaBase:
-    """A whole version on this host that a delta can be applied to.
-
-    Attributes:
-        version: The version.
-        path: Its file; nobody changes it.
-        digests: Of its slices, verified.
-    """
-
-    version: Version
-    path: Path
-    digests: Digests
-
-
-class VersionBuilder:
-    """Makes files for one run.
-
-    Args:
-        channel: To a service that gives the run's versions out.
-        run: ``runs/{run}``.
-        threads: Where files are read, decoded, checked and written.
-        limits: How long pulls wait.
-        local_files: Read files of this host in place of a transfer, where the service names any.
-    """
-
-    def __init__(
-        self, channel: grpc.aio.Channel, run: str, threads: Executor, limits: PullLimits, *, local_files: bool
-    ) -> None:
-        self._delivery = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        self._puller = ShardPuller(pull_call(channel), threads, limits)
-        self._run, self._threads, self._local_files = run, threads, local_files
-
-    async def build(self, target: pb.Manifest, held: DeltaBase | None, descriptor: int) -> PullCost:
-        """Fill a file with a version, verified.
-
-        Args:
-            target: The version as it was announced.
-            held: The version that deltas may be based on.
-            descriptor: The file, open to read and write.
-
-        Raises:
-            PullError: if every way to the version failed; the message says why the last one did.
-            OSError: if there is no room.
-        """
-        cost = PullCost()
-        failure: Exception | None = None
-        for base in (held, None) if held is not None else (None,):
-            try:
-                steps = await self._path(target, base)
-            except (PullError, PathError) as error:
-                _raise_if_unreachable(error)
-                failure = error
-                continue
-            start = base if steps[0].is_delta else None
-            on_this_host = any(is_on_this_host(file) for step in steps for file in step.files.values())
-            for way in (steps, [replace(step, files={}) for step in steps]) if on_this_host else (steps,):
-                if failure is not None:
-                    _note_fallback(target, failure, start, local=on_this_host and way is steps)
-                try:
-                    await VersionFile(self._puller, descriptor, cost).follow(way, start)
-                    await in_thread(self._threads, partial(_check_against, descriptor, way[-1].manifest, target))
-                except (PullError, StagingError) as error:
-                    _raise_if_unreachable(error)
-                    failure = error
-                else:
-                    return cost
-            if start is None:
-                break  # that was the dense form
-        raise PullError(str(failure)) from failure
-
-    async def _path(self, target: pb.Manifest, base: DeltaBase | None) -> list[PathStep]:
-        """Return the forms to apply, in order and checked."""
-        held = None if base is None else base.version
-        direct = direct_step(target, held)
-        if direct is not None and not self._local_files:
-            return [direct]
-        request = pb.GetUpdatePathRequest(
-            run=self._run, version=target.version, held=None if held is None else held.to_proto()
-        )
+    def feed(self, chunk: RawChunk) -> None:
+        """Check the next bytes and write them; see `ChunkSink`."""
+        scan, name = self._scan, self._shard.name
+        if chunk.offset != scan.position:
+            raise StagingError(f"shard {name}: a chunk at byte {chunk.offset} came instead of {scan.position}")
+        data = chunk.check()
         try:
-            steps = [
-                PathStep(response.manifest, {file.shard: file for file in response.files if self._local_files})
-                async for response in self._delivery.GetUpdatePath(request, timeout=_DEADLINE_S)
-            ]
-        except grpc.aio.AioRpcError as error:
-            if direct is not None and error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                return [direct]
-            unreachable = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-            raise PullError(str(SluiceError.from_rpc(error)), unreachable=unreachable) from error
-        check_path(steps, Version.from_proto(target.version), held)
-        return steps
-
-
-class VersionFile:
-    """One attempt to fill a file.
-
-    Args:
-        puller: Where the forms come from.
-        descriptor: The file, open to read and write; its content is replaced.
-        cost: Grows by what came.
-    """
-
-    def __init__(self, puller: ShardPuller, descriptor: int, cost: PullCost) -> None:
-        self._puller, self._descriptor, self._cost = puller, descriptor, cost
-
-    async def follow(self, steps: Sequence[PathStep], base: DeltaBase | None) -> None:
-        """Apply forms one after the other; the file is whole and verified when this returns.
-
-        Args:
-            steps: A path that passed `check_path`.
-            base: What the first step is based on; None where it is a dense form.
-
-        Raises:
-            PullError, StagingError, OSError: if that fails; the file is of no use then.
-        """
-        if base is not None:
-            limit = base.path.stat().st_size
-            async with self._copying(base.path) as copied:
-                await self._patch(steps, base.digests, limit, copied)
+            scan.feed(data)
+        except LayoutError as error:
+            raise StagingError(f"shard {name}: {error}") from error
+        if scan.entries is None:
             return
-        dense = steps[0]
-        file = await in_thread(self._puller.threads, partial(DenseFile, dense.manifest, self._descriptor))
-        sinks = {shard.name: file.sink(shard.name) for shard in dense.manifest.shards}
-        await self._puller.pull(dense.manifest, dense.files, sinks, self._cost)
-        await in_thread(self._puller.threads, file.finish)
-        if steps[1:]:
-            digests = slice_digests(dense.manifest)
-            await self._patch(steps[1:], digests, dense.manifest.size_bytes)
+        if self._begin is None:
+            self._begin = self._file.reserve(scan.size - scan.data_begin)
+        skipped = max(0, scan.data_begin - chunk.offset)
+        position = self._begin + chunk.offset + skipped - scan.data_begin
+        _write_all(self._file.descriptor, data[skipped:], position)
 
-    @contextlib.asynccontextmanager
-    async def _copying(self, source: Path) -> AsyncIterator[asyncio.Future[None]]:
-        """Copy a file while the block runs, and end the copy where the block is left early."""
-        stop = threading.Event()
+    def finish(self, data_begin: int) -> list[Entry]:
+        """Check the whole shard. Return its entries with their places in the file.
 
-        def copy() -> None:
-            os.ftruncate(self._descriptor, 0)
-            copy_file(source, self._descriptor, stop)
+        Raises:
+            StagingError: if something is missing, differs, or is not finite.
+        """
+        scan = self._scan
+        if not scan.complete or self._begin is None:
+            raise StagingError(f"shard {self._shard.name} ended at byte {scan.position} of {scan.size}")
+        announced = {entry_name(tensor): tensor for tensor in self._shard.tensors}
+        if announced.keys() != scan.tensors.keys():
+            raise StagingError(f"shard {self._shard.name} does not hold the announced tensors")
+        shift = self._begin - data_begin
+        placed = []
+        for name, tensor in scan.tensors.items():
+            entry, wanted = tensor.entry, announced[name]
+            if (entry.dtype, entry.shape) != (wanted.dtype, tuple(wanted.global_shape)):
+                raise StagingError(f"tensor {name} is {entry.dtype} {list(entry.shape)}, announced was another type")
+            if tensor.digest != wanted.digest:
+                raise StagingError(f"tensor {name} has digest {tensor.digest}, announced was {wanted.digest}")
+            if not tensor.finite:
+                raise StagingError(f"tensor {name} holds NaN or infinite values")
+            placed.append(Entry(name, entry.dtype, entry.shape, entry.begin + shift, entry.end + shift))
+        return placed
 
-        copied = asyncio.get_running_loop().run_in_executor(self._puller.threads, copy)
+
+def _check_dense(manifest: pb.Manifest) -> None:
+    if manifest.kind not in {pb.VERSION_KIND_ANCHOR, pb.VERSION_KIND_ADAPTER}:
+        raise StagingError(f"version of kind {pb.VersionKind.Name(manifest.kind)} where a dense form was expected")
+    try:
+        check_manifest(manifest)
+    except ManifestError as error:
+        raise StagingError(str(error)) from error
+    tensors = [tensor for shard in manifest.shards for tensor in shard.tensors]
+    if not all(is_whole(tensor) and entry_name(tensor) == tensor.name for tensor in tensors):
+        raise StagingError("the shards hold slices or renamed tensors: pull from a service that assembles them")
+
+
+def _check_digest(manifest: pb.Manifest) -> None:
+    """Check the digest of a version whose slices were verified."""
+    digest = manifest_digest(manifest)
+    if digest != manifest.digest:
+        raise StagingError(f"the tensors have digest {digest}, announced was {manifest.digest}")
+
+
+def _longest_header(manifest: pb.Manifest) -> bytes:
+    """Return a header with the longest possible offsets: an upper bound before the real ones are known."""
+    digits = int("9" * len(str(manifest.size_bytes)))
+    entries = [
+        Entry(tensor.name, tensor.dtype, tuple(tensor.global_shape), digits, digits)
+        for shard in manifest.shards
+        for tensor in shard.tensors
+    ]
+    return render_header(entries, {"format": "pt"})
+
+
+def _write_all(descriptor: int, data: bytes | memoryview, position: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, position)
+        rest, position = rest[written:], position + written
+
+
+# --- a copy of the base, and deltas on it -----------------------------------------------------------------------------
+
+
+def copy_file(source: Path, descriptor: int, stop: threading.Event) -> None:
+    """Replace an open file's content by a copy of another file; return early when `stop` is set.
+
+    Reading through a map and writing by calls is twice as fast on tmpfs as `os.copy_file_range` or two maps, and a full
+    memory is an error instead of a signal.
+    """
+    os.ftruncate(descriptor, 0)
+    with source.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
+            return
+        os.ftruncate(descriptor, size)
+        with mmap(file.fileno(), size, access=ACCESS_READ) as mapped, memoryview(mapped) as view:
+            for begin in range(0, size, _COPY_BYTES):
+                if stop.is_set():
+                    return
+                with view[begin : begin + _COPY_BYTES] as part:
+                    _write_all(descriptor, part, begin)
+
+
+class DeltaShard:
+    """A shard of a delta in memory: an ordinary safetensors file whose entries are the encoded slices.
+
+    Args:
+        shard: What was announced; its size bounds the memory.
+    """
+
+    def __init__(self, shard: pb.Shard) -> None:
+        self.shard = shard
+        self.position = 0
+        self._bytes = np.empty(shard.size_bytes, dtype=np.uint8).data
+        self._entries: Mapping[str, Entry] = {}
+        self._data_begin = 0
+
+    def feed(self, chunk: RawChunk) -> None:
+        """Check and keep the next bytes; see `ChunkSink`."""
+        end = self.position + len(chunk.data)
+        if chunk.offset != self.position or end > len(self._bytes):
+            raise StagingError(
+                f"shard {self.shard.name}: a chunk at byte {chunk.offset} came instead of {self.position}"
+            )
+        self._bytes[self.position : end] = chunk.check()
+        self.position = end
+
+    def finish(self) -> None:
+        """Check that the whole file came, and what it holds.
+
+        Raises:
+            StagingError: if it is another file than announced.
+        """
+        name = self.shard.name
+        if self.position != len(self._bytes):
+            raise StagingError(f"shard {name} ended at byte {self.position} of {len(self._bytes)}")
+        digest = xxhash.xxh3_128(self._bytes).hexdigest()
+        if digest != self.shard.digest:
+            raise StagingError(f"shard {name} has digest {digest}, announced was {self.shard.digest}")
         try:
-            yield copied
-        finally:
-            stop.set()
-            await asyncio.gather(copied, return_exceptions=True)
+            self._read_header()
+        except LayoutError as error:
+            raise StagingError(f"shard {name}: {error}") from error
+        expected = {entry_name(each) for each in self.shard.tensors if each.encoding != pb.TENSOR_ENCODING_UNCHANGED}
+        if expected != self._entries.keys():
+            raise StagingError(f"shard {name} does not hold the announced entries")
 
-    async def _patch(
-        self,
-        deltas: Sequence[PathStep],
-        digests: Digests,
-        limit: int,
-        copied: asyncio.Future[None] | None = None,
-    ) -> None:
-        """Apply a chain. The next delta comes in while one is applied, so at most two are in memory.
+    def _read_header(self) -> None:
+        length = int.from_bytes(self._bytes[:HEADER_LENGTH_BYTES], "little")
+        self._data_begin = HEADER_LENGTH_BYTES + length
+        if length > MAX_HEADER_BYTES or self._data_begin > len(self._bytes):
+            raise LayoutError(f"a header of {length} bytes: not a safetensors file, or cut off")
+        entries = parse_header(self._bytes[HEADER_LENGTH_BYTES : self._data_begin])
+        size = self._data_begin + (entries[-1].end if entries else 0)
+        if size != len(self._bytes):
+            raise LayoutError(f"header and entries make {size} bytes, not {len(self._bytes)}")
+        self._entries = {entry.name: entry for entry in entries}
+
+    def data(self, tensor: pb.TensorSlice) -> memoryview:
+        """Return the encoded bytes of a slice; empty for one that did not change.
+
+        Raises:
+            StagingError: if the entry has another type or shape than its encoding asks for.
+        """
+        if tensor.encoding == pb.TENSOR_ENCODING_UNCHANGED:
+            return self._bytes[:0]
+        entry = self._entries[entry_name(tensor)]
+        plain = tensor.encoding in {pb.TENSOR_ENCODING_UNSPECIFIED, pb.TENSOR_ENCODING_DENSE}
+        wanted = (tensor.dtype, box(tensor).sizes) if plain else ("U8", (entry.size,))
+        if (entry.dtype, entry.shape) != wanted:
+            raise StagingError(
+                f"entry {entry.name} of shard {self.shard.name} is {entry.dtype} {list(entry.shape)}, expected"
+                f" {wanted[0]} {list(wanted[1])}"
+            )
+        return self._bytes[self._data_begin + entry.begin : self._data_begin + entry.end]
+
+
+class PatchedFile:
+    """A whole version's file while it becomes the next one.
+
+    A chain of deltas is applied to one file. Only the last one's digests are compared: they cover every byte, so an earlier
+    error shows in them.
+
+    Args:
+        descriptor: The file, open to read and write, all of its pages written before; stays the caller's.
+        known: Describes its verified content: unchanged slices that have these digests are not read again. None: unknown.
+
+    Raises:
+        StagingError: if it is no whole safetensors file.
+    """
+
+    def __init__(self, descriptor: int, known: pb.Manifest | None) -> None:
+        try:
+            self._layout = read_layout(descriptor)
+        except LayoutError as error:
+            raise StagingError(f"the base: {error}") from error
+        self._known: dict[str, dict[Box, str]] = defaultdict(dict)
+        for shard in known.shards if known is not None else ():
+            for tensor in shard.tensors:
+                self._known[tensor.name][box(tensor)] = tensor.digest
+        self._map = mmap(descriptor, self._layout.size)
+        self._map.madvise(MADV_DONTFORK)  # a forked engine would keep a removed file in memory
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+
+    def apply(self, manifest: pb.Manifest, shards: Iterable[DeltaShard], *, verify: bool) -> None:
+        """Apply all shards of one delta.
 
         Args:
-            deltas: At least one.
-            digests: Digests that the file's content is known to have.
-            limit: Most bytes that a delta may have.
-            copied: Done when the file has that content; None if it has it now.
+            manifest: The delta.
+            shards: All of its shards.
+            verify: Check every slice, and the version's digest; for the last delta of a chain.
+
+        Raises:
+            StagingError: if it does not fit the file, cannot be decoded, differs from its digests or is not finite. The
+                file is of no use then.
         """
-        pulling = asyncio.create_task(self._pull_delta(deltas[0], limit))
-        patched: PatchedFile | None = None
+        self._check_tensors(manifest)
+        for shard in shards:
+            for tensor in shard.shard.tensors:
+                if tensor.encoding != pb.TENSOR_ENCODING_UNCHANGED:
+                    self._apply_slice(tensor, shard.data(tensor), verify=verify)
+                elif verify:
+                    self._verify_slice(tensor)
+        if verify:
+            _check_digest(manifest)
+
+    def verify(self, manifest: pb.Manifest) -> None:
+        """Check the file against any manifest of its version.
+
+        Raises:
+            StagingError: if something differs or is not finite.
+        """
+        self._check_tensors(manifest)
+        for shard in manifest.shards:
+            for tensor in shard.tensors:
+                self._verify_slice(tensor)
+        _check_digest(manifest)
+
+    def close(self) -> None:
+        """Unmap the file; call it before the file gets its name."""
+        self._bytes = np.empty(0, dtype=np.uint8)
+        with contextlib.suppress(BufferError):  # a traceback still refers to it; the map ends with that
+            self._map.close()
+
+    def _check_tensors(self, manifest: pb.Manifest) -> None:
+        """Check that the manifest is sound and of the same tensors as the file."""
         try:
-            for index, step in enumerate(deltas):
-                shards = await pulling
-                following = deltas[index + 1 : index + 2]
-                if following:
-                    pulling = asyncio.create_task(self._pull_delta(following[0], limit))
-                if patched is None:
-                    if copied is not None:
-                        await asyncio.shield(copied)
-                    patched = await in_thread(self._puller.threads, partial(PatchedFile, self._descriptor, digests))
-                apply = partial(patched.apply, step.manifest, shards, verify=not following)
-                await in_thread(self._puller.threads, apply)
-        finally:
-            pulling.cancel()
-            await asyncio.gather(pulling, return_exceptions=True)
-            if patched is not None:  # to unmap a large file takes long
-                await in_thread(self._puller.threads, patched.close)
+            check_manifest(manifest)
+        except ManifestError as error:
+            raise StagingError(str(error)) from error
+        found = {name: (entry.dtype, entry.shape) for name, entry in self._layout.entries.items()}
+        announced = {
+            each.name: (each.dtype, tuple(each.global_shape)) for shard in manifest.shards for each in shard.tensors
+        }
+        if found != announced:
+            different = sorted(name for name, _ in found.items() ^ announced.items())
+            raise StagingError(f"the delta is of other tensors than its base: {', '.join(different[:5])}")
 
-    async def _pull_delta(self, step: PathStep, limit: int) -> list[DeltaShard]:
-        shards = step.manifest.shards
-        size = sum(shard.size_bytes for shard in shards)
-        if size > limit:
-            version = Version.from_proto(step.manifest.version)
-            raise StagingError(f"the delta to {version} has {size} bytes, its base {limit}: a dense form is smaller")
-        sinks = {shard.name: DeltaShard(shard) for shard in shards}
-        await self._puller.pull(step.manifest, step.files, sinks, self._cost)
-        for sink in sinks.values():
-            await in_thread(self._puller.threads, sink.finish)
-        return list(sinks.values())
+    def _apply_slice(self, tensor: pb.TensorSlice, data: memoryview, *, verify: bool) -> None:
+        known, changed = self._known[tensor.name], box(tensor)
+        for each in [each for each in known if each.overlaps(changed)]:
+            del known[each]
+        try:
+            dense = apply_slice(self._tensor(tensor.name), tensor, data)
+            if verify:
+                check_slice(tensor, dense)
+        except CodecError as error:
+            raise StagingError(f"slice of {tensor.name}: {error}") from error
+
+    def _verify_slice(self, tensor: pb.TensorSlice) -> None:
+        if self._known[tensor.name].get(box(tensor)) == tensor.digest:
+            return
+        try:
+            check_slice(tensor, slice_bytes(self._tensor(tensor.name), tensor))
+        except CodecError as error:
+            raise StagingError(str(error)) from error
+
+    def _tensor(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a tensor in the file."""
+        entry = self._layout.entries[name]
+        begin = self._layout.data_begin + entry.begin
+        return self._bytes[begin : begin + entry.size]
 
 
-def _check_against(descriptor: int, built: pb.Manifest, target: pb.Manifest) -> None:
-    """Verify the announced digests too, if the file was made from another form than the announced one."""
+def verify_other_form(descriptor: int, built: pb.Manifest, target: pb.Manifest) -> None:
+    """Verify the announced digests too, if the file was made from another form than the announced one.
+
+    Raises:
+        StagingError: if they differ.
+    """
     if built.digest == target.digest:
         return
-    patched = PatchedFile(descriptor, slice_digests(built))
+    patched = PatchedFile(descriptor, built)
     try:
         patched.verify(target)
     finally:
         patched.close()
-
-
-def _raise_if_unreachable(error: Exception) -> None:
-    if isinstance(error, PullError) and error.unreachable:
-        raise error
-
-
-def _note_fallback(target: pb.Manifest, failure: Exception, start: DeltaBase | None, *, local: bool) -> None:
-    way = "dense" if start is None else "delta"
-    FALLBACKS.labels(way).inc()
-    version = str(Version.from_proto(target.version))
-    log.warning("trying another way to a version", version=version, way=way, local=local, error=str(failure))
-
-
-def direct_step(announced: pb.Manifest, held: Version | None) -> PathStep | None:
-    """Return the announced form if it is all that is needed to get to its version."""
-    is_delta = announced.kind == pb.VERSION_KIND_DELTA
-    if is_delta and (held is None or Version.from_proto(announced.base) != held):
-        return None
-    return PathStep(announced)
-
-
-def check_path(steps: Sequence[PathStep], wanted: Version, held: Version | None) -> None:
-    """Check that each step follows from the one before, the first from what is held, and the last is what is wanted.
-
-    Raises:
-        PathError: if not.
-    """
-    if not steps:
-        raise PathError(f"the service named no way to version {wanted}")
-    current = held
-    for step in steps:
-        version = Version.from_proto(step.manifest.version)
-        if step.is_delta:
-            base = Version.from_proto(step.manifest.base)
-            if base != current:
-                raise PathError(f"the delta to {version} is based on {base}, held is {current or 'nothing'}")
-        elif step is not steps[0] or not _may_be_first(step, alone=len(steps) == 1):
-            raise PathError(f"version {version} is not weights of the model, or a dense form behind others")
-        current = version
-    if current != wanted:
-        raise PathError(f"the update path ends at version {current}, wanted was {wanted}")
-
-
-def _may_be_first(step: PathStep, *, alone: bool) -> bool:
-    """Whether a path may begin with it. An adapter stands alone: no delta is based on one."""
-    return step.manifest.kind == pb.VERSION_KIND_ANCHOR or (step.manifest.kind == pb.VERSION_KIND_ADAPTER and alone)
