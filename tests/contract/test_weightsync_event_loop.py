@@ -16,7 +16,8 @@ from sluice.rpc import connect
 from sluice.versions import Version
 from weightsync.publish.shards import ShardSource
 from weightsync.publisher import AdapterPublisher, WeightPublisher
-from weightsync.receiver import ReceiverOptions, WeightReceiver
+from weightsync.receiver import ApplyReport, ReceiverOptions, StagedAdapter, WeightReceiver
+from weightsync.staged import HeldVersions
 
 pytestmark = pytest.mark.slow
 
@@ -56,19 +57,41 @@ async def test_a_relay_changes_no_file_on_the_event_loop(tmp_path: Path) -> None
     assert changes == []
 
 
+class AdapterEngine(Engine):
+    """An engine that holds the newest adapter beside its weights."""
+
+    serves_adapters = True
+    adapter: Version | None = None
+
+    def held(self) -> HeldVersions | None:
+        adapters = frozenset() if self.adapter is None else frozenset({self.adapter})
+        return HeldVersions(self.adapter or self.version, self.version, adapters)
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        assert (staged.path / "adapter_config.json").exists()
+        self.adapter = staged.version
+        return ApplyReport(staged.version, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("local", [True, False])
 async def test_a_receiver_changes_no_file_on_the_event_loop(tmp_path: Path, local: bool) -> None:
-    engine, tensors, stage_dir = Engine("replica"), weights(), tmp_path / "shm"
+    engine, tensors, stage_dir = AdapterEngine("replica"), weights(), tmp_path / "shm"
     async with running_stack(tmp_path / "outputs") as stack, connect(stack.target, SecurityConfig()) as channel:
-        receiver = WeightReceiver(
-            channel, RUN, engine.name, stage_dir, engine, options=ReceiverOptions(local_files=local)
-        )
         publisher = WeightPublisher(stack.channel, RUN)
         with file_changes_of_this_thread() as changes:
+            options = ReceiverOptions(local_files=local)
+            receiver = WeightReceiver(channel, RUN, engine.name, stage_dir, engine, options=options)
             async with following(receiver):
                 for number in range(1, 4):  # a dense form, and deltas on it
                     await publisher.update(Version(1, number), tensors, deadline_s=30)
                     await eventually(lambda number=number: engine.version == Version(1, number))  # type: ignore[misc]
                     tensors["model.norm.weight"][number] += 1
                 await eventually(lambda: len(list(stage_dir.glob("*/*"))) == 1)
+                for number in (4, 5):
+                    adapter = {"a.lora_A.weight": torch.full((2, 4), float(number))}
+                    await AdapterPublisher(stack.channel, RUN, base=Version(1, 3)).push(
+                        Version(1, number), adapter, {"r": 2}, deadline_s=30
+                    )
+                    await eventually(lambda number=number: engine.adapter == Version(1, number))  # type: ignore[misc]
+                await eventually(lambda: len(list(stage_dir.glob("sluice_adapters-*/v*"))) == 1)
         assert changes == []

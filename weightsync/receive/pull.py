@@ -404,7 +404,7 @@ def _note_fallback(target: pb.Manifest, failure: Exception, start: BaseFile | No
     log.warning("trying another way to a version", version=version, way=way, local=local, error=str(failure))
 
 
-# --- one shard ---
+# --- one shard --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,7 @@ def _lightest(candidates: Sequence[Candidate], replica: str) -> Candidate:
     )
 
 
-# --- calls to the source in use ---
+# --- calls to the source in use ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
