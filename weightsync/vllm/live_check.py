@@ -21,9 +21,11 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from weightsync.vllm.load_plan import LoadPlan, PlannedCopy
-from weightsync.vllm.next_model import PACKED
 
-__all__ = ["LiveCheck", "has_known_form"]
+__all__ = ["PACKED", "LiveCheck", "has_known_form"]
+
+PACKED = "cpu_linear"
+"""Attribute in which vLLM's CPU layers keep the kernel with the packed weight."""
 
 _IDENTITY_COLUMNS = 32
 """Inputs per product; some milliseconds for the largest layers of today's models."""

@@ -23,8 +23,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 )
 
 from weightsync.vllm.live_check import has_known_form
-from weightsync.vllm.load_plan import LoadPlan
-from weightsync.vllm.read_recorder import Ranges, normal
+from weightsync.vllm.load_plan import LoadPlan, Ranges, normal
 
 __all__ = ["Patch", "PatchError", "differences", "why_no_patch"]
 
@@ -112,7 +111,7 @@ def differences(
     Args:
         old: Tensors of one version.
         new: Those of the other.
-        reads: Elements that matter, as in `weightsync.vllm.read_recorder`; a tensor that is not named matters whole.
+        reads: Elements that matter, as in `weightsync.vllm.load_plan`; a tensor that is not named matters whole.
 
     Raises:
         PatchError: if the tensors differ in name, type or shape, are no floating-point numbers, hold NaN, which the loader

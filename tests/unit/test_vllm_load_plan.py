@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from weightsync.vllm.read_recorder import MOST_RANGES, Copy, ReadRecorder, Region, normal, region_ranges
+from weightsync.vllm.load_plan import MOST_RANGES, Copy, ReadRecorder, Region, normal, region_ranges
 
 
 @pytest.fixture
