@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 
 from orchestrator_svc.recovery import JournalError, Recovery, read_tables
 from orchestrator_svc.scheduler import Batch
+from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -32,6 +33,9 @@ log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer")
 
 FORMAT = "1"
+
+_DISK_S = 300.0
+"""Seconds that the disk may take for the records that wait; a disk that needs longer is gone."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -105,6 +109,8 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._waiting: list[Callable[[], object]] = []
         self._flushing: asyncio.Task[None] | None = None
+        self._written = 0
+        self._progress = Notifier()
         self._failure: JournalError | None = None
         self._live: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = {}
         self._checkpoints: list[int] = []
@@ -230,13 +236,21 @@ class Journal:
     # Waiting and reading.
 
     async def durable(self) -> None:
-        """Return when everything recorded so far is on disk.
+        """Return when everything recorded before this call is on disk.
 
         Raises:
             JournalError: if it cannot be written, now or at any time before.
         """
-        while self._flushing is not None and self._failure is None:
-            await asyncio.wait({self._flushing})
+        wanted = self.position
+        try:
+            async with asyncio.timeout(_DISK_S):
+                while self._written < wanted and self._failure is None:
+                    await self._progress.wait()
+        except TimeoutError as error:
+            raise JournalError(
+                f"the disk of {self._directory.parent} did not take the journal's records within {_DISK_S:g} s: see to the"
+                " disk, then start the run again: it continues from what was written before"
+            ) from error
         if self._failure is not None:
             raise self._failure
 
@@ -326,6 +340,8 @@ class Journal:
                 await asyncio.sleep(self._interval_s)
                 records, self._waiting = self._waiting, []
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records)
+                self._written += len(records)
+                self._progress.notify()
         except BaseException as error:
             # Whatever the error is, these records are lost: nothing after them may be called durable.
             self._failure = JournalError(
@@ -337,6 +353,7 @@ class Journal:
                 raise
         finally:
             self._flushing = None
+            self._progress.notify()
 
     def _commit(self, records: Sequence[Callable[[], object]]) -> None:
         self._pruned = False

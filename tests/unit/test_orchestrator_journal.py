@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -292,6 +294,27 @@ async def test_any_failure_of_a_write_fails_all_who_wait_and_everything_after_it
         journal.draw(1, 0, 1)
     with pytest.raises(JournalError, match="cannot write the journal"):
         await journal.recover()
+
+
+async def test_durable_does_not_wait_for_what_is_recorded_after_the_call(tmp_path) -> None:
+    journal = open_journal(tmp_path)
+
+    async def record_for_ever() -> None:
+        for number in range(2, 50_000):
+            journal.draw(number, number, number)
+            await asyncio.sleep(0)
+
+    journal.draw(1, 0, 1)
+    recording = asyncio.create_task(record_for_ever())
+    try:
+        async with asyncio.timeout(5.0):
+            await journal.durable()
+        assert not recording.done(), "durable returned while records kept coming"
+    finally:
+        recording.cancel()
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal.sqlite")) as tables:
+        assert tables.execute("SELECT 1 FROM groups WHERE number = 1").fetchone()
+    await journal.close()
 
 
 async def test_records_whose_write_was_cancelled_are_not_called_durable(tmp_path) -> None:
