@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import Any, Self
 
 import structlog
@@ -92,7 +93,7 @@ class Scorer:
     async def _attempt(self, task: Task, completions: Sequence[str]) -> list[float] | None:
         future = self._pool.schedule(
             _score_in_worker,
-            args=[task.task_id, dict(task.data), list(completions)],
+            args=[replace(task, data=dict(task.data)), list(completions)],  # any mapping, but a dict can be sent
             timeout=self._time_limit_s,
         )
         try:
@@ -124,7 +125,7 @@ def _initialise_worker(reference: str, arguments: Mapping[str, Any]) -> None:
     _environment = environment
 
 
-def _score_in_worker(task_id: str, data: Mapping[str, Any], completions: Sequence[str]) -> list[float]:
+def _score_in_worker(task: Task, completions: Sequence[str]) -> list[float]:
     """Return the rewards of some completions of one task.
 
     Raises:
@@ -132,8 +133,7 @@ def _score_in_worker(task_id: str, data: Mapping[str, Any], completions: Sequenc
     """
     if _environment is None:
         raise RuntimeError("the scoring process was not initialised")
-    task = Task(task_id, data)
     rewards = [float(_environment.score(task, completion)) for completion in completions]
     if not all(map(math.isfinite, rewards)):
-        raise ValueError(f"score of task {task_id} is not finite: {rewards}")
+        raise ValueError(f"score of task {task.task_id} is not finite: {rewards}")
     return rewards

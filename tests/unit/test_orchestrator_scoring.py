@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import MappingProxyType
 
 import pytest
 
@@ -35,6 +36,8 @@ class Moody:
                 return float("nan")
             case "pid":
                 return float(os.getpid())
+            case "limit":
+                return float(task.max_tokens or 0)
         return float(len(completion))
 """
 
@@ -54,6 +57,11 @@ async def test_completions_are_scored_in_another_process(environment) -> None:
     assert rewards[:2] == [1.0, 2.0]
     assert rewards[2] != os.getpid()
     assert not scorer.failures
+
+
+async def test_the_task_reaches_the_scoring_process_whole(environment) -> None:
+    async with Scorer(environment, {}, workers=1, time_limit_s=10.0, retries=0) as scorer:
+        assert await scorer.score(Task("only", MappingProxyType({}), max_tokens=9), ["limit"]) == [9.0]
 
 
 @pytest.mark.parametrize("bad", ["hang", "die", "raise", "nan"])
