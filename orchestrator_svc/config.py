@@ -145,7 +145,9 @@ class DeadlinesConfig(Section):
         gt=0,
         description="Seconds for a group of episodes, scoring included; a later group is dropped and counted.",
     )
-    environment_s: float = Field(60.0, gt=0, description="Seconds for one reset or step of a multi-turn environment.")
+    environment_s: float = Field(
+        60.0, gt=0, description="Seconds for one call of the environment: messages, reset or step."
+    )
     hold_s: float = Field(
         600.0, gt=0, description="Time to live of the hold that pins a replica's version during evaluation, in seconds."
     )
@@ -183,7 +185,7 @@ class OrchestratorConfig(Section):
     environment_threads: int = Field(
         32,
         ge=1,
-        description="Calls of a multi-turn environment that run at a time. One that exceeds deadlines.environment_s is given up and counted, and its thread replaced.",
+        description="Calls of the environment (messages, reset, step) that run at a time. One that exceeds deadlines.environment_s is given up and counted, and its thread replaced.",
     )
     max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
     batch_size: int = Field(16, ge=1, description="Groups per training batch.")

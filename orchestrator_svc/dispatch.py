@@ -213,10 +213,13 @@ class Dispatcher:
         reason, problem = "", ""
         scored = ScoredGroup()
         try:
-            async with asyncio.timeout(self._config.deadlines.episode_s):
+            async with asyncio.timeout(self._config.deadlines.episode_s) as deadline:
                 scored = await self._episodes.run(task, name, version)
-        except TimeoutError:
-            reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
+        except TimeoutError as error:
+            if deadline.expired():
+                reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
+            else:  # one of the environment's calls
+                reason, problem = Reason.EPISODE_FAILED, str(error)
         except SluiceError as error:
             reason, problem = Reason.EPISODE_FAILED, str(error)
         except Exception as error:  # an environment or a workflow may raise anything

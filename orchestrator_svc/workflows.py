@@ -135,7 +135,7 @@ def choose_workflow(
     name = config.workflow if config.workflow != "auto" else "single_turn" if single else "multi_turn"
     workflow: RolloutWorkflow
     if name == "single_turn" and isinstance(environment, SingleTurnEnvironment):
-        workflow = SingleTurn(environment)
+        workflow = SingleTurn(environment, calls)
     elif name == "multi_turn" and isinstance(environment, MultiTurnEnvironment):
         workflow = MultiTurn(environment, config.max_turns, calls)
     elif name in {"single_turn", "multi_turn"}:
@@ -216,14 +216,15 @@ class SingleTurn:
 
     Args:
         environment: Poses the messages.
+        calls: Runs the environment's code, each call with a deadline.
     """
 
-    def __init__(self, environment: SingleTurnEnvironment) -> None:
-        self._environment = environment
+    def __init__(self, environment: SingleTurnEnvironment, calls: EnvironmentCalls) -> None:
+        self._environment, self._calls = environment, calls
 
     async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Sample all episodes at once."""
-        messages = chat_messages(self._environment.messages(data.task))
+        messages = chat_messages(await self._calls.run(self._environment.messages, data.task))
         response = await engine.agenerate(
             rollout_pb2.GenerateRequest(
                 request_id=data.request_prefix,

@@ -75,7 +75,7 @@ class SingleTurnEnvironment(Environment, Protocol):
     """Poses one question and scores the answer."""
 
     def messages(self, task: Task) -> Sequence[Message]:
-        """Return the conversation up to where the assistant answers. Called on the event loop: put slow work into `tasks`."""
+        """Return the conversation up to where the assistant answers. Runs in a thread with a deadline, for several tasks at a time."""
         ...
 
     def score(self, task: Task, completion: str) -> float:
@@ -89,7 +89,7 @@ class Episode(Protocol):
     messages: Sequence[Message]
 
     def step(self, completion: str) -> Turn:
-        """Take the assistant's turn. Runs in a thread with a deadline (`deadlines.environment_s`); one call at a time."""
+        """Take the assistant's turn. Runs in a thread with a deadline (`deadlines.environment_s`), one call at a time."""
         ...
 
 

@@ -24,14 +24,16 @@ from sluice.versions import BASE, Version
 DIGEST = "same-tokenizer"
 
 ENVIRONMENT = '''
+import time
+
 from orchestrator_svc.envs.base import Task
 
 class Letters:
-    """Scores how many letters of the completion are an a; a task may make scoring fail."""
+    """Scores how many letters of the completion are an a; scoring may fail, a question may break or be slow."""
     name = "letters"
 
-    def __init__(self, fail="", broken_split=""):
-        self.fail, self.broken_split = fail, broken_split
+    def __init__(self, fail="", broken_split="", slow=""):
+        self.fail, self.broken_split, self.slow = fail, broken_split, slow
 
     def tasks(self, split, seed):
         return [Task(f"{split}-{index}", {"text": "abc"}) for index in range(40)]
@@ -39,6 +41,8 @@ class Letters:
     def messages(self, task):
         if self.broken_split and task.task_id.startswith(self.broken_split):
             raise KeyError(task.task_id)
+        if task.task_id == self.slow:
+            time.sleep(1.0)
         return [{"role": "user", "content": task.data["text"]}]
 
     def score(self, task, completion):

@@ -419,6 +419,14 @@ async def test_groups_that_all_fail_end_the_run_with_the_reason(scene) -> None:
     assert "too long" in report["error"]
 
 
+async def test_a_question_that_hangs_costs_its_group_and_is_not_taken_for_a_late_episode(scene) -> None:
+    first = TaskStream([Task(f"train-{index}") for index in range(40)], seed=0).at(0)
+    report = await scene.run(environment_args={"slow": first.task_id}, deadlines={"environment_s": 0.1})
+    assert (report["state"], report["steps"]) == ("succeeded", 4)
+    assert report["groups_failed"] == {"EPISODE_FAILED": 1}
+    assert report["environment_calls_hung"] == 1
+
+
 async def test_a_score_that_always_fails_ends_the_run_instead_of_drawing_tasks_for_ever(scene) -> None:
     with pytest.raises(FailedForGoodError, match="MISSING_REWARD"):
         await scene.run(environment_args={"fail": "b"}, max_failed_groups=3)

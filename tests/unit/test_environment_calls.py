@@ -8,8 +8,12 @@ import threading
 
 import pytest
 
-from orchestrator_svc.workflows import EnvironmentCalls
+from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.workflows import EnvironmentCalls, EpisodeData, Sampling, choose_workflow
 from sluice.rpc import SluiceError
+from sluice.v1 import rollout_pb2
+from sluice.versions import BASE
 
 DEADLINE_S = 30.0
 
@@ -64,6 +68,50 @@ async def test_an_environment_that_keeps_hanging_is_given_up_with_the_setting_to
         while calls.threads.hanging:  # noqa: ASYNC110 - the threads end on their own
             await asyncio.sleep(0.01)
     assert await calls.run(lambda: 1) == 1
+
+
+class Asks:
+    """A single-turn environment whose question runs as it is given."""
+
+    name = "asks"
+
+    def __init__(self, question) -> None:
+        self.question = question
+
+    def tasks(self, split, seed):
+        return [Task("t")]
+
+    def messages(self, task):
+        return [{"role": "user", "content": str(self.question())}]
+
+    def score(self, task, completion):
+        return 0.0
+
+
+class Echo:
+    """An engine that answers nothing and keeps what it was asked."""
+
+    asked = ""
+
+    async def agenerate(self, request):
+        self.asked = request.conversation.messages[0].content
+        return rollout_pb2.GenerateResponse()
+
+
+async def ask(question, calls: EnvironmentCalls) -> str:
+    engine = Echo()
+    workflow = choose_workflow(OrchestratorConfig(), Asks(question), calls, None)
+    data = EpisodeData(Task("t"), "g1", 1, Sampling(1.0, 8), BASE, "", 0)
+    await workflow.arun_episode(engine, data)
+    return engine.asked
+
+
+async def test_a_question_of_a_single_turn_environment_runs_in_a_thread_and_is_given_up_when_it_hangs(stuck) -> None:
+    assert await ask(threading.get_ident, EnvironmentCalls(1, DEADLINE_S)) != str(threading.get_ident())
+    calls = EnvironmentCalls(1, 0.05)
+    with pytest.raises(TimeoutError):
+        await ask(lambda: stuck.wait(DEADLINE_S), calls)
+    assert calls.threads.hung == 1
 
 
 async def test_what_the_environment_raises_reaches_the_caller() -> None:
