@@ -195,11 +195,7 @@ class Dispatcher:
             self._lost_since = now
         limit = self._config.deadlines.lost_s
         if now - self._lost_since > limit:
-            reasons = "; ".join(f"{each.name} {each.why_not()}" for each in self._pool.replicas)
-            raise SluiceError.unavailable(
-                "NO_REPLICA",
-                f"no rollout replica for {limit:g} s (orchestrator.deadlines.lost_s): {reasons or 'none found'}",
-            )
+            raise self._pool.none_for(limit, "lost_s")
 
     def _start(self, groups: asyncio.TaskGroup, version: Version) -> None:
         drawn = self._tasks.draw()
@@ -259,7 +255,8 @@ class Dispatcher:
         if self._fruitless[setting] >= limit:
             raise SluiceError.aborted(
                 "GROUPS_FAIL",
-                f"{limit} groups brought nothing to train one after the other (orchestrator.{setting}), the last one: {problem}",
+                f"{limit} groups in a row brought nothing to train (orchestrator.{setting}), the last one because: {problem}."
+                " Correct the environment, the filter or the deadline at fault, then start the run again: it continues",
             )
 
     def _journal_counts(self) -> None:

@@ -357,16 +357,26 @@ class ReplicaPool:
             replica.calls.discard(call)
             replica.in_flight -= samples
 
+    def none_for(self, waited_s: float, setting: str) -> SluiceError:
+        """Return the error after `waited_s` seconds, the value of `setting`, without a replica that gets work."""
+        reasons = "; ".join(f"{each.name} {each.why_not()}" for each in self.replicas) or "no address resolves"
+        return SluiceError.unavailable(
+            "NO_REPLICA",
+            f"no rollout replica for {waited_s:g} s (orchestrator.deadlines.{setting}): {reasons}; start one at an address of"
+            " peers.rollout, then start the run again: it continues",
+        )
+
     def tokenizer_digest(self) -> str:
         """Return the digest of tokenizer and template that the replicas share; empty until one answered.
 
         Raises:
-            ValueError: if they differ.
+            SluiceError: FAILED_PRECONDITION if they differ.
         """
         digests = {each.model.tokenizer_digest: each.name for each in self.replicas if each.model.tokenizer_digest}
         if len(digests) > 1:
-            raise ValueError(
-                f"replicas {' and '.join(digests.values())} have different tokenizers or templates: give all the same --model"
+            raise SluiceError.failed_precondition(
+                "TOKENIZERS_DIFFER",
+                f"replicas {' and '.join(digests.values())} have different tokenizers or templates: give all the same --model",
             )
         return next(iter(digests), "")
 
@@ -584,7 +594,7 @@ class PolicyEngine:
             answer = await self._anywhere(more, 1, self._generate_at(more))
             append_sample(sample, answer.samples[0])
         raise SluiceError.aborted(
-            "INTERRUPTED", f"a sample was interrupted {_CONTINUATIONS} times; is a replica failing?"
+            "INTERRUPTED", f"a sample was interrupted {_CONTINUATIONS} times: look for the reason in the replicas' logs"
         )
 
 

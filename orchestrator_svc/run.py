@@ -123,11 +123,7 @@ class Run:
             async with asyncio.timeout(deadline_s):
                 await self._pool.choose(BASE)
         except TimeoutError as error:
-            reasons = "; ".join(f"{each.target} {each.why_not()}" for each in self._pool.replicas)
-            raise SluiceError.unavailable(
-                "NO_REPLICA",
-                f"no rollout replica within {deadline_s:g} s (peers.rollout): {reasons or 'no address resolves'}",
-            ) from error
+            raise self._pool.none_for(deadline_s, "start_s") from error
 
     async def _train(self, beside: asyncio.TaskGroup) -> None:
         """Dispatch and train side by side until the last batch is applied."""

@@ -147,7 +147,8 @@ class Training:
                 raise SluiceError.unavailable(
                     "TRAINER_LOST",
                     f"the trainer was lost {lost} times without one batch in between"
-                    f" (orchestrator.max_lost_epochs), at last because: {reason}",
+                    f" (orchestrator.max_lost_epochs), at last because: {reason}. See the trainer's log; once it is"
+                    " repaired start the run again: it continues",
                 )
             log.warning("the trainer lost its epoch; opening another", epoch=self._scheduler.epoch, reason=reason)
 
@@ -175,7 +176,8 @@ class Training:
         if answer.next_sequence_no != origin.number + 1:
             raise SluiceError.failed_precondition(
                 "WRONG_SEQUENCE_NO",
-                f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}: one batch makes one version",
+                f"the trainer restored version {origin} but expects batch {answer.next_sequence_no}, not"
+                f" {origin.number + 1}: its checkpoint was made by another release; use that one, or begin a new run (--run NAME)",
             )
         lost = await self._readable(recovery.after(origin.number))
         self._scheduler.open_epoch(epoch, origin, lost)
@@ -267,8 +269,12 @@ class Training:
             await self._changed.wait()
         records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
         _give_advantages(self._config.advantage, records)
-        while not (digest := self._pool.tokenizer_digest()):
-            await self._changed.wait(1.0)
+        try:
+            async with asyncio.timeout(self._config.deadlines.lost_s):
+                while not (digest := self._pool.tokenizer_digest()):
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise self._pool.none_for(self._config.deadlines.lost_s, "lost_s") from error
         header = trainer_pb2.BatchHeader(
             run=f"runs/{self._trainer.run}",
             batch_id=batch.batch_id,
@@ -334,7 +340,7 @@ def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Trajecto
     """Set the advantage of each trajectory within its group, one reward per episode; none where the trainer estimates.
 
     Raises:
-        ValueError: if the estimator cannot take these rewards.
+        SluiceError: FAILED_PRECONDITION if the estimator cannot take these rewards.
     """
     if estimator == NO_ADVANTAGE or estimator in TRAINER_ESTIMATORS:
         for record in records:
@@ -347,7 +353,10 @@ def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Trajecto
         tokens = sampled_tokens(trajectory) + (before.sampled_tokens if before else 0)
         reward = trajectory.reward if trajectory.HasField("reward") else None
         episodes[trajectory.episode_id] = Episode(trajectory.episode_id, trajectory.group_id, reward, tokens)
-    advantages = estimate(estimator, list(episodes.values()))
+    try:
+        advantages = estimate(estimator, list(episodes.values()))
+    except ValueError as error:
+        raise SluiceError.failed_precondition("REWARDS_UNFIT", f"orchestrator.advantage: {error}") from error
     for record in records:
         value = advantages.by_episode.get(record.trajectory.episode_id)
         record.trajectory.advantages[:] = [] if value is None else [value]
@@ -487,7 +496,8 @@ class TrainerLink:
             oldest = (await self._client.state(self.run)).oldest_reported_number
             if oldest > last:
                 return found
-            async for answer in self._client.watch_steps(self.run, max(first, oldest)):
+            reports = self._client.watch_steps(self.run, max(first, oldest), timeout_s=self._deadlines.lost_s)
+            async for answer in reports:
                 found[answer.step.policy_version.number] = answer.step
                 if answer.step.policy_version.number >= last:
                     break

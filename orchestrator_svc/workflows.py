@@ -333,7 +333,10 @@ class _Transcript:
             request.continues.ids.extend(self.ids)
         ids = await engine.tokenize(request)
         if ids[: len(self.ids)] != self.ids:
-            raise SluiceError.data_loss("NOT_APPENDED", "Tokenize changed the ids that it was to continue")
+            raise SluiceError.data_loss(
+                "NOT_APPENDED",
+                "Tokenize changed the token ids that it had to continue: a replica runs another release; update it",
+            )
         self.mask_runs.append(len(ids) - len(self.ids))
         self.ids = ids
         self.messages.extend(new)

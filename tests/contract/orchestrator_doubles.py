@@ -68,6 +68,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     """
 
     name: str = "replica-0"
+    digest: str = DIGEST
     version: Version = BASE
     state: int = rollout_pb2.REPLICA_STATE_SERVING
     calls: list[Sampled] = field(default_factory=list)
@@ -110,14 +111,14 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
                     text=text,
                 )
             )
-        return rollout_pb2.GenerateResponse(prompt_token_ids=prompt, samples=samples, tokenizer_digest=DIGEST)
+        return rollout_pb2.GenerateResponse(prompt_token_ids=prompt, samples=samples, tokenizer_digest=self.digest)
 
     async def Tokenize(self, request, context):
         new = [ord(letter) for message in request.conversation.messages for letter in message.content]
-        return rollout_pb2.TokenizeResponse(token_ids=[*request.continues.ids, *new, 0], tokenizer_digest=DIGEST)
+        return rollout_pb2.TokenizeResponse(token_ids=[*request.continues.ids, *new, 0], tokenizer_digest=self.digest)
 
     async def GetModel(self, request, context):
-        return rollout_pb2.GetModelResponse(model="double", tokenizer_digest=DIGEST, dtype="bfloat16")
+        return rollout_pb2.GetModelResponse(model="double", tokenizer_digest=self.digest, dtype="bfloat16")
 
     async def GetStatus(self, request, context):
         if self.status_failure is not None:

@@ -21,13 +21,15 @@ from orchestrator_doubles import (
 )
 
 from orchestrator_svc.app import serve
+from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import segment_path
-from sluice.client import OrchestratorClient
+from orchestrator_svc.training import EpochLostError, TrainerLink
+from sluice.client import OrchestratorClient, TrainerClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
 from sluice.rpc import SluiceError
-from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
+from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version
 
 pytestmark = pytest.mark.slow
@@ -613,6 +615,50 @@ async def test_a_search_for_replicas_that_breaks_ends_the_run_with_its_reason(sc
         await scene.run()
     report = scene.report()
     assert (report["state"], report["error"]) == ("failed", "the search broke")
+
+
+async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of_hanging_it(scene) -> None:
+    (replica,) = scene.replicas
+    replica.gate.clear()
+    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"lost_s": 0.5, "start_s": 20})
+    await scene.until(lambda: len(replica.calls) == 2)
+    replica.status_failure = SluiceError.unavailable("BROKEN", "out of order")
+    async with scene.client() as client:
+        await scene.until_run(client, lambda run: not run.replicas[0].eligible)
+    replica.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(FailedForGoodError, match=r"no rollout replica for 0\.5 s.*start one"):
+            await task
+    assert scene.report()["state"] == "failed"
+
+
+async def test_replicas_of_different_tokenizers_end_the_run_with_the_remedy(tmp_path) -> None:
+    other = RolloutDouble("other")
+    other.digest = "another-tokenizer"
+    async with contextlib.AsyncExitStack() as stack:
+        scene = await make_scene(tmp_path, stack, [RolloutDouble(), other])
+        with pytest.raises(FailedForGoodError, match="give all the same --model"):
+            await scene.run()
+
+
+async def test_rewards_that_the_estimator_cannot_take_end_the_run_with_the_remedy(scene) -> None:
+    rewards = "    def score(self, task, completion):\n        return -float(len(completion))\n"
+    (scene.directory / "negative.py").write_text(
+        "from letters_env import Letters\nclass Negative(Letters):\n" + rewards
+    )
+    with pytest.raises(FailedForGoodError, match="another estimator"):
+        await scene.run(environment=f"{scene.directory}/negative.py:Negative", advantage="maxrl")
+
+
+async def test_a_trainer_that_never_reports_an_old_batch_has_lost_its_epoch() -> None:
+    trainer = TrainerDouble(version=Version(1, 1), automatic=False)
+    trainer.reports[1] = trainer_pb2.StepReport(policy_version=Version(1, 1).to_proto(), sequence_no=1)
+    trainer.phase = trainer_pb2.TRAINER_PHASE_TRAINING
+    async with serve_trainer(trainer) as address, TrainerClient(address) as client:
+        link = TrainerLink(client, "test", DeadlinesConfig(lost_s=0.2))
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(EpochLostError):
+                await link.past_steps(1, 2)
 
 
 async def test_batches_name_the_precision_of_the_weights_that_sampled(scene) -> None:
