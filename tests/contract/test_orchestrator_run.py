@@ -622,7 +622,7 @@ async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of
     replica.gate.clear()
     task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"lost_s": 0.5, "start_s": 20})
     await scene.until(lambda: len(replica.calls) == 2)
-    replica.status_failure = SluiceError.unavailable("BROKEN", "out of order")
+    replica.status_failure = SluiceError.aborted("BROKEN", "out of order")
     async with scene.client() as client:
         await scene.until_run(client, lambda run: not run.replicas[0].eligible)
     replica.gate.set()
