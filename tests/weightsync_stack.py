@@ -21,7 +21,7 @@ from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.format.chunks import fill_chunk
 from weightsync.format.manifest import manifest_digest
-from weightsync.publish.shards import ShardSource
+from weightsync.publish.shards import FileSource, ShardSource
 from weightsync.publisher import PushReport, WeightPublisher
 from weightsync.receiver import WeightReceiver
 from weightsync.service.runs import Runs
@@ -77,7 +77,7 @@ class Stack:
             for begin, end in source.spans(offset, chunk_bytes):
                 if until is not None and end > until:
                     return
-                chunk = make_chunk(begin, source.read(begin, end))
+                chunk = make_chunk(begin, read_source(source, begin, end))
                 if damage is not None:
                     damage(chunk)
                 yield pb.PushWeightsRequest(chunk=chunk)
@@ -195,6 +195,11 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
         "model.empty": torch.zeros(0, 4),
         "model.steps": torch.tensor([seed, 2**40]),
     }
+
+
+def read_source(source: FileSource, begin: int, end: int) -> bytes:
+    """Return the bytes of a shard's file from `begin` to before `end`."""
+    return b"".join(source.views(begin, end))
 
 
 def manifest_of(version: Version, *sources: ShardSource) -> pb.Manifest:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -22,10 +22,9 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
 from weightsync.format.manifest import ManifestError, box, check_sendable, run_resource
-from weightsync.publish.kept_copy import HOST_DIRECTORY, Diff, KeptCopy
-from weightsync.publish.push import Destination, Form, PushReport, VersionPush, duration
+from weightsync.publish.push import Destination, Payload, PushReport, VersionPush, duration
 from weightsync.publish.ranks import Agreement, Frame, Ranks, agree, assign_slices, first_failure, total_bytes
-from weightsync.publish.shards import FileSource, LocalSlice, ShardSource, local_slices, to_proto
+from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, ShardSource, local_slices
 
 __all__ = ["AdapterPublisher", "DeltaTrials", "PushReport", "Update", "WeightPublisher"]
 
@@ -117,7 +116,7 @@ class WeightPublisher:
         """Held while the kept copy is written or read."""
         self._copy: KeptCopy | None = None
         self._dense_bytes = 0
-        self._layout: list[LocalSlice] = []
+        self._layout: list[pb.TensorSlice] = []
         self._committed: Version | None = None
         """Version that the kept copy holds, if its commit was answered."""
         self._serial = 0
@@ -189,8 +188,8 @@ class WeightPublisher:
             agreement = await self._agree(update, copy, to.deadline)
             if agreement.compared:
                 self._trials.note(worth=agreement.delta)
-            forms = _weight_forms(copy, update, agreement, labels or {})
-            push = VersionPush(to, forms, self._ranks, chunk_bytes=self._chunk_bytes, directory=self._directory)
+            payloads = _payloads(copy, update, agreement, labels or {})
+            push = VersionPush(to, payloads, self._ranks, chunk_bytes=self._chunk_bytes, directory=self._directory)
             report = await push.run()
             if not push.sees_files:
                 self._directory = None  # the service is on another host, or does not take files
@@ -247,7 +246,7 @@ class WeightPublisher:
         except ValueError as error:
             self._report_failure(version, error, deadline)
             raise
-        layout = [row for row, _ in held]
+        layout = [each for each, _ in held]
         if self._copy is None or layout != self._layout:
             if self._copy is not None and self._ranks.count > 1:
                 changed = ValueError("the layout of the model's slices changed: make a new publisher on every rank")
@@ -257,29 +256,28 @@ class WeightPublisher:
             mine, self._dense_bytes = self._assigned_to_me(layout, deadline)
             self._copy = KeptCopy(self._shard, mine, self._directory)
             self._layout = layout
-        live = {row.key: tensor for row, tensor in held}
-        return self._copy, [live[row.key] for row in self._copy.rows]
+        live = {(each.name, box(each)): tensor for each, tensor in held}
+        return self._copy, [live[each.name, box(each)] for each in self._copy.slices]
 
-    def _assigned_to_me(self, layout: Sequence[LocalSlice], deadline: float) -> tuple[list[LocalSlice], int]:
+    def _assigned_to_me(self, layout: Sequence[pb.TensorSlice], deadline: float) -> tuple[list[pb.TensorSlice], int]:
         """Tell the other ranks what this one holds; return what it sends, and the dense size of the whole model.
 
         Raises:
             SluiceError: what any rank failed with.
             ValueError: if the slices of all ranks do not make up a model; on every rank.
         """
-        described = to_proto(layout, "held")
+        described = pb.Shard(name="held", tensors=layout)
         frames = self._ranks.exchange(_PLAN, Frame(described.SerializeToString()), deadline)
         failure = first_failure(frames)
         if failure is not None:
             raise failure
-        held = [pb.Shard.FromString(frame.payload) for frame in frames]
+        held = [pb.Shard.FromString(frame.message) for frame in frames]
         try:
             check_sendable(held)
             mine = assign_slices(held)[self._ranks.rank]
         except ManifestError as error:
             raise ValueError(f"the ranks' slices do not make up a version: {error}") from error
-        pairs = zip(described.tensors, layout, strict=True)
-        return [row for tensor, row in pairs if (tensor.name, box(tensor)) in mine], total_bytes(held)
+        return [each for each in layout if (each.name, box(each)) in mine], total_bytes(held)
 
     def _renew(
         self, version: Version, copy: KeptCopy, live: list[torch.Tensor], deadline: float, *, compare: bool
@@ -320,34 +318,24 @@ class WeightPublisher:
         failure = first_failure(frames)
         if failure is not None:
             raise failure
-        return agree([pb.Manifest.FromString(frame.payload) for frame in frames])
+        return agree([pb.Manifest.FromString(frame.message) for frame in frames])
 
 
-def _weight_forms(copy: KeptCopy, update: Update, agreement: Agreement, labels: Mapping[str, str]) -> list[Form]:
-    """Return the forms in which an update can be pushed: a delta if it was agreed on, and whole tensors."""
-    diff_s = duration(agreement.diff_s)
+def _payloads(copy: KeptCopy, update: Update, agreement: Agreement, labels: Mapping[str, str]) -> list[Payload]:
+    """Return what can be pushed of an update: a delta if the ranks agreed on it, and whole tensors."""
 
-    def anchor() -> tuple[FileSource, pb.Shard] | None:
-        return copy.anchor(update.diff) if copy.rows else None
+    def make(shard: Callable[[Diff], tuple[FileSource, pb.Shard]]) -> Callable[[], tuple[FileSource, pb.Shard] | None]:
+        return lambda: shard(update.diff) if copy.slices else None
 
-    def delta() -> tuple[FileSource, pb.Shard] | None:
-        return copy.delta(update.diff) if copy.rows else None
-
-    whole = pb.Manifest(
-        kind=pb.VERSION_KIND_ANCHOR,
-        labels=dict(labels),
-        push_timings=pb.PushTimings(diff=diff_s, changed_fraction=1.0),
-    )
-    forms = [Form(whole, anchor, copy.local)]
+    timings = pb.PushTimings(diff=duration(agreement.diff_s), changed_fraction=1.0)
+    whole = pb.Manifest(kind=pb.VERSION_KIND_ANCHOR, labels=dict(labels), push_timings=timings)
+    payloads = [Payload(whole, make(copy.dense), copy.local)]
     if agreement.delta and update.base is not None:
-        difference = pb.Manifest(
-            kind=pb.VERSION_KIND_DELTA,
-            base=update.base.to_proto(),
-            labels=dict(labels),
-            push_timings=pb.PushTimings(diff=diff_s, changed_fraction=agreement.changed_fraction),
-        )
-        forms.insert(0, Form(difference, delta))
-    return forms
+        timings.changed_fraction = agreement.changed_fraction
+        base = update.base.to_proto()
+        delta = pb.Manifest(kind=pb.VERSION_KIND_DELTA, base=base, labels=dict(labels), push_timings=timings)
+        payloads.insert(0, Payload(delta, make(copy.delta)))
+    return payloads
 
 
 class AdapterPublisher:
@@ -393,9 +381,9 @@ class AdapterPublisher:
             labels=dict(labels or {}),
             adapter_config=json.dumps(config, default=_plain, indent=1, sort_keys=True),
         )
-        form = Form(manifest, lambda: (source, source.describe(source.tensor_digests())))
+        payload = Payload(manifest, lambda: (source, source.describe(source.tensor_digests())))
         to = Destination(self._channel, self._run, version, time.monotonic() + deadline_s)
-        report = await VersionPush(to, [form], Ranks(), chunk_bytes=MAX_CHUNK_BYTES).run()
+        report = await VersionPush(to, [payload], Ranks(), chunk_bytes=MAX_CHUNK_BYTES).run()
         return replace(report, dense_bytes=sum(entry.size for entry in source.entries))
 
     async def push_directory(self, version: Version, directory: Path, *, deadline_s: float) -> PushReport:

@@ -15,7 +15,18 @@ import pytest_asyncio
 import torch
 from small_models import VOCABULARY, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from weightsync_stack import RESOURCE, RUN, Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
+from weightsync_stack import (
+    RESOURCE,
+    RUN,
+    Stack,
+    equal_bits,
+    error_of,
+    eventually,
+    manifest_of,
+    read_source,
+    running_stack,
+    weights,
+)
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
@@ -79,7 +90,7 @@ async def test_a_watcher_may_come_before_the_first_version(stack: Stack) -> None
 async def test_a_pull_gives_the_file_from_any_offset(stack: Stack) -> None:
     await push(stack, 1)
     source = ShardSource("model", weights(1))
-    whole = source.read(0, source.size)
+    whole = read_source(source, 0, source.size)
     assert await stack.pull(Version(1, 1)) == whole
     assert await stack.pull(Version(1, 1), offset=777) == whole[777:]
     assert await stack.pull(Version(1, 1), offset=777, length=100) == whole[777:877]
@@ -98,7 +109,7 @@ async def test_a_pull_from_the_midst_of_a_chunk_gives_the_rest_whole(stack: Stac
         received = b""
         async for response in stack.delivery.PullWeights(request, timeout=30):
             received += check_chunk(response.chunk)
-        assert received == source.read(offset, offset + 2_000_000)
+        assert received == read_source(source, offset, offset + 2_000_000)
 
 
 async def test_what_the_disk_damages_after_the_push_shows_in_the_checksum(stack: Stack) -> None:
@@ -246,7 +257,7 @@ async def test_a_full_disk_refuses_the_push_and_the_old_version_stays(tmp_path: 
         assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.retry_after_s
         source = ShardSource("model", weights(3))
-        assert await stack.pull(Version(1, 3)) == source.read(0, source.size)
+        assert await stack.pull(Version(1, 3)) == read_source(source, 0, source.size)
 
 
 async def test_a_restart_finds_what_was_committed_and_sweeps_the_rest_away(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 import torch
 from delta_versions import DeltaSource, push_delta, update_path
-from weightsync_stack import RESOURCE, Stack, error_of, running_stack, weights
+from weightsync_stack import RESOURCE, Stack, error_of, read_source, running_stack, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
@@ -48,7 +48,7 @@ async def test_a_delta_is_visible_announced_and_pulled_byte_for_byte(stack: Stac
     assert response.manifest.size_bytes == source.size
     assert response.manifest.dense_bytes == sum(tensor.nbytes for tensor in weights().values())
     assert response.manifest.HasField("commit_time_taken")
-    assert await stack.pull(V2, base=V1) == source.read(0, source.size)
+    assert await stack.pull(V2, base=V1) == read_source(source, 0, source.size)
     watch = stack.delivery.WatchVersions(pb.WatchVersionsRequest(run=RESOURCE, replica="r"), timeout=30)
     assert (await watch.read()).manifest == response.manifest
     watch.cancel()
@@ -160,4 +160,4 @@ async def test_a_full_disk_refuses_the_delta_and_the_old_version_serves_on(tmp_p
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert error_of(caught.value).retry_after_s
         assert await stack.visible() == [V1]
-        assert await stack.pull(V1) == whole.read(0, whole.size)
+        assert await stack.pull(V1) == read_source(whole, 0, whole.size)

@@ -19,6 +19,7 @@ from weightsync_stack import (
     eventually,
     make_chunk,
     manifest_of,
+    read_source,
     running_stack,
     weights,
 )
@@ -162,7 +163,7 @@ async def test_a_stream_that_was_superseded_takes_nothing_from_the_one_that_goes
         return pb.PushWeightsRequest(header=header)
 
     def chunk(start: int, end: int) -> pb.PushWeightsRequest:
-        return pb.PushWeightsRequest(chunk=make_chunk(start, source.read(start, end)))
+        return pb.PushWeightsRequest(chunk=make_chunk(start, read_source(source, start, end)))
 
     run = await stack.runs.open(RESOURCE)
     older = stack.sync.PushWeights(timeout=30)
@@ -191,7 +192,7 @@ def test_an_upload_that_ends_while_the_disk_begins_to_write_is_no_failure(tmp_pa
     source = ShardSource("model", weights())
     upload = Upload(tmp_path / "shard", source.describe(), 0.0)
     ticket, _ = upload.take_over()
-    upload.append(ticket, 0, source.read(0, 100))
+    upload.append(ticket, 0, read_source(source, 0, 100))
     upload.close()  # as the end of the service does
     upload.flush()
     upload.discard()
@@ -322,7 +323,7 @@ async def push_local(stack: Stack, path: Path, *, size: int | None = None, inode
 
 async def test_a_shard_is_copied_from_a_file_of_the_same_host(tmp_path: Path, shared: Path) -> None:
     source = ShardSource("model", weights())
-    (shared / "shard").write_bytes(source.read(0, source.size))
+    (shared / "shard").write_bytes(read_source(source, 0, source.size))
     async with running_stack(tmp_path, local_dir=shared) as stack:
         response = await push_local(stack, shared / "shard")
         assert (response.stored_bytes, response.digest) == (source.size, source.digest())
@@ -344,7 +345,7 @@ async def test_files_that_the_service_may_not_read_are_left_alone(tmp_path: Path
     source = ShardSource("model", weights())
     secret, offered = tmp_path / "secret", shared / "shard"
     for path in (secret, offered):
-        path.write_bytes(source.read(0, source.size))
+        path.write_bytes(read_source(source, 0, source.size))
     facts: dict[str, int] = {}
     if trick == "outside":
         offered = shared / ".." / "secret"

@@ -20,7 +20,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
-from weightsync.publish.kept_copy import HOST_DIRECTORY, KeptFile
+from weightsync.publish.shards import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher
 
 pytestmark = pytest.mark.slow

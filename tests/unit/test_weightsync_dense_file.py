@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import equal_bits, make_chunk, manifest_of, weights
+from weightsync_stack import equal_bits, make_chunk, manifest_of, read_source, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
@@ -25,7 +25,7 @@ def stage(path: Path, manifest: pb.Manifest, *sources: ShardSource) -> FileLayou
         staging = DenseFile(manifest, file.fileno())
         for source in sources:
             for begin, end in source.spans(0, 97):
-                chunk = make_chunk(begin, source.read(begin, end))
+                chunk = make_chunk(begin, read_source(source, begin, end))
                 staging.sinks[source.name].feed(RawChunk(begin, memoryview(chunk.data), chunk.crc32c))
         return staging.finish()
 
@@ -89,7 +89,7 @@ def test_of_a_damaged_chunk_nothing_is_kept(tmp_path: Path) -> None:
         staging = DenseFile(manifest_of(V1, source), file.fileno())
         sink = staging.sinks["model"]
         for begin, end in source.spans(0, 97):
-            chunk = make_chunk(begin, source.read(begin, end))
+            chunk = make_chunk(begin, read_source(source, begin, end))
             flipped = bytes([chunk.data[0] ^ 4]) + chunk.data[1:]
             with pytest.raises(ChunkError, match="crc32c"):
                 sink.feed(RawChunk(begin, memoryview(flipped), chunk.crc32c))
@@ -105,7 +105,7 @@ def test_bytes_changed_under_a_right_checksum_show_in_a_digest(tmp_path: Path) -
     with path.open("w+b") as file:
         staging = DenseFile(manifest_of(V1, source), file.fileno())
         for begin, end in source.spans(0, 97):
-            data = source.read(begin, end)
+            data = read_source(source, begin, end)
             changed = bytes([data[0] ^ 4]) + data[1:] if begin >= 4850 else data
             staging.sinks["model"].feed(RawChunk(begin, memoryview(changed)))
         with pytest.raises(StagingError, match="digest"):
@@ -123,7 +123,7 @@ def test_chunks_out_of_order_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "v.safetensors").open("w+b") as file:
         sink = DenseFile(manifest_of(V1, source), file.fileno()).sinks["model"]
         with pytest.raises(StagingError, match="instead"):
-            sink.feed(RawChunk(8, memoryview(source.read(8, 16))))
+            sink.feed(RawChunk(8, memoryview(read_source(source, 8, 16))))
 
 
 def test_shards_may_come_side_by_side(tmp_path: Path) -> None:
@@ -139,6 +139,6 @@ def test_shards_may_come_side_by_side(tmp_path: Path) -> None:
                 if span is None:
                     waiting.remove((source, rest))
                 else:
-                    staging.sinks[source.name].feed(RawChunk(span[0], memoryview(source.read(*span))))
+                    staging.sinks[source.name].feed(RawChunk(span[0], memoryview(read_source(source, *span))))
         staging.finish()
     assert equal_bits(load_file(path), weights())

@@ -11,15 +11,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load
-from weightsync_stack import equal_bits, make_chunk, weights
+from weightsync_stack import equal_bits, make_chunk, read_source, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import Encoding, apply
+from weightsync.format.chunks import push_request
 from weightsync.format.manifest import ManifestError, entry_name
-from weightsync.publish.kept_copy import Diff, KeptCopy, KeptFile, sweep
-from weightsync.publish.push import wire_chunk
 from weightsync.publish.ranks import assign_slices, total_bytes
-from weightsync.publish.shards import LocalSlice, local_slices, tensor_bytes, to_proto
+from weightsync.publish.shards import Diff, KeptCopy, KeptFile, local_slices, sweep, tensor_bytes
 from weightsync.publisher import DeltaTrials
 
 WHOLE = 1 << 40
@@ -30,9 +29,13 @@ def baseline_of(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None, directory: Path | None = None
 ) -> tuple[KeptCopy, list[torch.Tensor]]:
     held = local_slices(tensors, dtype)
-    kept = KeptCopy("model", [row for row, _ in held], directory)
-    live = {row.key: tensor for row, tensor in held}
-    return kept, [live[row.key] for row in kept.rows]
+    kept = KeptCopy("model", [each for each, _ in held], directory)
+    live = {each.name: tensor for each, tensor in held}
+    return kept, [live[each.name] for each in kept.slices]
+
+
+def address_of(kept: KeptCopy) -> int:
+    return int(kept._file.bytes.ctypes.data)
 
 
 def nudged(tensors: dict[str, torch.Tensor], share: float = 0.02, seed: int = 0) -> None:
@@ -45,14 +48,14 @@ def nudged(tensors: dict[str, torch.Tensor], share: float = 0.02, seed: int = 0)
 
 
 def anchor(kept: KeptCopy, diff: Diff) -> dict[str, torch.Tensor]:
-    source, _ = kept.anchor(diff)
-    return load(source.read(0, source.size))
+    source, _ = kept.dense(diff)
+    return load(read_source(source, 0, source.size))
 
 
 def applied(before: dict[str, torch.Tensor], kept: KeptCopy, diff: Diff) -> dict[str, torch.Tensor]:
     """What a receiver makes of a delta: read as an ordinary safetensors file, applied to the version before."""
     source, shard = kept.delta(diff)
-    entries = load(source.read(0, source.size))
+    entries = load(read_source(source, 0, source.size))
     assert shard.size_bytes == source.size
     after = {name: tensor.clone() for name, tensor in before.items()}
     for tensor in shard.tensors:
@@ -90,7 +93,7 @@ def test_what_did_not_change_has_no_entry() -> None:
     kept.renew(live, compare=False, most_bytes=WHOLE)
     diff = kept.renew(live, compare=True, most_bytes=WHOLE)
     source, shard = kept.delta(diff)
-    assert load(source.read(0, source.size)) == {}
+    assert load(read_source(source, 0, source.size)) == {}
     assert {each.encoding for each in shard.tensors} == {pb.TENSOR_ENCODING_UNCHANGED}
     assert (diff.encoded_bytes, diff.changed_fraction) == (0, 0)
 
@@ -106,7 +109,7 @@ def test_the_precision_is_cast_slice_by_slice_and_ints_stay() -> None:
 def test_tied_weights_travel_once_under_their_first_name() -> None:
     shared = torch.randn(8, 4)
     held = local_slices({"embed": shared, "head": shared, "transposed": shared.t(), "other": torch.randn(8, 4)})
-    assert [row.name for row, _ in held] == ["embed", "transposed", "other"]
+    assert [each.name for each, _ in held] == ["embed", "transposed", "other"]
 
 
 def test_a_diff_that_grows_too_large_is_given_up_and_the_copy_is_right_all_the_same() -> None:
@@ -125,13 +128,13 @@ def test_there_is_one_copy_which_stays_where_it_is() -> None:
     tensors = {"embed": torch.randn(1 << 18, 16), "head": torch.randn(1 << 18, 16)}  # 16 MiB each
     size = sum(tensor.nbytes for tensor in tensors.values())
     kept, live = baseline_of(tensors)
-    address, taken = kept.address, kept._file.bytes.nbytes
+    address, taken = address_of(kept), kept._file.bytes.nbytes
     assert size <= taken < size + 4096
     for version in range(3):
         nudged(tensors, seed=version)
         diff = kept.renew(live, compare=version > 0, most_bytes=size // 2)
-        assert kept.address == address
-        for source, _ in (kept.anchor(diff), kept.delta(diff)):
+        assert address_of(kept) == address
+        for source, _ in (kept.dense(diff), kept.delta(diff)):
             held = sum(len(view) for view in source.views(0, source.size))
             own = [np.frombuffer(view, dtype=np.uint8) for view in source.views(0, source.size)]
             outside = sum(part.nbytes for part in own if not np.shares_memory(part, kept._file.bytes))
@@ -179,7 +182,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_live_one_uses_is_not()
     program = """
 import os, signal, sys
 from pathlib import Path
-from weightsync.publish.kept_copy import KeptFile
+from weightsync.publish.shards import KeptFile
 file = KeptFile(4096, Path("/dev/shm"))
 print(file.path, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -202,9 +205,14 @@ def test_a_directory_without_room_gives_ordinary_memory(tmp_path: Path) -> None:
     assert int(file.bytes.sum()) == 7 * 4096
 
 
-def part(name: str, shape: tuple[int, ...], begin: int = 0, rows: int | None = None) -> LocalSlice:
+def part(name: str, shape: tuple[int, ...], begin: int = 0, rows: int | None = None) -> pb.TensorSlice:
     sizes = (shape[0] if rows is None else rows, *shape[1:])
-    return LocalSlice(name, "BF16", shape, (begin, *(0 for _ in shape[1:])), sizes)
+    offsets = (begin, *(0 for _ in shape[1:]))
+    return pb.TensorSlice(name=name, dtype="BF16", global_shape=shape, offsets=offsets, sizes=sizes)
+
+
+def shard(slices: list[pb.TensorSlice]) -> pb.Shard:
+    return pb.Shard(name="s", tensors=slices)
 
 
 def names(shares: list[set[tuple[str, object]]]) -> list[list[str]]:
@@ -214,19 +222,19 @@ def names(shares: list[set[tuple[str, object]]]) -> list[list[str]]:
 def test_what_all_ranks_hold_is_sent_once_by_whoever_has_least_to_send() -> None:
     cut = [[part("cut", (8, 4), 0, 6)], [part("cut", (8, 4), 6, 2)]]
     common = [part("big", (5, 4)), part("small", (1, 4)), part("tiny", (1, 2))]
-    held = [to_proto(rows + common, "s") for rows in cut]
+    held = [shard(rows + common) for rows in cut]
     assert names(assign_slices(held)) == [["cut", "small", "tiny"], ["big", "cut"]]
     assert total_bytes(held) == 2 * (32 + 20 + 4 + 2)
 
 
 def test_every_slice_is_sent_by_one_rank() -> None:
     pairs = [[part("cut", (4, 2), 2 * (rank % 2), 2)] for rank in range(4)]  # ranks 0 and 2 hold the same, 1 and 3 too
-    shares = assign_slices([to_proto(rows, "s") for rows in pairs])
+    shares = assign_slices([shard(rows) for rows in pairs])
     assert [len(share) for share in shares] == [1, 1, 0, 0]
 
 
 def test_slices_that_leave_a_hole_are_found_before_anything_is_sent() -> None:
-    held = [to_proto([part("cut", (8, 4), 0, 3)], "s"), to_proto([part("cut", (8, 4), 4, 4)], "s")]
+    held = [shard([part("cut", (8, 4), 0, 3)]), shard([part("cut", (8, 4), 4, 4)])]
     with pytest.raises(ManifestError, match="cover 28 of its 32"):
         assign_slices(held)
 
@@ -251,4 +259,4 @@ def test_trials_in_vain_become_rare_and_one_that_pays_ends_the_pause() -> None:
 def test_a_chunk_is_written_as_protobuf_writes_it(offset: int, sizes: list[int]) -> None:
     pieces = [memoryview(bytes(range(256)) * (size // 256 + 1))[:size] for size in sizes]
     expected = pb.PushWeightsRequest(chunk=make_chunk(offset, b"".join(pieces)))
-    assert wire_chunk(offset, pieces) == expected.SerializeToString(deterministic=True)
+    assert push_request(offset, pieces) == expected.SerializeToString(deterministic=True)

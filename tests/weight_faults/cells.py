@@ -54,7 +54,7 @@ _REPORTED = Point("weightsync.service.ledger:Ledger.report")
 _TRAINER = (
     Cell("before_push", "trainer", Point("weightsync.publisher:WeightPublisher.encode")),
     Cell("diff", "trainer", Point("weightsync.codec:encode", nth=3)),
-    Cell("mid_push", "trainer", Point("weightsync.publish.push:wire_chunk", nth=3)),
+    Cell("mid_push", "trainer", Point("weightsync.format.chunks:push_request", nth=3)),
     Cell("pushed", "trainer", Point("weightsync.service.servicer:WeightSyncServicer._receive", "after"), at="service"),
     Cell("commit", "trainer", _COMMIT, at="service"),
     Cell("committed", "trainer", Point("weightsync.publisher:WeightPublisher.publish", "after")),
@@ -110,7 +110,7 @@ _RELAY = (
     Cell("relayed_pull", "engine", _SEND, at="relay", relay=True),
 )
 _ANCHORS = (
-    Cell("mid_push", "trainer", Point("weightsync.publish.push:wire_chunk", nth=40), form="anchor"),
+    Cell("mid_push", "trainer", Point("weightsync.format.chunks:push_request", nth=40), form="anchor"),
     Cell("mid_push", "service", replace(_PUSH, nth=40), form="anchor"),
     Cell("commit", "service", replace(_COMMIT, match=_DENSE_NAME), form="anchor"),
     Cell("committed", "service", replace(_COMMITTED, match=_DENSE_NAME), form="anchor"),

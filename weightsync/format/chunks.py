@@ -1,12 +1,13 @@
-"""The chunks in which files travel: their sizes and checksums, and how a pulled one is read without a copy.
+"""The chunks in which files travel: their sizes and checksums, and how one is written and read with as few copies as possible.
 
-Protobuf copies a message's bytes each time that they are looked at. `parse_pull_response` therefore reads the message by its
-wire format (https://protobuf.dev/programming-guides/encoding/), and leaves it to protobuf if it is written in another order
+Protobuf copies a message's bytes each time that they are looked at. `push_request` and `parse_pull_response` therefore write
+and read the message by its wire format (https://protobuf.dev/programming-guides/encoding/), and leaves it to protobuf if it is written in another order
 than every protobuf library writes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import google_crc32c
@@ -25,12 +26,14 @@ __all__ = [
     "fill_chunk",
     "next_cut",
     "parse_pull_response",
+    "push_request",
 ]
 
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk of the contract: the size at which gRPC streams are fastest."""
 
 _CHUNK = 0x0A  # PullWeightsResponse.chunk: field 1, length-delimited
+_PUSHED_CHUNK = b"\x12"  # PushWeightsRequest.chunk: field 2, length-delimited
 _OFFSET = 0x08  # Chunk.offset: field 1, varint
 _DATA = 0x12  # Chunk.data: field 2, length-delimited
 _CRC32C = 0x1D  # Chunk.crc32c: field 3, four bytes
@@ -181,6 +184,29 @@ def _parse(message: memoryview) -> RawChunk | None:
     if len(message) != end + 1 + _CRC32C_BYTES or message[end] != _CRC32C:
         return None
     return RawChunk(offset, message[begin:end], int.from_bytes(message[end + 1 :], "little"))
+
+
+def push_request(offset: int, views: Sequence[memoryview]) -> bytes:
+    """Return a serialised PushWeightsRequest with a chunk; its bytes are copied once.
+
+    Fields in the order of their numbers, as protobuf writes them: chunk = 2 {offset = 1, data = 2, crc32c = 3}.
+    """
+    checksum = 0
+    for view in views:
+        checksum = google_crc32c.extend(checksum, np.frombuffer(view, dtype=np.uint8))
+    length = sum(map(len, views))
+    head = (bytes((_OFFSET,)) + _to_varint(offset) if offset else b"") + bytes((_DATA,)) + _to_varint(length)
+    tail = bytes((_CRC32C,)) + checksum.to_bytes(_CRC32C_BYTES, "little") if checksum else b""
+    return b"".join((_PUSHED_CHUNK, _to_varint(len(head) + length + len(tail)), head, *views, tail))
+
+
+def _to_varint(value: int) -> bytes:
+    digits = bytearray()
+    while value > 0x7F:
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    digits.append(value)
+    return bytes(digits)
 
 
 def _varint(message: memoryview, position: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Pushes one version: each rank's shard, by a file of the host or in chunks, then one commit. One way for every form."""
+"""Pushes one version: each rank's shard, by a file of the host or in chunks, then one commit. One way for every payload."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import google_crc32c
 import grpc
 import numpy as np
 import structlog
@@ -19,12 +18,12 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
+from weightsync.format.chunks import push_request
 from weightsync.format.manifest import manifest_digest
-from weightsync.publish.kept_copy import KeptFile
 from weightsync.publish.ranks import Frame, Ranks, first_failure
-from weightsync.publish.shards import FileSource
+from weightsync.publish.shards import FileSource, KeptFile
 
-__all__ = ["Destination", "Form", "PushReport", "VersionPush", "duration", "wire_chunk"]
+__all__ = ["Destination", "Payload", "PushReport", "VersionPush", "duration"]
 
 _REPEATABLE = {
     grpc.StatusCode.UNAVAILABLE,
@@ -124,8 +123,8 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """One form in which a version can be pushed.
+class Payload:
+    """What is pushed of a version: whole tensors, a delta, or an adapter.
 
     Attributes:
         manifest: All of its manifest but the shards: kind, base, labels, adapter_config, push_timings.
@@ -144,7 +143,7 @@ class VersionPush:
 
     Args:
         to: The version at its service.
-        forms: The forms to try: a later one if the service does not hold the base of the one before. All ranks give forms
+        payloads: What to try: a later one if the service does not hold the base of the one before. All ranks give payloads
             of the same kinds.
         ranks: Who publishes it.
         chunk_bytes: Bytes per chunk.
@@ -157,7 +156,7 @@ class VersionPush:
     def __init__(
         self,
         to: Destination,
-        forms: Sequence[Form],
+        payloads: Sequence[Payload],
         ranks: Ranks,
         *,
         chunk_bytes: int,
@@ -166,7 +165,7 @@ class VersionPush:
         reserve = min(_RESERVE_S, (to.deadline - time.monotonic()) / 10) if ranks.count > 1 else 0.0
         self._to = Destination(to.channel, to.run, to.version, to.deadline - reserve)
         self._deadline = to.deadline
-        self._forms, self._ranks = list(forms), ranks
+        self._payloads, self._ranks = list(payloads), ranks
         self._chunk_bytes, self._directory = chunk_bytes, directory
         self._bytes_sent = 0
         self.sees_files = directory is not None
@@ -180,10 +179,10 @@ class VersionPush:
         resume, repeated = False, False
         while True:
             try:
-                return await self._attempt(self._forms[0], resume=resume)
+                return await self._attempt(self._payloads[0], resume=resume)
             except SluiceError as error:
-                if len(self._forms) > 1 and error.reason in _BASE_REASONS:
-                    del self._forms[0]
+                if len(self._payloads) > 1 and error.reason in _BASE_REASONS:
+                    del self._payloads[0]
                     resume = False
                 elif not repeated and (error.code in _REPEATABLE or error.reason in _REPEATABLE_REASONS):
                     resume = repeated = True
@@ -191,15 +190,15 @@ class VersionPush:
                     raise
                 log.warning("push is repeated", version=str(self._to.version), error=str(error))
 
-    async def _attempt(self, form: Form, *, resume: bool) -> PushReport:
+    async def _attempt(self, payload: Payload, *, resume: bool) -> PushReport:
         """Send every rank's shard, have rank 0 commit them, and tell all ranks the outcome."""
-        frames = await self._exchange("shards", await self._send(form, resume=resume))
+        frames = await self._exchange("shards", await self._send(payload, resume=resume))
         pushed = time.perf_counter()
-        parts = [pb.Manifest.FromString(frame.payload) for frame in frames]
-        outcome = await self._commit(form, parts) if self._ranks.rank == 0 else Frame()
+        parts = [pb.Manifest.FromString(frame.message) for frame in frames]
+        outcome = await self._commit(payload, parts) if self._ranks.rank == 0 else Frame()
         answers = await self._exchange("outcome", outcome)
-        response = pb.CommitVersionResponse.FromString(answers[0].payload)
-        delta = form.manifest.kind == pb.VERSION_KIND_DELTA
+        response = pb.CommitVersionResponse.FromString(answers[0].message)
+        delta = payload.manifest.kind == pb.VERSION_KIND_DELTA
         return PushReport(
             bytes_sent=sum(part.size_bytes for part in parts),
             push_s=max(part.push_timings.push.ToNanoseconds() for part in parts) / 1e9,
@@ -209,12 +208,12 @@ class VersionPush:
             kind="delta" if delta else "anchor",
         )
 
-    async def _send(self, form: Form, *, resume: bool) -> Frame:
+    async def _send(self, payload: Payload, *, resume: bool) -> Frame:
         """Send this rank's shard; return its description, or why it could not be sent."""
         started = time.perf_counter()
         part = pb.Manifest()
         try:
-            shard = await self._send_shard(form, resume=resume)
+            shard = await self._send_shard(payload, resume=resume)
         except Exception as error:  # noqa: BLE001  whatever it is: the other ranks wait for this one's message
             return Frame(failure=_typed(error))
         if shard is not None:
@@ -223,8 +222,8 @@ class VersionPush:
         part.push_timings.push.CopyFrom(duration(time.perf_counter() - started))
         return Frame(part.SerializeToString())
 
-    async def _send_shard(self, form: Form, *, resume: bool) -> pb.Shard | None:
-        made = await asyncio.to_thread(form.make)
+    async def _send_shard(self, payload: Payload, *, resume: bool) -> pb.Shard | None:
+        made = await asyncio.to_thread(payload.make)
         if made is None:
             return None
         source, shard = made
@@ -233,7 +232,7 @@ class VersionPush:
             if await self._to.committed():
                 return shard
             if self._directory is not None:
-                if await transfer.hand_over(self._directory, form.local):
+                if await transfer.hand_over(self._directory, payload.local):
                     return shard
                 self.sees_files = False
             await transfer.send_chunks(resume=resume)
@@ -241,13 +240,13 @@ class VersionPush:
             self._bytes_sent += transfer.bytes_sent
         return shard
 
-    async def _commit(self, form: Form, parts: Sequence[pb.Manifest]) -> Frame:
+    async def _commit(self, payload: Payload, parts: Sequence[pb.Manifest]) -> Frame:
         manifest = pb.Manifest(
             run=self._to.run,
             version=self._to.version.to_proto(),
             shards=[each for part in parts for each in part.shards],
         )
-        manifest.MergeFrom(form.manifest)
+        manifest.MergeFrom(payload.manifest)
         slowest = max((part.push_timings.push for part in parts), key=Duration.ToNanoseconds)
         manifest.push_timings.push.CopyFrom(slowest)
         manifest.digest = manifest_digest(manifest)
@@ -364,22 +363,8 @@ class _ShardTransfer:
         yield self._header(offset)
         for begin, end in self._source.spans(offset, self._chunk_bytes):
             # Here and not in a thread: the way there and back takes longer than a chunk's sum and copy (0.15 ms).
-            yield wire_chunk(begin, self._source.views(begin, end))
+            yield push_request(begin, self._source.views(begin, end))
             self.bytes_sent += end - begin
-
-
-def wire_chunk(offset: int, views: Sequence[memoryview]) -> bytes:
-    """Return a serialised PushWeightsRequest with a chunk; its bytes are copied once.
-
-    Fields in the order of their numbers, as protobuf writes them: chunk = 2 {offset = 1, data = 2, crc32c = 3}.
-    """
-    checksum = 0
-    for view in views:
-        checksum = google_crc32c.extend(checksum, np.frombuffer(view, dtype=np.uint8))
-    length = sum(map(len, views))
-    head = (b"\x08" + _varint(offset) if offset else b"") + b"\x12" + _varint(length)
-    tail = b"\x1d" + checksum.to_bytes(4, "little") if checksum else b""
-    return b"".join((b"\x12", _varint(len(head) + length + len(tail)), head, *views, tail))
 
 
 def duration(seconds: float) -> Duration:
@@ -387,15 +372,6 @@ def duration(seconds: float) -> Duration:
     written = Duration()
     written.FromNanoseconds(int(seconds * 1e9))
     return written
-
-
-def _varint(value: int) -> bytes:
-    digits = bytearray()
-    while value > 0x7F:
-        digits.append(value & 0x7F | 0x80)
-        value >>= 7
-    digits.append(value)
-    return bytes(digits)
 
 
 def _write(source: FileSource, directory: Path) -> KeptFile:

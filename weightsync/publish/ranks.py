@@ -35,20 +35,20 @@ _MOST_FRAME_BYTES = 256 << 20
 class Frame:
     """What one rank says: a message, or why it cannot continue."""
 
-    payload: bytes = b""
+    message: bytes = b""
     failure: SluiceError | None = None
 
     def to_wire(self) -> tuple[int, bytes]:
         """Return a status code (0 is OK) and bytes."""
         if self.failure is None:
-            return 0, self.payload
+            return 0, self.message
         return self.failure.code.value[0], self.failure.to_status().SerializeToString()
 
     @classmethod
     def from_wire(cls, code: int, data: bytes) -> Frame:
         """Rebuild what `to_wire` returned."""
         if not code:
-            return cls(payload=data)
+            return cls(message=data)
         status, info = Status(), ErrorInfo()
         try:
             status.ParseFromString(data)

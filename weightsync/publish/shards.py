@@ -1,41 +1,65 @@
 """What a process sends of a model: its slices of the tensors, as a safetensors file that is never written.
 
-The file is a header, and behind it the tensors where they lie in memory.
+`KeptCopy` holds what was pushed last. It is compared with the live weights slice by slice and renewed in place; a version is
+sent from it whole or as the difference. It may lie in shared memory, where the weight service of the same host finds it.
 """
 
 from __future__ import annotations
 
-import math
+import fcntl
+import mmap
+import os
+import secrets
+import time
+import weakref
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 import xxhash
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from sluice.host_files import close, open_private, remove_unlocked
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.safetensors import DTYPES, check_tensor, place, render_header
+from weightsync.codec import Encoding, encode
+from weightsync.format.manifest import box, entry_name
+from weightsync.format.safetensors import DTYPES, Entry, check_tensor, place, render_header
 
 __all__ = [
-    "METADATA",
-    "TORCH_DTYPES",
+    "HOST_DIRECTORY",
+    "Diff",
+    "EncodedSlice",
     "FileSource",
-    "LocalSlice",
+    "KeptCopy",
+    "KeptFile",
     "ShardSource",
-    "SliceKey",
-    "entry_name",
     "local_slices",
+    "sweep",
     "tensor_bytes",
-    "to_proto",
 ]
 
-METADATA = {"format": "pt"}
+HOST_DIRECTORY = Path("/dev/shm")  # noqa: S108  shared memory by its Linux name; files in it are made for their owner alone
+"""Where processes of one host hand files over without a copy on a disk."""
+
+_PREFIX = "sluice-push-"
+
+_SPARE_COPIES = 3
+"""Copies of the file that must fit into shared memory beside it: an engine on the host stages two, and one is spare."""
+
+_METADATA = {"format": "pt"}
 """What transformers expects in the header of a file of weights."""
+
+_STREAMS = {Encoding.DENSE_ZSTD, Encoding.DELTA}
+"""Encodings whose bytes are held until they are pushed; dense ones lie in the kept copy anyway."""
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -55,58 +79,18 @@ _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
 }
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
-"""PyTorch's data types by the names of safetensors."""
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
-SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Name, offsets and sizes: what tells slices of a model apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalSlice:
-    """A part of a tensor that this process holds.
-
-    Attributes:
-        name: The tensor's name in the checkpoint.
-        dtype: Data type to publish, as safetensors names it.
-        global_shape: Shape of the whole tensor.
-        offsets: Where the slice begins, per dimension.
-        sizes: Its extent, per dimension.
-    """
-
-    name: str
-    dtype: str
-    global_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def key(self) -> SliceKey:
-        """Return what tells it apart."""
-        return self.name, self.offsets, self.sizes
-
-    @property
-    def whole(self) -> bool:
-        """Return whether it is the whole tensor."""
-        return self.sizes == self.global_shape
-
-    @property
-    def elements(self) -> int:
-        """Return the number of values."""
-        return math.prod(self.sizes)
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the dense size in bytes."""
-        return self.elements * DTYPES[self.dtype].size
+log = structlog.get_logger(__name__)
 
 
 def local_slices(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
-) -> list[tuple[LocalSlice, torch.Tensor]]:
+) -> list[tuple[pb.TensorSlice, torch.Tensor]]:
     """Find what this process holds of each tensor, with the live memory that it lies in; nothing is copied.
 
-    If names share their memory (tied weights), only the first one appears. A rank's empty slice of a tensor is left out.
+    If names share their memory (tied weights), only the first one appears. A rank's empty slice of a tensor is left out. The
+    slices are described without encoding and digest; one that is cut has an entry of its own.
 
     Args:
         tensors: Plain tensors or DTensors by the names of the checkpoint, on any device.
@@ -115,42 +99,26 @@ def local_slices(
     Raises:
         ValueError: if a tensor cannot travel; the message names it.
     """
-    found: list[tuple[LocalSlice, torch.Tensor]] = []
+    found: list[tuple[pb.TensorSlice, torch.Tensor]] = []
     seen: set[tuple[int, torch.Size, tuple[int, ...], torch.dtype]] = set()
     for name, tensor in tensors.items():
         local, offsets = _local(name, tensor)
-        place = (local.data_ptr(), local.shape, local.stride(), local.dtype)
-        if local.numel() and place in seen:
+        memory = (local.data_ptr(), local.shape, local.stride(), local.dtype)
+        if local.numel() and memory in seen:
             continue
-        seen.add(place)
+        seen.add(memory)
         if tensor.numel() and not local.numel():
             continue
         published = dtype if dtype is not None and local.is_floating_point() else local.dtype
-        row = LocalSlice(
-            check_tensor(name), dtype_name(name, published), tuple(tensor.shape), offsets, tuple(local.shape)
+        described = pb.TensorSlice(
+            name=check_tensor(name), dtype=_dtype_name(name, published), global_shape=tensor.shape
         )
-        found.append((row, local))
+        if local.shape != tensor.shape:
+            described.offsets.extend(offsets)
+            described.sizes.extend(local.shape)
+            described.entry = f"{name}@{'.'.join(map(str, offsets))}"
+        found.append((described, local))
     return found
-
-
-def to_proto(rows: Sequence[LocalSlice], shard: str) -> pb.Shard:
-    """Return the slices as the contract describes them, without encoding and digests.
-
-    Whole tensors have no offsets and sizes. Slices of a tensor that is cut have entries of their own.
-    """
-    described = pb.Shard(name=shard)
-    for row in rows:
-        tensor = described.tensors.add(name=row.name, dtype=row.dtype, global_shape=row.global_shape)
-        if not row.whole:
-            tensor.offsets.extend(row.offsets)
-            tensor.sizes.extend(row.sizes)
-            tensor.entry = entry_name(row)
-    return described
-
-
-def entry_name(row: LocalSlice) -> str:
-    """Return the name of the slice in its shard's file."""
-    return row.name if row.whole else f"{row.name}@{'.'.join(map(str, row.offsets))}"
 
 
 def _local(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
@@ -196,10 +164,6 @@ class FileSource:
             index += 1
         return views
 
-    def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes of the file from `begin` to before `end`: one copy."""
-        return b"".join(self.views(begin, end))
-
     def spans(self, begin: int, step: int) -> Iterator[tuple[int, int]]:
         """Yield begin and end of each `step` bytes of the file, from `begin` on."""
         for start in range(begin, self.size, step):
@@ -234,7 +198,7 @@ class ShardSource(FileSource):
         # Wide elements first: then each tensor begins at a multiple of its element, which readers that map the file need.
         rows.sort(key=lambda row: (-DTYPES[row[1]].size, row[0]))
         self.entries = place([row[:3] for row in rows])
-        header = render_header(self.entries, METADATA)
+        header = render_header(self.entries, _METADATA)
         super().__init__(name, [memoryview(header), *(tensor_bytes(tensor).data for *_, tensor in rows)])
 
     def tensor_digests(self) -> dict[str, str]:
@@ -258,14 +222,10 @@ class ShardSource(FileSource):
         return shard
 
 
-def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """Return the data type of tensor `name` as safetensors names it.
-
-    Raises:
-        ValueError: if there is no such name.
-    """
+def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
-        raise ValueError(f"{name} has data type {dtype}, which does not travel; known are {_known()}")
+        known = ", ".join(map(str, _NAMES))
+        raise ValueError(f"{name} has data type {dtype}, which does not travel; known are {known}")
     return _NAMES[dtype]
 
 
@@ -280,8 +240,246 @@ def _host_dtype(name: str, tensor: torch.Tensor) -> str:
         raise ValueError(
             f"{name} is a {tensor.layout} tensor on {tensor.device}: move it to host memory before the push"
         )
-    return dtype_name(name, tensor.dtype)
+    return _dtype_name(name, tensor.dtype)
 
 
-def _known() -> str:
-    return ", ".join(str(dtype) for dtype in _NAMES)
+@dataclass(frozen=True, slots=True)
+class EncodedSlice:
+    """One slice after it was renewed.
+
+    Attributes:
+        encoding: How its difference travels.
+        data: The encoded stream; empty for DENSE and UNCHANGED.
+        digest: xxh3-128 of its dense bytes, hexadecimal.
+        changed: Values that differ from those before.
+    """
+
+    encoding: Encoding
+    data: bytes
+    digest: str
+    changed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What renewing the copy found.
+
+    Attributes:
+        slices: One per slice, in the order of the copy's file.
+        encoded_bytes: Size of the encoded slices.
+        compared: Whether every slice was compared, so that a delta can be made of it.
+        changed_fraction: Values that differ, of those compared; 1 if none were.
+        seconds: Time that it took.
+    """
+
+    slices: tuple[EncodedSlice, ...]
+    encoded_bytes: int
+    compared: bool
+    changed_fraction: float
+    seconds: float
+
+
+class KeptCopy:
+    """One copy of a shard, laid out as the safetensors file in which it travels whole.
+
+    The memory is taken once and written in place ever after. Not thread-safe: the owner sees to it that the copy is not
+    renewed while a file that reads it is being sent.
+
+    Args:
+        shard: The shard's name.
+        slices: What it holds; see `local_slices`.
+        directory: Directory of shared memory in which the copy may lie; None: ordinary memory.
+    """
+
+    def __init__(self, shard: str, slices: Sequence[pb.TensorSlice], directory: Path | None = None) -> None:
+        # Wide elements first, as in `ShardSource`: then each slice begins at a multiple of its element.
+        self.slices = sorted(slices, key=lambda each: (-DTYPES[each.dtype].size, entry_name(each)))
+        self.shard = shard
+        self._entries = place([(entry_name(each), each.dtype, box(each).sizes) for each in self.slices])
+        header = render_header(self._entries, _METADATA)
+        self._begin = len(header)
+        self.dense_bytes = sum(entry.size for entry in self._entries)
+        self._file = KeptFile(len(header) + self.dense_bytes, directory)
+        self._file.bytes[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+
+    @property
+    def local(self) -> pb.LocalFile | None:
+        """Return the file in shared memory that the copy is, None if it lies in ordinary memory."""
+        return self._file.local(self.shard)
+
+    def close(self) -> None:
+        """Remove the file in shared memory, if there is one; the memory goes with the object."""
+        self._file.close()
+
+    def renew(self, tensors: Sequence[torch.Tensor], *, compare: bool, most_bytes: int) -> Diff:
+        """Make the copy equal to the live tensors, which must not change in the meantime.
+
+        This thread brings one slice after another into host memory and the published precision; a pool of as many threads
+        as PyTorch has compares, hashes and copies. Beyond the copy, this takes memory for one slice per thread and one
+        more, and for encoded streams of at most `most_bytes` and a slice per thread.
+
+        Args:
+            tensors: Live memory of each of `slices`.
+            compare: Whether to encode the difference; otherwise the copy is overwritten unread.
+            most_bytes: Size of the encoded slices beyond which comparing is given up.
+        """
+        started = time.perf_counter()
+        threads = max(1, torch.get_num_threads())
+        found: dict[int, EncodedSlice] = {}
+        comparing, encoded_bytes, changed, elements = compare, 0, 0, 0
+        order = sorted(range(len(self.slices)), key=lambda index: -self._entries[index].size)
+        with ThreadPoolExecutor(threads, thread_name_prefix="diff") as pool:
+            running: deque[tuple[int, Future[EncodedSlice]]] = deque()
+
+            def collect() -> None:
+                nonlocal comparing, encoded_bytes, changed, elements
+                index, future = running.popleft()
+                each, entry = future.result(), self._entries[index]
+                found[index] = each
+                if comparing:
+                    encoded_bytes += entry.size if each.encoding is Encoding.DENSE else len(each.data)
+                    changed += each.changed
+                    elements += entry.size // DTYPES[entry.dtype].size
+                    comparing = encoded_bytes <= most_bytes
+
+            for index in order:
+                new = _published_bytes(tensors[index], self.slices[index].dtype)
+                running.append((index, pool.submit(self._renew_slice, index, new, compare=comparing)))
+                if len(running) > threads:
+                    collect()
+            while running:
+                collect()
+        if not comparing:  # the streams are of no use
+            found = {index: replace(each, data=b"") for index, each in found.items()}
+        return Diff(
+            slices=tuple(found[index] for index in range(len(self.slices))),
+            encoded_bytes=encoded_bytes,
+            compared=comparing,
+            changed_fraction=changed / elements if elements else float(not comparing),
+            seconds=time.perf_counter() - started,
+        )
+
+    def dense(self, diff: Diff) -> tuple[FileSource, pb.Shard]:
+        """Return the copy as a dense shard: what to send, and its description."""
+        shard = pb.Shard(name=self.shard, tensors=self.slices)
+        for tensor, encoded in zip(shard.tensors, diff.slices, strict=True):
+            tensor.encoding = pb.TENSOR_ENCODING_DENSE
+            tensor.digest = encoded.digest
+        source = FileSource(self.shard, [self._file.bytes.data])
+        shard.size_bytes = source.size
+        return source, shard
+
+    def delta(self, diff: Diff) -> tuple[FileSource, pb.Shard]:
+        """Return the difference as a shard: what to send, and its description. Dense entries are read from the copy."""
+        shard = pb.Shard(name=self.shard, tensors=self.slices)
+        rows: list[tuple[str, str, tuple[int, ...]]] = []
+        parts: list[memoryview] = []
+        order = sorted(range(len(self.slices)), key=lambda index: diff.slices[index].encoding in _STREAMS)
+        for index in order:  # streams of odd sizes last, so that dense entries stay aligned
+            entry, encoded = self._entries[index], diff.slices[index]
+            shard.tensors[index].encoding = pb.TensorEncoding.ValueType(int(encoded.encoding))
+            shard.tensors[index].digest = encoded.digest
+            if encoded.encoding is Encoding.DENSE:
+                rows.append((entry.name, entry.dtype, entry.shape))
+                parts.append(self._bytes(index).data)
+            elif encoded.encoding in _STREAMS:
+                rows.append((entry.name, "U8", (len(encoded.data),)))
+                parts.append(memoryview(encoded.data))
+        header = render_header(place(rows), _METADATA)
+        source = FileSource(self.shard, [memoryview(header), *parts])
+        shard.size_bytes = source.size
+        shard.digest = source.digest()
+        return source, shard
+
+    def _renew_slice(self, index: int, new: NDArray[np.uint8], *, compare: bool) -> EncodedSlice:
+        kept = self._bytes(index)
+        digest = str(xxhash.xxh3_128(new.data).hexdigest())
+        if not compare:
+            np.copyto(kept, new)
+            return EncodedSlice(Encoding.DENSE, b"", digest, box(self.slices[index]).volume)
+        found = encode(new, kept, self.slices[index].dtype)
+        data = bytes(found.data) if found.encoding in _STREAMS else b""
+        if found.encoding is not Encoding.UNCHANGED:
+            np.copyto(kept, new)
+        return EncodedSlice(found.encoding, data, digest, found.changed)
+
+    def _bytes(self, index: int) -> NDArray[np.uint8]:
+        entry: Entry = self._entries[index]
+        return self._file.bytes[self._begin + entry.begin : self._begin + entry.end]
+
+
+def _published_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
+    """Return dense bytes in host memory: the tensor's own if they lie there in the published precision, else a copy."""
+    return tensor_bytes(tensor.detach().to("cpu", _TORCH_DTYPES[dtype]))
+
+
+class KeptFile:
+    """Writable memory of a fixed size.
+
+    With a directory of shared memory it is a file there, removed by `close`, with the object, or at the end of the process.
+    The process holds a lock on it; `sweep` removes files without one, which killed processes left behind. If the
+    directory has no room, it is ordinary memory.
+
+    Args:
+        size: Bytes, at least 1.
+        directory: Directory of shared memory; None: ordinary memory.
+        spare_copies: Files of this size for which there must be room beside it.
+    """
+
+    def __init__(self, size: int, directory: Path | None = None, *, spare_copies: int = _SPARE_COPIES) -> None:
+        descriptor, path = -1, None
+        if directory is not None:
+            sweep(directory)
+            descriptor, path = _new_file(size, directory, (1 + spare_copies) * size)
+        self._descriptor, self.path = descriptor, path
+        self.close = weakref.finalize(self, _remove, os.getpid(), descriptor, path)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
+
+    def local(self, shard: str) -> pb.LocalFile | None:
+        """Return the file as the contract names it, None if there is none.
+
+        Args:
+            shard: Name of the shard that it holds.
+        """
+        if self.path is None:
+            return None
+        status = os.fstat(self._descriptor)
+        return pb.LocalFile(shard=shard, path=str(self.path), device=status.st_dev, inode=status.st_ino)
+
+
+def sweep(directory: Path) -> None:
+    """Remove files of this user's processes that are gone."""
+    for path in directory.glob(f"{_PREFIX}*"):
+        remove_unlocked(path)
+
+
+def _new_file(size: int, directory: Path, room: int) -> tuple[int, Path | None]:
+    """Return descriptor and path of a new file; -1 and None if the directory cannot hold it."""
+    descriptor = -1
+    try:
+        space = os.statvfs(directory)
+        if space.f_bavail * space.f_frsize < room:
+            log.info(
+                "shared memory has no room to hand weights over; they are sent by socket", directory=str(directory)
+            )
+            return -1, None
+        descriptor = open_private(directory.resolve(), os.O_TMPFILE | os.O_RDWR)
+        os.posix_fallocate(descriptor, 0, size)  # now, rather than by a SIGBUS at a later write
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+        # The file gets its name when it is locked. Only linkat(2) follows the link in /proc; Python calls it where a
+        # directory descriptor is given.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+    except OSError as error:
+        log.info("weights cannot be handed over in shared memory; they are sent by socket", reason=str(error))
+        if descriptor >= 0:
+            close(descriptor)
+        return -1, None
+    return descriptor, path
+
+
+def _remove(owner: int, descriptor: int, path: Path | None) -> None:
+    if path is None or os.getpid() != owner:  # at the end of a forked child, which has closed the file
+        return
+    path.unlink(missing_ok=True)
+    close(descriptor)
