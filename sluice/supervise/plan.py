@@ -41,6 +41,9 @@ COMPUTES = frozenset({"trainer", "rollout"})
 MOST_PROCESSES = 1024
 """More computing processes on one machine are a mistake in the settings."""
 
+RANKS_MARGIN_S = 1.0
+"""Seconds that the ranks of a trainer get beyond its drain: less than the supervisor's margin, so that the launcher ends last."""
+
 _SHARED_CORES = {
     # Two processes whose OpenMP threads spin on the same cores slow each other down more than tenfold.
     "OMP_WAIT_POLICY": "passive",
@@ -259,12 +262,16 @@ def child_specs(
     computing = sum(each.processes for each in places.values())
     specs = []
     for name, port in addresses.grpc.items():
-        place = places.get(name, Place(1))
-        argv = [*_program(name, place), service_of(name), "@", str(settings)]
+        place, service = places.get(name, Place(1)), service_of(name)
+        drain_s: float = getattr(run.section(service), "server").drain_s  # noqa: B009 - a field of a package that this one does not import
+        program = ["sluice.cli.main"]
+        if service == "trainer" and place.processes > 1:
+            program = [ranks.__name__, str(place.processes), str(drain_s + RANKS_MARGIN_S)]
+        argv = [sys.executable, "-m", *program, service, "@", str(settings)]
         argv += ["--server.host", LOOPBACK, "--server.port", str(port)]
         if name in addresses.http:
             argv += ["--server.http-port", str(addresses.http[name])]
-        if service_of(name) == "rollout":
+        if service == "rollout":
             argv += ["--replica", name]
         specs.append(
             ChildSpec(
@@ -273,17 +280,11 @@ def child_specs(
                 log_path=log_dir / f"{name}.log",
                 serves=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
                 environment=child_environment(name, threads, computing, os.environ) | _devices(place),
-                ends_run=name == "orchestrator",
+                ends_run=service == "orchestrator",
+                drain_s=drain_s,
             )
         )
     return specs
-
-
-def _program(child: str, place: Place) -> list[str]:
-    """Return the program that runs the child's command; a trainer of several processes runs under torchrun's launcher."""
-    if service_of(child) == "trainer" and place.processes > 1:
-        return [sys.executable, "-m", ranks.__name__, str(place.processes)]
-    return [sys.executable, "-m", "sluice.cli.main"]
 
 
 def _devices(place: Place) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The ranks of one service on this machine: `python -m sluice.supervise.ranks 4 trainer @ rl.toml` starts four of them.
+"""The ranks of one service on this machine: `python -m sluice.supervise.ranks 4 6 trainer @ rl.toml` starts four of them.
 
 The launcher is torchrun's, with two differences. It ends as its first failed rank ended, so that the supervisor learns why. And it
 does not restart ranks: the supervisor restarts the whole service.
@@ -7,6 +7,7 @@ does not restart ranks: the supervisor restarts the whole service.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -16,9 +17,6 @@ import time
 import uuid
 
 __all__ = ["LAUNCHER", "end_with_launcher", "main"]
-
-SHUTDOWN_S = 6
-"""Seconds that ranks get to end before they are killed: one more than the default of `server.drain_s`."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -31,11 +29,12 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5
 
 
-def main(processes: int, words: list[str]) -> int:
+def main(processes: int, grace_s: float, words: list[str]) -> int:
     """Run a `sluice` command in several processes until all have ended.
 
     Args:
         processes: How many.
+        grace_s: Seconds that they get to end after SIGTERM, before they are killed.
         words: The command and its arguments.
 
     Returns:
@@ -60,7 +59,7 @@ def main(processes: int, words: list[str]) -> int:
                 rdzv_endpoint="localhost:0",
                 local_addr=LOOPBACK,
                 max_restarts=0,
-                shutdown_timeout=SHUTDOWN_S,
+                shutdown_timeout=math.ceil(grace_s),
             )
             elastic_launch(config, sys.executable)("-m", "sluice.cli.main", *words)
     except SignalException:
@@ -104,4 +103,4 @@ def _watch(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -47,8 +47,8 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 TAIL_LINES = 30
 """Lines of a dead child's log that are shown: a traceback and a few lines before it."""
 
-_WATCHDOG_GRACE_S = 5.0
-"""Seconds that the children of a killed supervisor get to drain: the default of `server.drain_s`."""
+STOP_MARGIN_S = 2.0
+"""Seconds that a child gets beyond its drain to put away what it holds, before it is killed."""
 
 _KILL_GRACE_S = 2.5
 """Seconds for a killed process to end and for its output to be read. A process that hangs in a driver is left behind."""
@@ -83,6 +83,7 @@ class ChildSpec:
         serves: Returns once the child serves; the caller sets the deadline and cancels.
         environment: Variables that are added to the supervisor's own.
         ends_run: Whether the run succeeds when this child ends with exit code 0. The end of any other child is a failure.
+        drain_s: Seconds that it takes to drain after SIGTERM, at most.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ChildSpec:
     serves: Callable[[], Awaitable[None]]
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False
+    drain_s: float = 5.0
 
 
 class ChildState(enum.Enum):
@@ -163,7 +165,8 @@ class Supervisor:
         listener: Receives lines and states.
         limits: Bounds on restarts, for each child by itself.
         start_deadline_s: Seconds that a child has until it serves.
-        stop_grace_s: Seconds between SIGTERM and SIGKILL. Children end side by side, so this bounds the whole stop.
+        stop_margin_s: Seconds between the end of a child's drain and SIGKILL. Children end side by side, so the longest drain
+            and this bound the whole stop.
         clock: Monotonic seconds.
     """
 
@@ -174,12 +177,12 @@ class Supervisor:
         *,
         limits: RestartLimits | None = None,
         start_deadline_s: float = 600.0,
-        stop_grace_s: float = 7.0,
+        stop_margin_s: float = STOP_MARGIN_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._specs, self._listener = specs, listener
         self._limits = limits or RestartLimits()
-        self._start_deadline_s, self._stop_grace_s = start_deadline_s, stop_grace_s
+        self._start_deadline_s, self._stop_margin_s = start_deadline_s, stop_margin_s
         self._clock = clock
         self._children: dict[str, Child] = {}
 
@@ -189,7 +192,8 @@ class Supervisor:
         Raises:
             OSError: if a program cannot be started.
         """
-        watchdog = await Watchdog.start()
+        longest = max(spec.drain_s for spec in self._specs)
+        watchdog = await Watchdog.start(longest + self._stop_margin_s)
         stopped = asyncio.create_task(stop.wait())
         keepers = [asyncio.create_task(self._keep(spec, watchdog)) for spec in self._specs]
         try:
@@ -226,7 +230,7 @@ class Supervisor:
                     return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
                 code = await asyncio.shield(ended)
             finally:
-                await self._end(spec.name, child, ended)
+                await self._end(child, ended)
             if code == 0 and spec.ends_run:
                 return Outcome(Ending.SUCCEEDED, spec.name, describe_exit(code))
             decision = policy.on_exit(code, self._clock(), was_ready=was_ready)
@@ -251,12 +255,13 @@ class Supervisor:
         self._listener.on_state(spec.name, ChildState.SERVING, "")
         return True
 
-    async def _end(self, name: str, child: Child, ended: asyncio.Task[int]) -> None:
+    async def _end(self, child: Child, ended: asyncio.Task[int]) -> None:
         """Let a child that still runs drain, then kill it."""
+        name = child.spec.name
         if not ended.done():
             self._listener.on_state(name, ChildState.STOPPING, "")
             child.terminate()
-            await asyncio.wait({ended}, timeout=self._stop_grace_s)
+            await asyncio.wait({ended}, timeout=child.spec.drain_s + self._stop_margin_s)
         if not ended.done():
             child.kill()
             await asyncio.wait({ended}, timeout=_KILL_GRACE_S)
@@ -365,10 +370,14 @@ class Watchdog:
         self._process = process
 
     @classmethod
-    async def start(cls) -> Self:
-        """Start it in a session of its own."""
+    async def start(cls, grace_s: float = ChildSpec.drain_s + STOP_MARGIN_S) -> Self:
+        """Start it in a session of its own.
+
+        Args:
+            grace_s: Seconds that the children of a killed supervisor get between SIGTERM and SIGKILL.
+        """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", guard.__file__, "watch", str(_WATCHDOG_GRACE_S)),
+            *(sys.executable, "-I", "-S", guard.__file__, "watch", str(grace_s)),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )

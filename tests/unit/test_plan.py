@@ -10,7 +10,7 @@ from sluice.cli.rl import claim, newest_checkpoint, write_settings
 from sluice.config import ConfigError, RunConfig, SecurityConfig, ServerConfig, load_run
 from sluice.rpc import RpcServer
 from sluice.rpc.channel import wait_until_serving
-from sluice.supervise.plan import child_environment, free_addresses
+from sluice.supervise.plan import Place, child_environment, child_specs, free_addresses
 
 
 def a_run(tmp_path: Path, *flags: str) -> RunConfig:
@@ -40,6 +40,16 @@ def test_what_the_user_exported_stays_unless_a_flag_says_otherwise() -> None:
     exported = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active", "PYTHONWARNINGS": "error"}
     assert child_environment("trainer", None, 2, exported) == {"GOMP_SPINCOUNT": "0"}
     assert child_environment("trainer", 2, 2, exported) == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"}
+
+
+def test_every_child_gets_the_seconds_to_drain_that_its_service_is_set_to(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "--rollout.server.drain-s", "30", "--trainer.server.drain-s", "45")
+    places = {"rollout-0": Place(1), "rollout-1": Place(1), "trainer": Place(4)}
+    specs = child_specs(run, free_addresses(2), tmp_path / "c.toml", tmp_path / "logs", threads=None, places=places)
+    drains = {spec.name: spec.drain_s for spec in specs}
+    assert drains == {"rollout-0": 30, "rollout-1": 30, "trainer": 45, "orchestrator": 5, "weightsync": 5}
+    trainer = next(spec.argv for spec in specs if spec.name == "trainer")
+    assert trainer[1:6] == ("-m", "sluice.supervise.ranks", "4", "46.0", "trainer")
 
 
 def test_a_run_that_exists_is_refused_with_both_remedies_or_resumed(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Witness:
         return sum((name, now) == (child, state) for name, now, _ in self.states)
 
 
-def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False) -> ChildSpec:
+def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False, drain_s: float = 5.0) -> ChildSpec:
     flag = tmp_path / f"{name}.pid"
 
     async def serves() -> None:
@@ -46,7 +46,7 @@ def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False) -> Chi
         flag.rename(flag.with_suffix(".seen"))
 
     argv = (sys.executable, "-S", "-c", code, str(flag))
-    return ChildSpec(name, argv, tmp_path / "logs" / f"{name}.log", serves, ends_run=ends_run)
+    return ChildSpec(name, argv, tmp_path / "logs" / f"{name}.log", serves, ends_run=ends_run, drain_s=drain_s)
 
 
 async def eventually(condition) -> None:
@@ -119,7 +119,7 @@ async def test_stop_ends_even_a_child_that_ignores_sigterm_and_its_grandchildren
         f"pathlib.Path({str(grandchild)!r}).write_text(str(child.pid));" + SERVE
     )
     witness, stop = Witness(), asyncio.Event()
-    supervisor = Supervisor([spec(tmp_path, "stubborn", stubborn)], witness, stop_grace_s=0.3)
+    supervisor = Supervisor([spec(tmp_path, "stubborn", stubborn, drain_s=0.1)], witness, stop_margin_s=0.2)
     running = asyncio.create_task(supervisor.run(stop))
     await eventually(lambda: witness.count("stubborn", ChildState.SERVING) == 1)
     stop.set()
@@ -141,6 +141,21 @@ async def test_a_child_gets_sigterm_and_time_to_drain(tmp_path: Path) -> None:
     assert [line.text for _, line in witness.lines] == ["drained"]
 
 
+async def test_a_child_that_needs_all_its_seconds_to_drain_is_not_killed(tmp_path: Path) -> None:
+    slow = (
+        "import signal, sys, time;"
+        "end = lambda *_: (time.sleep(1), print('drained', flush=True), sys.exit(0));"
+        "signal.signal(signal.SIGTERM, end);" + SERVE
+    )
+    witness, stop = Witness(), asyncio.Event()
+    patient = spec(tmp_path, "patient", slow, drain_s=10.0)
+    running = asyncio.create_task(Supervisor([patient], witness, stop_margin_s=0.1).run(stop))
+    await eventually(lambda: witness.count("patient", ChildState.SERVING) == 1)
+    stop.set()
+    assert (await running).ending is Ending.STOPPED
+    assert [line.text for _, line in witness.lines] == ["drained"]
+
+
 async def test_a_program_that_does_not_exist_is_an_error_that_leaves_nothing_behind(tmp_path: Path) -> None:
     absent = ChildSpec("absent", ("/no/such/program",), tmp_path / "absent.log", asyncio.Event().wait)
     with pytest.raises(FileNotFoundError):
@@ -157,8 +172,7 @@ def test_a_sigkill_of_the_supervisor_leaves_nothing_behind(tmp_path: Path) -> No
     program = f"""
 import asyncio, sys
 from pathlib import Path
-from sluice.supervise.supervisor import ChildSpec
-from sluice.supervise.supervisor import Supervisor
+from sluice.supervise.supervisor import ChildSpec, Supervisor
 class Nobody:
     def on_line(self, child, line): pass
     def on_state(self, child, state, detail): pass
