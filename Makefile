@@ -62,12 +62,13 @@ test: install-dev ## run every test
 test-fast: install-dev ## run the tests that take seconds
 	$(PYTEST) -m "not slow and not docker and not gpu"
 
-lint: install-dev ## formatters, linters, types and contracts, changing nothing
+lint: install-dev ## formatters, linters, types, contracts and generated pages, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/buf lint proto
 	$(BIN)/buf breaking proto --against proto/baseline.binpb
+	$(BIN)/sluice config docs --output docs/configuration.md --check
 
 format: install-dev ## format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -35,7 +35,6 @@ and takes what concerns it. Later sources cover earlier ones:
 `inference` is another name of `rollout`, dashes and underscores in keys are the same. An unknown key is an error that
 names the nearest one. `--dry-run` prints what a command would use, secrets redacted, and refuses what a service would
 refuse at its start as far as no model has to be loaded for it; `sluice rl --dry-run` does so for all services together.
-
 """
 
 

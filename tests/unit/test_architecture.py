@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from rollout_svc.config import ENGINES, RolloutConfig
+from sluice.config import markdown_reference, run_config_class
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("rollout_svc", "trainer_svc", "orchestrator_svc", "weightsync")
@@ -100,6 +101,12 @@ def test_every_engine_that_can_be_set_is_a_package() -> None:
         engine = importlib.import_module(package)
         assert callable(engine.build), package
         assert callable(engine.check), package
+
+
+def test_the_page_of_all_settings_is_fresh() -> None:
+    page = markdown_reference(run_config_class())
+    same = (ROOT / "docs/configuration.md").read_text() == page
+    assert same, "run `.venv/bin/sluice config docs --output docs/configuration.md` and commit it"
 
 
 def test_every_test_module_has_a_name_of_its_own() -> None:
