@@ -28,7 +28,6 @@ from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
-from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 
@@ -113,11 +112,11 @@ async def _built(
         stack.push_async_callback(journal.close)
         request_prefix = f"{common.run}/{journal.start}"
 
-        changed, events = Notifier(), EventLog(journal.start)
+        changed, events = asyncio.Event(), EventLog(journal.start)
 
         def on_replica(replica: Replica) -> None:
             events.append(replica_event(replica))
-            changed.notify()
+            changed.set()
 
         pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
         engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)

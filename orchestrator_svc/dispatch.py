@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections import Counter, deque
@@ -23,7 +24,6 @@ from orchestrator_svc.scheduler import Accounting, Group, Reason, Scheduler, Sta
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import EpisodeData, RolloutWorkflow, Sampling
 from sluice.rpc import SluiceError
-from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version, sampled_tokens, versions_of
 
@@ -121,7 +121,7 @@ class Dispatcher:
         pool: The replicas.
         episodes: Runs the episodes of a group.
         tasks: What to draw from.
-        changed: Wakes the loops that wait for something to change.
+        changed: Set at every change. A loop checks its condition, clears it and waits.
 
     Attributes:
         paused: Whether an operator stopped dispatch.
@@ -137,7 +137,7 @@ class Dispatcher:
         pool: ReplicaPool,
         episodes: EpisodeRunner,
         tasks: TaskStream,
-        changed: Notifier,
+        changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._pool, self._episodes, self._tasks, self._changed = pool, episodes, tasks, changed
@@ -159,7 +159,7 @@ class Dispatcher:
     def resume(self) -> None:
         """Start groups again."""
         self.paused = False
-        self._changed.notify()
+        self._changed.set()
 
     async def run(self) -> None:
         """Dispatch until cancelled; groups under way are then cancelled too.
@@ -171,7 +171,10 @@ class Dispatcher:
             while True:
                 while (version := self._version_to_start_on()) is not None:
                     self._start(groups, version)
-                await self._changed.wait(_LOOK_AGAIN_S)
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_AGAIN_S):
+                        await self._changed.wait()
 
     def _version_to_start_on(self) -> Version | None:
         """Return the version that one more group would start on; None while none may start."""
@@ -227,7 +230,7 @@ class Dispatcher:
         else:
             self._accept(drawn.number, task.task_id, scored)
         self._journal_counts()
-        self._changed.notify()
+        self._changed.set()
 
     def _accept(self, number: int, task_id: str, scored: ScoredGroup) -> None:
         self._status.group_scored(group_name(number), task_id, scored.rewards)

@@ -22,7 +22,6 @@ from google.protobuf.message import DecodeError
 
 from orchestrator_svc.recovery import JournalError, Recovery, read_tables
 from orchestrator_svc.scheduler import Batch
-from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -110,7 +109,7 @@ class Journal:
         self._waiting: list[Callable[[], object]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._written = 0
-        self._progress = Notifier()
+        self._progress = asyncio.Event()
         self._failure: JournalError | None = None
         self._live: dict[int, list[orchestrator_pb2.TrajectoryRecord]] = {}
         self._checkpoints: list[int] = []
@@ -245,6 +244,7 @@ class Journal:
         try:
             async with asyncio.timeout(_DISK_S):
                 while self._written < wanted and self._failure is None:
+                    self._progress.clear()
                     await self._progress.wait()
         except TimeoutError as error:
             raise JournalError(
@@ -341,7 +341,7 @@ class Journal:
                 records, self._waiting = self._waiting, []
                 await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records)
                 self._written += len(records)
-                self._progress.notify()
+                self._progress.set()
         except BaseException as error:
             # Whatever the error is, these records are lost: nothing after them may be called durable.
             self._failure = JournalError(
@@ -353,7 +353,7 @@ class Journal:
                 raise
         finally:
             self._flushing = None
-            self._progress.notify()
+            self._progress.set()
 
     def _commit(self, records: Sequence[Callable[[], object]]) -> None:
         self._pruned = False

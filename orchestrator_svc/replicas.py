@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import grpc
 import structlog
-from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.workflows import derived_seed
@@ -83,12 +82,9 @@ class Replica:
         target: Its address.
         security: Tokens and TLS.
         evict_after: Failed polls in a row after which it gets no work.
-        clock: Monotonic seconds.
     """
 
-    def __init__(
-        self, target: str, security: SecurityConfig, evict_after: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, target: str, security: SecurityConfig, evict_after: int) -> None:
         self.target = target
         self.status = rollout_pb2.GetStatusResponse()
         self.model = rollout_pb2.GetModelResponse()
@@ -99,7 +95,7 @@ class Replica:
         self._channel = connect(target, security)
         self.rollout = rollout_pb2_grpc.RolloutServiceStub(self._channel)
         self.admin = rollout_pb2_grpc.RolloutAdminServiceStub(self._channel)
-        self._evict_after, self._clock = evict_after, clock
+        self._evict_after = evict_after
         self._failed_polls = 0
         self._failed_work = 0
         self._rest_until = 0.0
@@ -114,11 +110,6 @@ class Replica:
     def evicted(self) -> bool:
         """Whether it failed too many polls in a row to get work."""
         return self._failed_polls >= self._evict_after
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing more is to come of it: it does not answer, or gets no work and has finished what it had."""
-        return not self.seen or self.evicted or bool(self.why_not() and not self.in_flight)
 
     def cancel_calls(self) -> None:
         """Cancel the calls under way; their callers make them at another replica."""
@@ -146,7 +137,7 @@ class Replica:
         self._last_error = str(error)
         rest = min(_LONGEST_COOLDOWN_S, _FIRST_COOLDOWN_S * 2**self._failed_work)
         self._failed_work += 1
-        self._rest_until = self._clock() + rest
+        self._rest_until = time.monotonic() + rest
 
     def work_succeeded(self, version: Version) -> None:
         """Record a request that succeeded; `version` sampled its last token."""
@@ -160,15 +151,15 @@ class Replica:
             return f"does not answer: {self._last_error}"
         if self.status.state not in _READY:
             return f"is {rollout_pb2.ReplicaState.Name(self.status.state).removeprefix('REPLICA_STATE_').lower()}"
-        if self._clock() < self._rest_until:
+        if time.monotonic() < self._rest_until:
             return f"failed lately: {self._last_error}"
         if wanted is not None and self.version < wanted:
             return f"serves version {self.version}, wanted is {wanted} or newer"
         return ""
 
-    def describe(self, wanted: Version | None = None) -> orchestrator_pb2.Replica:
+    def describe(self) -> orchestrator_pb2.Replica:
         """Describe it for operators."""
-        reason = self.why_not(wanted)
+        reason = self.why_not()
         return orchestrator_pb2.Replica(
             replica=self.name,
             address=self.target,
@@ -247,25 +238,32 @@ class ReplicaPool:
                 self._replicas[target] = replica
                 self._pollers[target] = pollers.create_task(self._poll(replica), name=f"poll {target}")
         for target in [each for each in self._replicas if each not in targets]:
-            # It left the name service, or its lease is over.
-            if self._replicas[target].done:
-                await self._forget(target)
-
-    async def _forget(self, target: str) -> None:
-        poller, replica = self._pollers.pop(target), self._replicas.pop(target)
-        poller.cancel()
-        await asyncio.gather(poller, return_exceptions=True)
-        replica.cancel_calls()
-        await replica.close()
-        log.info("replica forgotten", replica=replica.name, target=target)
+            # It left the name service, or its lease is over. Forget it unless it still works.
+            replica = self._replicas[target]
+            if replica.seen and not replica.evicted and (replica.in_flight or not replica.why_not()):
+                continue
+            poller = self._pollers.pop(target)
+            del self._replicas[target]
+            poller.cancel()
+            await asyncio.gather(poller, return_exceptions=True)
+            replica.cancel_calls()
+            await replica.close()
+            log.info("replica forgotten", replica=replica.name, target=target)
 
     async def _poll(self, replica: Replica) -> None:
         while True:
             before = (replica.version, replica.why_not())
             await replica.poll(self._config.poll_deadline_s)
             if (replica.version, replica.why_not()) != before:
-                self._announce(replica)
-                self._move_calls()
+                reason = replica.why_not()
+                log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=reason)
+                self._on_change(replica)
+                self._changed.set()
+                if any(not each.why_not() for each in self._replicas.values()):
+                    # A call at an evicted replica may never end; another replica takes it.
+                    for each in self._replicas.values():
+                        if each.evicted:
+                            each.cancel_calls()
             await self._pause(replica)
 
     async def _pause(self, replica: Replica) -> None:
@@ -278,19 +276,6 @@ class ReplicaPool:
             await asyncio.sleep(self._config.waiting_poll_s)
         else:
             await asyncio.sleep(self._config.poll_s)
-
-    def _move_calls(self) -> None:
-        """Cancel what still waits for an evicted replica once another one may take it: it may never answer."""
-        if any(not each.why_not() for each in self._replicas.values()):
-            for replica in self._replicas.values():
-                if replica.evicted:
-                    replica.cancel_calls()
-
-    def _announce(self, replica: Replica) -> None:
-        reason = replica.why_not()
-        log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=reason)
-        self._on_change(replica)
-        self._changed.set()
 
     def register(self, name: str, target: str) -> float:
         """Use a replica that announced itself; return the seconds within which it has to send a heartbeat.
@@ -393,17 +378,13 @@ class ReplicaPool:
             return {}
         behind = (newest.number - each.version.number for each in ready)
         return {"weights/replica_lag": float(max(0, *behind, 0))} | {
-            f"weights/{part}_s": max(_seconds(getattr(each, part)) for each in timings)
+            f"weights/{part}_s": max(getattr(each, part).ToTimedelta().total_seconds() for each in timings)
             for part in ("pull", "stage", "pause", "apply", "total")
         }
 
     def generated_tokens(self) -> int:
         """Return the tokens that the replicas sampled since each of them started."""
         return sum(each.status.generated_tokens for each in self.replicas)
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.ToTimedelta().total_seconds()
 
 
 def check_address(address: str) -> None:
@@ -429,27 +410,20 @@ async def resolve_targets(addresses: Iterable[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for address in addresses:
-        for target in await _targets(address):
-            found[target] = None
+        host, _, port = address.removeprefix(_DNS).rpartition(":")
+        try:
+            check_address(address)
+            if address.startswith(_UNIX) or _is_literal(host):
+                found[address.removeprefix(_DNS)] = None
+                continue
+            async with asyncio.timeout(_LOOKUP_S):
+                rows = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        except (ValueError, OSError, TimeoutError) as error:
+            log.debug("replica address skipped", address=address, error=str(error))
+            continue
+        hosts = [f"[{row[4][0]}]" if row[0] is socket.AF_INET6 else row[4][0] for row in rows]
+        found |= dict.fromkeys(sorted(f"{each}:{port}" for each in hosts))
     return list(found)
-
-
-async def _targets(address: str) -> list[str]:
-    try:
-        check_address(address)
-    except ValueError as error:
-        log.debug("replica skipped", reason=str(error))
-        return []
-    host, _, port = address.removeprefix(_DNS).rpartition(":")
-    if address.startswith(_UNIX) or _is_literal(host):
-        return [address.removeprefix(_DNS)]
-    try:
-        async with asyncio.timeout(_LOOKUP_S):
-            rows = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError) as error:
-        log.debug("replica name does not resolve", name=host, error=str(error))
-        return []
-    return sorted(f"[{row[4][0]}]:{port}" if row[0] is socket.AF_INET6 else f"{row[4][0]}:{port}" for row in rows)
 
 
 def _is_literal(host: str) -> bool:
@@ -515,7 +489,7 @@ class PolicyEngine:
             SluiceError: if the request itself is at fault, or a sample was interrupted again and again.
         """
         request.run = f"runs/{self._run}" if self._run else ""
-        response = await self._anywhere(request, request.n or 1, self._generate_at(request))
+        response = await self._generate(request)
         for sample in response.samples:
             await self._continue(request, response.prompt_token_ids, sample)
         self.counts.requests += 1
@@ -530,24 +504,18 @@ class PolicyEngine:
             answer: rollout_pb2.TokenizeResponse = await replica.rollout.Tokenize(request, timeout=self._deadline_s)
             return answer
 
-        answer = await self._anywhere(rollout_pb2.GenerateRequest(), 0, call)
-        return list(answer.token_ids)
+        return list((await self._anywhere(BASE, 0, call)).token_ids)
 
-    def _generate_at(
-        self, request: rollout_pb2.GenerateRequest
-    ) -> Callable[[Replica], Awaitable[rollout_pb2.GenerateResponse]]:
+    async def _generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
         async def call(replica: Replica) -> rollout_pb2.GenerateResponse:
             answer: rollout_pb2.GenerateResponse = await replica.rollout.Generate(request, timeout=self._deadline_s)
             replica.work_succeeded(newest_version(answer.samples))
             return answer
 
-        return call
+        return await self._anywhere(Version.from_proto(request.min_policy_version), request.n or 1, call)
 
-    async def _anywhere(
-        self, request: rollout_pb2.GenerateRequest, samples: int, call: Callable[[Replica], Awaitable[_Answer]]
-    ) -> _Answer:
+    async def _anywhere(self, wanted: Version, samples: int, call: Callable[[Replica], Awaitable[_Answer]]) -> _Answer:
         """Make a call at one replica after the other until one answers."""
-        wanted = Version.from_proto(request.min_policy_version)
         avoid: frozenset[str] = frozenset()
         while True:
             replica = self._only or await self._pool.choose(wanted, avoid)
@@ -591,8 +559,7 @@ class PolicyEngine:
                 if more.sampling.max_tokens < 1:
                     sample.finish_reason = tokens_pb2.FINISH_REASON_LENGTH
                     return
-            answer = await self._anywhere(more, 1, self._generate_at(more))
-            append_sample(sample, answer.samples[0])
+            append_sample(sample, (await self._generate(more)).samples[0])
         raise SluiceError.aborted(
             "INTERRUPTED", f"a sample was interrupted {_CONTINUATIONS} times: look for the reason in the replicas' logs"
         )

@@ -14,7 +14,6 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.replicas import Replica, ReplicaPool
 from orchestrator_svc.scheduler import Scheduler, Stage
 from sluice.rpc import SluiceError
-from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -190,7 +189,7 @@ class EventLog:
     def __init__(self, start: int = 1) -> None:
         self._events: deque[orchestrator_pb2.RunEvent] = deque(maxlen=KEPT)
         self._next = (start - 1) * _NUMBERS_PER_START + 1
-        self._changed = Notifier()
+        self._changed = asyncio.Event()
         self._ended = False
         self._watchers = 0
         self._nobody = asyncio.Event()
@@ -202,12 +201,12 @@ class EventLog:
         event.time.GetCurrentTime()
         self._events.append(event)
         self._next += 1
-        self._changed.notify()
+        self._changed.set()
 
     def end(self) -> None:
         """End the log: no event will follow."""
         self._ended = True
-        self._changed.notify()
+        self._changed.set()
 
     async def follow(self, from_sequence_no: int) -> AsyncIterator[orchestrator_pb2.RunEvent]:
         """Yield events from a number on, or from the oldest one kept, until the run has ended."""
@@ -222,6 +221,7 @@ class EventLog:
                     number += 1
                 if self._ended:
                     return
+                self._changed.clear()
                 await self._changed.wait()
         finally:
             self._watchers -= 1

@@ -26,7 +26,6 @@ from orchestrator_svc.status import RunStatus
 from sluice.advantages import TRAINER_ESTIMATORS, Episode, check_sides, estimate
 from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
-from sluice.tasks import Notifier
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
@@ -71,7 +70,7 @@ class Training:
         trainer: The trainer.
         pool: Knows the tokenizer and the precision of the replicas.
         tasks: Where tasks are put that have to be drawn again.
-        changed: Wakes the loops that wait for something to change.
+        changed: Set at every change. A loop checks its condition, clears it and waits.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Training:
         trainer: TrainerLink,
         pool: ReplicaPool,
         tasks: TaskStream,
-        changed: Notifier,
+        changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._trainer, self._pool, self._tasks, self._changed = trainer, pool, tasks, changed
@@ -94,9 +93,13 @@ class Training:
         """Wait for the trainer, and check that both sides agree on who estimates the advantages.
 
         Raises:
-            SluiceError: if they do not, or the trainer cannot be reached in time.
+            SluiceError: FAILED_PRECONDITION with the remedy if they do not; otherwise as `TrainerLink.wait_until_there`.
         """
-        await self._trainer.check_estimator(self._config.advantage, self._config.deadlines.start_s)
+        state = await self._trainer.wait_until_there(self._config.deadlines.start_s)
+        try:
+            check_sides(self._config.advantage, state.advantage_estimator)
+        except ValueError as error:
+            raise SluiceError.failed_precondition("OTHER_ESTIMATOR", str(error)) from error
 
     @property
     def applied(self) -> int:
@@ -119,7 +122,7 @@ class Training:
     def stop(self) -> None:
         """End after the batches that are made."""
         self._scheduler.max_steps = min(self._scheduler.max_steps, self._scheduler.next_batch - 1)
-        self._changed.notify()
+        self._changed.set()
 
     async def run(self, on_step: OnStep) -> None:
         """Open epochs and train until the last batch is applied.
@@ -166,7 +169,7 @@ class Training:
         scheduler = self._scheduler
         version = Version(scheduler.epoch, scheduler.applied)
         log.info("training from", version=str(version), batches_to_send=len(scheduler.batches) - len(self._at_trainer))
-        self._changed.notify()
+        self._changed.set()
         return scheduler.epoch
 
     async def _begin_epoch(self, epoch: int, recovery: Recovery) -> None:
@@ -227,6 +230,7 @@ class Training:
         async with asyncio.TaskGroup() as tasks:
             work = [tasks.create_task(self._submit(epoch)), tasks.create_task(self._follow(epoch, on_step))]
             while not self._done:
+                self._changed.clear()
                 await self._changed.wait()
             for each in work:
                 each.cancel()
@@ -252,6 +256,7 @@ class Training:
                     self._drop_stale(stale)
                 if (batch := self._scheduler.make_batch()) is not None:
                     return batch
+            self._changed.clear()
             await self._changed.wait()
 
     def _drop_stale(self, groups: Sequence[Group]) -> None:
@@ -262,16 +267,18 @@ class Training:
             self._journal.drop(group.number, Reason.STALE, was_accepted=group.trajectories)
             if self._config.on_stale == OnStale.REQUEUE.value:
                 self._tasks.draw_again(group.position)
-        self._changed.notify()
+        self._changed.set()
 
     async def _send(self, batch: Batch, epoch: int) -> None:
         while len(self._at_trainer) >= _MOST_AT_TRAINER:
+            self._changed.clear()
             await self._changed.wait()
         records = [record for group in batch.groups for record in await self._journal.trajectories(group)]
         _give_advantages(self._config.advantage, records)
         try:
             async with asyncio.timeout(self._config.deadlines.lost_s):
                 while not (digest := self._pool.tokenizer_digest()):
+                    self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
             raise self._pool.none_for(self._config.deadlines.lost_s, "lost_s") from error
@@ -323,7 +330,7 @@ class Training:
         self._at_trainer.discard(step.sequence_no)
         self._note_idle()
         await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records))
-        self._changed.notify()
+        self._changed.set()
 
     async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a batch without those that the journal cannot read; the trainer has them all."""
@@ -393,18 +400,6 @@ class TrainerLink:
 
         return await self._persist(ask, deadline_s, "the trainer cannot be reached")
 
-    async def check_estimator(self, advantage: str, deadline_s: float) -> None:
-        """Wait for the trainer, and check that it estimates the advantages that this run leaves to it, and no others.
-
-        Raises:
-            SluiceError: FAILED_PRECONDITION with the remedy; otherwise as `wait_until_there`.
-        """
-        own = (await self.wait_until_there(deadline_s)).advantage_estimator
-        try:
-            check_sides(advantage, own)
-        except ValueError as error:
-            raise SluiceError.failed_precondition("OTHER_ESTIMATOR", str(error)) from error
-
     async def last_batch_in(self, epoch: int, applied: int) -> int | None:
         """Return the last batch that the trainer accepted in an epoch, if it still trains that epoch.
 
@@ -439,11 +434,9 @@ class TrainerLink:
         return await self._persist(ask, self._deadlines.begin_epoch_s, f"the trainer does not begin epoch {epoch}")
 
     async def submit(
-        self,
-        header: trainer_pb2.BatchHeader,
-        trajectories: Sequence[tokens_pb2.Trajectory],
+        self, header: trainer_pb2.BatchHeader, trajectories: Sequence[tokens_pb2.Trajectory]
     ) -> trainer_pb2.SubmitBatchResponse:
-        """Hand over a batch, waiting while the trainer's queue is full.
+        """Submit a batch, waiting while the trainer's queue is full.
 
         Raises:
             EpochLostError: if the trainer trains another epoch, or went away.
@@ -457,7 +450,7 @@ class TrainerLink:
                     await asyncio.sleep(error.retry_after_s or _RETRY_S)
                     continue
                 await self._explain(error, header.target_version.epoch)
-                log.warning("batch is handed over again", batch=header.batch_id, error=str(error))
+                log.warning("batch is submitted again", batch=header.batch_id, error=str(error))
             await asyncio.sleep(_RETRY_S)
 
     async def steps(self, epoch: int, from_number: int) -> AsyncIterator[trainer_pb2.StepReport]:

@@ -1,37 +1,14 @@
-"""Wake the tasks that wait for a change, and wait for work that a cancelled caller must not leave behind."""
+"""Wait for work that a cancelled caller must not leave behind, such as a thread that writes to a file."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["Notifier", "discard_outcome", "run_to_end", "settle"]
+__all__ = ["discard_outcome", "run_to_end", "settle"]
 
 T = TypeVar("T")
-
-
-class Notifier:
-    """Wakes all tasks of one event loop that wait for something to change.
-
-    Check the condition and then call `wait`, without another `await` in between: no change is missed then.
-    """
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def notify(self) -> None:
-        """Wake all tasks that wait now."""
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def wait(self, at_most_s: float | None = None) -> None:
-        """Return at the next `notify`, or after `at_most_s` seconds."""
-        event = self._event
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(at_most_s):
-                await event.wait()
 
 
 async def run_to_end(work: asyncio.Future[T], *, on_cancel: Callable[[], object] | None = None) -> T:
