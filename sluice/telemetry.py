@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ __all__ = [
     "CONTENT_TYPE",
     "LEVELS",
     "LEVEL_VARIABLE",
-    "MetricsServer",
     "MetricsWriter",
     "configure_logging",
     "metrics_text",
@@ -34,16 +32,10 @@ __all__ = [
 LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
 """Where the level comes from when no config was read."""
 
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _CHATTY = ("asyncio", "filelock", "fsspec", "grpc", "httpcore", "httpx", "matplotlib", "urllib3", "uvicorn.access")
-"""Libraries whose info lines tell about themselves rather than about the run."""
+"""Libraries whose info lines are about themselves, not about the run."""
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 """Content type of `metrics_text`."""
@@ -68,7 +60,7 @@ def configure_logging(
     name = (level or os.environ.get(LEVEL_VARIABLE) or "info").lower()
     if name not in LEVELS:
         raise ValueError(f"log level {name!r} is unknown; choose one of {', '.join(LEVELS)}")
-    threshold = LEVELS[name]
+    threshold = logging.getLevelNamesMapping()[name.upper()]
     output = stream or sys.stderr
     shared = _shared_processors(service, terminal=output.isatty())
     renderer = _renderer(terminal=output.isatty(), secrets=secrets)
@@ -117,22 +109,8 @@ def metrics_text() -> bytes:
     return generate_latest(REGISTRY)
 
 
-class MetricsServer:
-    """A running ``/metrics`` endpoint."""
-
-    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
-        self._server, self._thread = server, thread
-        self.port = int(server.server_port)
-
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop serving; returns when its thread has ended or after `timeout_s` seconds."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout_s)
-
-
-def start_metrics_server(port: int, host: str = "127.0.0.1") -> MetricsServer:
-    """Serve the metrics from a thread.
+def start_metrics_server(port: int, host: str = "127.0.0.1") -> WSGIServer:
+    """Serve the metrics from a thread, and return the server.
 
     Args:
         port: TCP port; 0 picks a free one.
@@ -141,10 +119,9 @@ def start_metrics_server(port: int, host: str = "127.0.0.1") -> MetricsServer:
     Raises:
         OSError: if the address cannot be bound.
     """
-    server, thread = start_http_server(port, addr=host)
-    running = MetricsServer(server, thread)
-    log.info("metrics", url=f"http://{host}:{running.port}/metrics")
-    return running
+    server, _ = start_http_server(port, addr=host)
+    log.info("metrics", url=f"http://{host}:{server.server_port}/metrics")
+    return server
 
 
 class MetricsWriter:
@@ -171,9 +148,6 @@ class MetricsWriter:
         now = time.time()
         line = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._lines.write(json.dumps({"step": step, "time": now, **line}) + "\n")
-        self._add_event(step, now, values)
-
-    def _add_event(self, step: int, now: float, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 - slow to import
         from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
 

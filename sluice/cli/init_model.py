@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelShape", "init_model"]
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>")
-"""Ids 0, 1, ...: padding, end of turn, the roles, and what stands for a character outside of the vocabulary."""
+"""Ids 0, 1, ...: padding, end of turn, the roles, and the token of every character outside of the vocabulary."""
 
 DEFAULT_CHARACTERS = "".join(chr(code) for code in range(0x20, 0x7F)) + "\n"
 """Printable ASCII and the line feed."""
@@ -41,21 +41,25 @@ CHAT_TEMPLATE = """\
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+SIZES = {
+    "hidden": "width of the residual stream",
+    "layers": "decoder layers",
+    "heads": "query heads",
+    "kv_heads": "key-value heads; divides the number of heads",
+    "head_dim": "width of a head; even",
+    "mlp": "width of the feed-forward layers",
+    "max_positions": "longest sequence in tokens",
+}
+"""The numbers of a `ModelShape`, and what they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the model; the defaults give 0.6 million parameters.
+    """Sizes of the model, explained in `SIZES`; the defaults give 0.6 million parameters.
 
     Attributes:
-        hidden: Width of the residual stream.
-        layers: Number of decoder layers.
-        heads: Query heads.
-        kv_heads: Key-value heads; divides `heads`.
-        head_dim: Width of a head; even.
-        mlp: Width of the feed-forward layers.
         vocabulary_characters: Characters with a token of their own.
         tie: Share the input and output embeddings.
-        max_positions: Longest sequence in tokens.
     """
 
     hidden: int = 128
@@ -69,7 +73,7 @@ class ModelShape:
     max_positions: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_positions"):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.heads % self.kv_heads:
@@ -81,7 +85,7 @@ class ModelShape:
 
 
 def vocabulary(characters: str) -> list[str]:
-    """Tokens in order of their ids: special ones, characters, and reserved ones up to a round size."""
+    """Return the tokens in order of their ids: special ones, characters, and reserved ones up to a round size."""
     tokens = [*SPECIAL_TOKENS, *dict.fromkeys(characters)]
     fill = -len(tokens) % ROW_MULTIPLE
     return tokens + [f"<|reserved_{number}|>" for number in range(fill)]
@@ -132,7 +136,7 @@ def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str 
 
 
 def character_tokenizer(shape: ModelShape) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character; others become `<|unk|>`."""
+    """Return a tokenizer with one token per character; characters outside of the vocabulary become `<|unk|>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -161,17 +165,8 @@ def run(argv: Sequence[str]) -> int:
 
     logging.disable_progress_bar()
     try:
-        shape = ModelShape(
-            hidden=arguments.hidden,
-            layers=arguments.layers,
-            heads=arguments.heads,
-            kv_heads=arguments.kv_heads,
-            head_dim=arguments.head_dim,
-            mlp=arguments.mlp,
-            vocabulary_characters=arguments.vocab_chars,
-            tie=arguments.tie,
-            max_positions=arguments.max_positions,
-        )
+        sizes = {name: getattr(arguments, name) for name in SIZES}
+        shape = ModelShape(**sizes, vocabulary_characters=arguments.vocab_chars, tie=arguments.tie)
         parameters = init_model(arguments.directory, shape, seed=arguments.seed, dtype=arguments.dtype)
     except (ValueError, OSError) as error:
         print(f"sluice init-model: {error}", file=sys.stderr)
@@ -188,19 +183,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="sluice init-model", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("directory", type=Path, help="directory to write; must not exist")
-    sizes = ModelShape()
-    for name, meaning in (
-        ("hidden", "width of the residual stream"),
-        ("layers", "decoder layers"),
-        ("heads", "query heads"),
-        ("kv_heads", "key-value heads"),
-        ("head_dim", "width of a head"),
-        ("mlp", "width of the feed-forward layers"),
-        ("max_positions", "longest sequence in tokens"),
-    ):
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=whole_number(1, MOST), default=getattr(sizes, name), help=meaning
-        )
+    defaults = ModelShape()
+    for name, meaning in SIZES.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=whole_number(1, MOST), default=getattr(defaults, name), help=meaning)
     parser.add_argument("--vocab-chars", default=DEFAULT_CHARACTERS, help="characters with a token of their own")
     parser.add_argument("--tie", action="store_true", help="share the input and output embeddings")
     parser.add_argument("--seed", type=whole_number(0, (1 << 32) - 1), default=0, help="seed of the weights")

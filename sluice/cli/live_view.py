@@ -1,4 +1,7 @@
-"""The view of a running run: a live panel on a terminal, plain lines elsewhere."""
+"""What a run shows while it runs: a live panel on a terminal, plain lines elsewhere.
+
+`RunProgress` and `RateLimit` know neither a clock nor a terminal.
+"""
 
 from __future__ import annotations
 
@@ -123,20 +126,21 @@ class RunView:
             self.say(step_line(self.progress))
 
     async def follow(self, target: str, security: SecurityConfig) -> None:
-        """Take the run's events from the orchestrator until the run has succeeded, across restarts of the orchestrator.
+        """Show the run's events while the orchestrator serves, across its restarts, until the run has succeeded.
 
-        A run that fails for good is noticed by the supervisor; cancel this then.
+        The supervisor notices a run that fails for good; cancel this then.
 
         Args:
             target: Address of the orchestrator.
             security: Tokens and TLS.
         """
         while not self.progress.succeeded:
-            async with OrchestratorClient(target, security) as orchestrator:
-                with contextlib.suppress(SluiceError):
-                    self.progress.describe(await orchestrator.run(self._run))
-                    async for answer in orchestrator.watch(self._run):
-                        self.on_event(answer.event)
+            if self._children.get("orchestrator") is ChildState.SERVING:
+                async with OrchestratorClient(target, security) as orchestrator:
+                    with contextlib.suppress(SluiceError):
+                        self.progress.describe(await orchestrator.run(self._run))
+                        async for answer in orchestrator.watch(self._run):
+                            self.on_event(answer.event)
             await asyncio.sleep(_RECONNECT_S)
 
     def say(self, text: str, style: str = "") -> None:
@@ -247,7 +251,7 @@ _ROWS: dict[str, Callable[[RunProgress], RenderableType | None]] = {
 
 @dataclass
 class RunProgress:
-    """What is known about a run.
+    """What is known about a run from its events.
 
     Attributes:
         max_steps: Batches to apply in all; 0 until it is known.
@@ -255,12 +259,10 @@ class RunProgress:
         step: Last step that was reported.
         applied: Batches applied, including those before a resume.
         state: The state in one word.
-        message: The reason of the state.
         metrics: Metrics of the last step.
         rewards: Mean reward of each step, the last few hundred.
         load: The last report of the load.
         replicas: Replicas by address, which is known before the name.
-        evaluations: Finished evaluations.
     """
 
     max_steps: int = 0
@@ -268,12 +270,10 @@ class RunProgress:
     step: int = 0
     applied: int = 0
     state: str = "starting"
-    message: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
     load: orchestrator_pb2.LoadReport = field(default_factory=orchestrator_pb2.LoadReport)
     replicas: dict[str, orchestrator_pb2.Replica] = field(default_factory=dict)
-    evaluations: list[orchestrator_pb2.EvaluationFinished] = field(default_factory=list)
     _times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
     def describe(self, run: orchestrator_pb2.Run) -> None:
@@ -292,12 +292,8 @@ class RunProgress:
         match event.WhichOneof("kind"):
             case "state_changed":
                 self.state = _STATES.get(event.state_changed.state, self.state)
-                self.message = event.state_changed.message
             case "step_finished":
                 return self._finish_step(event)
-            case "evaluation_finished":
-                if event.evaluation_finished not in self.evaluations:
-                    self.evaluations.append(event.evaluation_finished)
             case "replica_changed":
                 self.replicas[event.replica_changed.replica.address] = event.replica_changed.replica
             case "load":
@@ -402,7 +398,9 @@ class RateLimit:
             now: Seconds on a monotonic clock.
         """
         shown = [] if kind == self._current else self.flush(self._current)
-        shown += [line for name in list(self._kinds) if self._is_over(name, now) for line in self._forget(name)]
+        for over in [name for name, state in self._kinds.items() if now - state.last_at > WINDOW_S]:
+            shown += self.flush(over)
+            del self._kinds[over]
         self._current = kind
         state = self._kinds.setdefault(kind, _Kind())
         state.seen += 1
@@ -422,12 +420,4 @@ class RateLimit:
                 more = "" if state.hidden == 1 else f"({state.hidden - 1} more like it) "
                 lines.append(f"{more}{state.last}")
                 state.hidden = 0
-        return lines
-
-    def _is_over(self, kind: str, now: float) -> bool:
-        return now - self._kinds[kind].last_at > WINDOW_S
-
-    def _forget(self, kind: str) -> list[str]:
-        lines = self.flush(kind)
-        del self._kinds[kind]
         return lines

@@ -1,6 +1,6 @@
 """What a run starts on this machine: its children, each with command, environment, port, processes and devices.
 
-Everything is computed from the settings and the allocation, except that `free_addresses` asks the system for ports.
+Pure, except that `free_addresses` asks the system for ports.
 """
 
 from __future__ import annotations
@@ -118,9 +118,13 @@ def place(run: RunConfig, replicas: Sequence[str], devices: Sequence[str]) -> Ma
             f" more than the {MOST_PROCESSES} that one machine may run: use fewer, or start the services on several machines"
         )
     if not devices:
-        _refuse_cuda(run)
+        for name in ("trainer", "rollout"):
+            if getattr(run.section(name), "device", None) == "cuda":
+                raise ConfigError(f"{name}.device is cuda, but this machine has no CUDA device: set it to auto or cpu")
         return {child: Place(count) for child, count in processes.items()}
-    wants = {child: 0 if _on_cpu(run, child) else count for child, count in processes.items()}
+    wants = {
+        child: 0 if getattr(run, service_of(child)).device == "cpu" else count for child, count in processes.items()
+    }
     rollout = sum(wants[child] for child in replicas)
     shared = allocation is not None and allocation.shared
     needed = max(rollout, wants["trainer"]) if shared else rollout + wants["trainer"]
@@ -142,12 +146,6 @@ def place(run: RunConfig, replicas: Sequence[str], devices: Sequence[str]) -> Ma
     return places
 
 
-def _refuse_cuda(run: RunConfig) -> None:
-    for name in ("trainer", "rollout"):
-        if getattr(run.section(name), "device", None) == "cuda":
-            raise ConfigError(f"{name}.device is cuda, but this machine has no CUDA device: set it to auto or cpu")
-
-
 def _trainer_processes(run: RunConfig) -> int:
     """Return the product of the axes; `dp_shard = -1` counts as 1, since nothing else sets the number of processes."""
     parallel = run.trainer.parallel
@@ -159,10 +157,6 @@ def _engine_processes(run: RunConfig) -> int:
         return 1
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     return math.prod(int(run.rollout.engine_args.get(name, 1)) for name in names)
-
-
-def _on_cpu(run: RunConfig, child: str) -> bool:
-    return bool((run.trainer if child == "trainer" else run.rollout).device == "cpu")
 
 
 @dataclass(frozen=True)
@@ -199,14 +193,9 @@ def replica_names(replicas: int) -> list[str]:
     return ["rollout"] if replicas == 1 else [f"rollout-{number}" for number in range(replicas)]
 
 
-def child_names(replicas: int) -> list[str]:
-    """Return the names of all children, the one that takes longest to start first."""
-    return [*replica_names(replicas), "trainer", "orchestrator", "weightsync"]
-
-
 def free_addresses(replicas: int) -> Addresses:
-    """Find free loopback ports for all children of a run."""
-    names = child_names(replicas)
+    """Find free loopback ports for all children of a run, the one that takes longest to start first."""
+    names = [*replica_names(replicas), "trainer", "orchestrator", "weightsync"]
     with_http = [name for name in names if service_of(name) in HAS_HTTP]
     ports = free_ports(len(names) + len(with_http))
     return Addresses(
@@ -273,19 +262,18 @@ def child_specs(
             argv += ["--server.http-port", str(addresses.http[name])]
         if service == "rollout":
             argv += ["--replica", name]
+        environment = child_environment(name, threads, computing, os.environ)
+        if place.devices is not None:
+            environment[VISIBLE] = ",".join(place.devices)
         specs.append(
             ChildSpec(
                 name=name,
                 argv=tuple(argv),
                 log_path=log_dir / f"{name}.log",
                 serves=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
-                environment=child_environment(name, threads, computing, os.environ) | _devices(place),
+                environment=environment,
                 ends_run=service == "orchestrator",
                 drain_s=drain_s,
             )
         )
     return specs
-
-
-def _devices(place: Place) -> dict[str, str]:
-    return {} if place.devices is None else {VISIBLE: ",".join(place.devices)}

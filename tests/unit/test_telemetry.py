@@ -116,9 +116,10 @@ def test_curves_go_to_json_lines_and_tensorboard_and_are_continued(tmp_path):
 def test_metrics_are_served_until_stopped():
     Counter("sluice_test_things", "Things.").inc(3)
     server = start_metrics_server(0)
-    url = f"http://127.0.0.1:{server.port}/metrics"
+    url = f"http://127.0.0.1:{server.server_port}/metrics"
     assert b"sluice_test_things_total 3.0" in urllib.request.urlopen(url, timeout=10).read()
     assert b"sluice_test_things_total 3.0" in metrics_text()
-    server.stop()
+    server.shutdown()
+    server.server_close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=10)
