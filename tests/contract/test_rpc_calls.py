@@ -40,7 +40,7 @@ async def failure(call) -> SluiceError:
     return SluiceError.from_rpc(caught.value)
 
 
-async def test_every_arity_has_a_deadline_of_its_own_accord(served):
+async def test_calls_of_every_arity_get_a_default_deadline(served):
     stub, double, _ = served
     await stub.GetTrainerState(STATE)
     await stub.SubmitBatch(iter([trainer_pb2.SubmitBatchRequest()]))
@@ -52,7 +52,7 @@ async def test_every_arity_has_a_deadline_of_its_own_accord(served):
     assert 31 < stream <= 25 * 3600
 
 
-async def test_a_deadline_that_is_given_is_kept(served):
+async def test_a_given_deadline_is_kept(served):
     stub, double, _ = served
     error = await failure(stub.SaveCheckpoint(trainer_pb2.SaveCheckpointRequest(), timeout=0.2))
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -105,7 +105,7 @@ async def test_a_huge_error_still_arrives_as_itself(served):
     assert "field[0]" in error.violations
 
 
-async def test_an_unexpected_exception_tells_the_request_id_and_nothing_of_itself(served):
+async def test_an_unexpected_exception_reveals_only_its_type_and_the_request_id(served):
     stub, double, _ = served
     double.failures = [KeyError("a secret")]
     error = await failure(stub.GetTrainerState(STATE, metadata=(("x-request-id", "call-7"),)))
@@ -152,7 +152,7 @@ async def test_a_client_that_leaves_a_stream_ends_its_generator(served):
     await asyncio.wait_for(double.cancelled.wait(), 10)
 
 
-async def test_an_idempotent_call_is_repeated_while_the_server_is_unavailable(served):
+async def test_an_idempotent_call_is_retried_while_the_server_is_unavailable(served):
     stub, double, _ = served
     double.failures = [SluiceError.unavailable("LOADING", "m"), SluiceError.unavailable("LOADING", "m")]
     await stub.GetTrainerState(STATE)
@@ -166,7 +166,7 @@ async def test_a_call_that_is_not_idempotent_is_made_once(served):
     assert (error.reason, double.calls) == ("LOADING", 1)
 
 
-async def test_nothing_but_unavailable_is_repeated(served):
+async def test_only_unavailable_is_retried(served):
     stub, double, _ = served
     double.failures = [SluiceError.resource_exhausted("FULL", "m", 0.1)]
     assert (await failure(stub.GetTrainerState(STATE))).reason == "FULL"
@@ -183,7 +183,7 @@ def test_every_idempotent_method_is_a_unary_request_of_the_contracts():
                 assert not found[method].server_streaming
 
 
-async def test_calls_beyond_the_limit_are_told_to_come_back():
+async def test_calls_beyond_the_limit_are_refused_with_a_retry_delay():
     server, double = await start_double(max_concurrent_rpcs=1)
     async with connect(server.target, SecurityConfig()) as channel:
         stub = trainer_pb2_grpc.TrainerServiceStub(channel)

@@ -51,7 +51,7 @@ async def outcome(target: str, security: SecurityConfig, role: str = "admin") ->
         ("admin", None, "UNAUTHENTICATED"),
     ],
 )
-async def test_a_token_opens_its_role_and_the_admins_opens_both(tmp_path, tokens, needed, sent, code):
+async def test_each_token_grants_its_role_and_the_admin_token_grants_both(tmp_path, tokens, needed, sent, code):
     server, double = await start_double(tokens, role=needed)
     path = None if sent is None else token_file(tmp_path, f"sent-{sent}", sent)
     assert await outcome(server.target, SecurityConfig(admin_token_file=path)) == code
@@ -150,7 +150,7 @@ def test_an_address_of_the_network_needs_tls_and_tokens(host, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "unix:/tmp/x.sock"])
-def test_a_local_address_needs_nothing(host):
+def test_a_local_address_needs_neither_tls_nor_tokens(host):
     RpcServer("trainer", ServerConfig(host=host), SecurityConfig())
 
 

@@ -92,7 +92,7 @@ def served_runs(run: Run) -> dict[str, str]:
     return runs
 
 
-def test_a_run_ends_by_itself_and_is_refused_a_second_time(started) -> None:
+def test_a_run_ends_by_itself_and_cannot_be_started_twice(started) -> None:
     run = started("--orchestrator.max-steps", "3", "--replicas", "2")
     assert run.end() == 0, "\n".join(run.seen)
     assert sum(line.startswith("step ") for line in run.seen) == 3
@@ -108,7 +108,7 @@ def test_a_run_ends_by_itself_and_is_refused_a_second_time(started) -> None:
     assert "continue it with --resume" in second.seen[-1]
 
 
-def test_each_service_may_be_killed_once_and_the_run_goes_on_to_its_end(started) -> None:
+def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> None:
     run = started("--orchestrator.max-steps", "100", "--orchestrator.checkpoint.every-steps", "1")
     run.until("step 2/")
     for service in ("rollout", "weightsync", "trainer", "orchestrator"):
@@ -151,7 +151,7 @@ def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> 
     assert resumed.seen[0].startswith("resuming from step_")
 
 
-def test_a_wrong_setting_of_one_service_is_said_before_anything_starts(started) -> None:
+def test_a_wrong_setting_of_one_service_is_reported_before_anything_starts(started) -> None:
     run = started("--trainer.lr", "fast")
     assert run.end() == 2
     assert "trainer.lr" in run.seen[-1]

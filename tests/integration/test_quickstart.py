@@ -22,7 +22,7 @@ def quickstart(output_dir: Path, *flags: str) -> subprocess.CompletedProcess[str
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
 
 
-def test_the_quickstart_leaves_a_model_a_report_and_everything_it_names(tmp_path: Path) -> None:
+def test_the_quickstart_writes_a_model_a_report_and_every_file_that_it_names(tmp_path: Path) -> None:
     done = quickstart(tmp_path, "--seed", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     directory = tmp_path / "quickstart"

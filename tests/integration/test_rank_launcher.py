@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
-def test_wrong_settings_of_the_ranks_are_told_and_become_the_launchers_exit_code() -> None:
+def test_wrong_settings_of_the_ranks_become_the_exit_code_of_the_launcher() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "sluice.supervise.ranks", "2", "6", "trainer", "--lr", "fast"],
         capture_output=True,

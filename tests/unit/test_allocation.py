@@ -28,7 +28,7 @@ shared = st.builds(Dimensions, data=sizes, tensor=sizes).map(
 
 
 @given(apart | shared)
-def test_what_is_printed_reads_back_to_the_same(allocation: Allocation) -> None:
+def test_a_printed_allocation_parses_to_the_same_allocation(allocation: Allocation) -> None:
     assert Allocation.parse(str(allocation)) == allocation
 
 
@@ -57,7 +57,7 @@ def test_dimensions_may_stand_in_any_order(letters: list[str]) -> None:
         ("fsdp:d2t2", Allocation(None, Side(D(2, 2), "fsdp")), 4, "fsdp:d2t2"),
     ],
 )
-def test_every_form_means_what_it_says(text: str, meant: Allocation, devices: int, canonical: str) -> None:
+def test_every_form_of_an_allocation_is_parsed(text: str, meant: Allocation, devices: int, canonical: str) -> None:
     read = Allocation.parse(text)
     assert read == meant
     assert read.devices == devices
@@ -90,7 +90,7 @@ def test_backends_per_role_mean_the_same_as_one_line() -> None:
         ("vllm:d²", ("cannot read",)),
     ],
 )
-def test_a_wrong_line_is_told_what_to_write(text: str, told: tuple[str, ...]) -> None:
+def test_the_error_about_a_wrong_line_says_what_to_write(text: str, told: tuple[str, ...]) -> None:
     with pytest.raises(AllocationError) as error:
         Allocation.parse(text)
     for part in told:

@@ -22,7 +22,7 @@ def test_one_line_sets_the_dimensions_of_engines_and_trainer() -> None:
     assert run.rollout.engine_args["tensor_parallel_size"] == 2
 
 
-def test_a_backend_per_role_does_the_same() -> None:
+def test_one_backend_per_role_sets_the_same_dimensions() -> None:
     run = loaded("--rollout.backend", "transformers:d2", "--trainer.backend", "fsdp:d4p2")
     assert sizes(run) == (1, 4, 1, 1, 2)
     assert run.rollout.engine == "transformers"
@@ -33,12 +33,12 @@ def test_without_an_allocation_the_settings_stay_as_they_are() -> None:
     assert sizes(loaded("--trainer.parallel.tp", "2")) == (1, -1, 2, 1, 1)
 
 
-def test_copies_may_be_named_beside_the_allocation() -> None:
+def test_the_number_of_copies_may_be_set_beside_the_allocation() -> None:
     assert sizes(loaded("--trainer.backend", "fsdp:d8", "--trainer.parallel.dp-replicate", "2")) == (2, 4, 1, 1, 1)
     assert sizes(loaded("--trainer.backend", "fsdp:d8", "--trainer.parallel.dp-shard", "2")) == (4, 2, 1, 1, 1)
 
 
-def test_what_was_resolved_resolves_to_the_same_again() -> None:
+def test_resolved_settings_resolve_to_themselves() -> None:
     flags = ["--allocation-mode", "d2t2+d4p2"]
     written = ["--trainer.parallel", '{"dp_replicate": 1, "dp_shard": 4, "tp": 1, "cp": 1, "pp": 2}']
     arguments = ["--rollout.engine-args", '{"tensor_parallel_size": 2}']
@@ -60,13 +60,15 @@ def test_what_was_resolved_resolves_to_the_same_again() -> None:
         (["--rollout.backend", "fsdp:d2"], ("rollout.backend", "no backend of role rollout")),
     ],
 )
-def test_a_setting_that_contradicts_it_is_refused_with_both_named(flags: list[str], named: tuple[str, ...]) -> None:
+def test_a_setting_that_contradicts_the_allocation_is_refused_and_both_are_named(
+    flags: list[str], named: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as error:
         loaded("--allocation-mode", "vllm:d2+fsdp:d4t2", *flags)
     for part in named:
         assert part in str(error.value)
 
 
-def test_an_engine_of_one_device_is_not_given_two() -> None:
+def test_an_engine_that_uses_one_device_cannot_be_assigned_two() -> None:
     with pytest.raises(ConfigError, match="one device per replica"):
         loaded("--allocation-mode", "d2t2+d4", "--rollout.engine", "transformers")

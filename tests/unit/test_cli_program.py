@@ -94,7 +94,7 @@ async def test_a_service_that_fails_ends_with_code_one_and_its_traceback_in_the_
 
 
 @pytest.mark.parametrize(("error", "exit_code"), [("UnfinishedError", 143), ("FailedForGoodError", 3)])
-async def test_a_service_whose_work_did_not_end_well_tells_by_its_exit_code(site, error, exit_code):
+async def test_the_exit_code_says_how_a_service_failed_to_finish(site, error, exit_code):
     (site / "toy_svc" / "app.py").write_text(
         f"from sluice.config import Service, {error}\nfrom toy_svc.config import ToyConfig\n"
         f"async def serve(common, config):\n    raise {error}('it ended at step 3 of 9')\n"
@@ -106,7 +106,7 @@ async def test_a_service_whose_work_did_not_end_well_tells_by_its_exit_code(site
     assert "Traceback" not in err
 
 
-async def test_a_service_that_cancels_itself_does_not_pass_for_one_that_was_stopped(site):
+async def test_a_service_that_cancels_itself_counts_as_failed_not_as_stopped(site):
     (site / "toy_svc" / "app.py").write_text(
         "import asyncio\nfrom sluice.config import Service\nfrom toy_svc.config import ToyConfig\n"
         "async def serve(common, config):\n    raise asyncio.CancelledError\n"
@@ -142,7 +142,7 @@ async def test_the_metrics_port_is_served_beside_the_service_whatever_rank_its_p
     assert process.returncode == 0
 
 
-async def test_a_reader_that_leaves_gets_no_traceback(site):
+async def test_a_closed_pipe_on_stdout_causes_no_traceback(site):
     reading, writing = os.pipe()
     os.close(reading)
     process = await asyncio.create_subprocess_exec(
@@ -157,7 +157,7 @@ async def test_a_reader_that_leaves_gets_no_traceback(site):
     assert process.returncode == 1
 
 
-async def test_health_tells_a_server_that_is_not_ready_or_not_there(capsys):
+async def test_health_fails_for_a_server_that_is_not_ready_or_not_there(capsys):
     server = RpcServer("toy", ServerConfig(), SecurityConfig())
     await server.set_serving(False)
     await server.start()

@@ -33,7 +33,7 @@ def toml(tmp_path: Path, name: str, text: str) -> str:
     return str(path)
 
 
-def test_flags_cover_files_cover_environment_covers_defaults(tmp_path, monkeypatch):
+def test_flags_override_files_override_environment_overrides_defaults(tmp_path, monkeypatch):
     first = toml(tmp_path, "first.toml", "seed = 2\nmax_staleness = 2\n[toy]\nlr = 2\n")
     second = toml(tmp_path, "second.toml", "seed = 3\n")
     monkeypatch.setenv("SLUICE_SEED", "1")
@@ -53,7 +53,7 @@ def test_tables_of_several_files_merge_key_by_key_and_lists_are_replaced(tmp_pat
     assert toy.engine == {"a": 1, "b": 2}
 
 
-def test_a_partial_table_keeps_the_default_of_the_field_rather_than_of_its_class(tmp_path):
+def test_a_partial_table_keeps_the_defaults_of_the_field_not_of_its_class(tmp_path):
     run = load_run(["@", toml(tmp_path, "a.toml", "[toy.server]\nhost = '::1'\n")])
     assert (run.toy.server.host, run.toy.server.port) == ("::1", 7999)
 
@@ -74,7 +74,7 @@ def test_inference_is_another_name_of_rollout_in_every_layer(tmp_path, monkeypat
     assert found == [1, 1, 2, 3]
 
 
-def test_in_a_one_service_command_other_flags_mean_its_table():
+def test_in_a_command_of_one_service_the_name_of_its_table_may_be_left_out():
     run = load_run(["--lr", "3", "--seed", "5", "--server.port", "1", "--toy.limit", "9"], service="toy")
     assert (run.toy.lr, run.seed, run.toy.server.port, run.toy.limit) == (3.0, 5, 1, 9)
 
@@ -102,7 +102,7 @@ def test_free_form_tables_take_json_values_and_keep_text():
     assert engine == {"max_len": 128, "name": "x", "eager": True}
 
 
-def test_values_of_a_users_own_keys_follow_their_flag_and_say_their_type():
+def test_values_under_a_users_own_keys_are_typed_by_their_text():
     flags = ("--trainer.objective.params.gain", "0.1", "--trainer.objective.params.kind=soft")
     own = ("--trainer.objective.params.on", "--trainer.objective.preset", "mine:surrogate")
     params = load_run([*flags, *own]).trainer.objective.params
@@ -125,7 +125,7 @@ def test_negative_numbers_are_values():
         load_run(["--toy.lr", "-1"])
 
 
-def test_empty_variables_and_those_of_kubernetes_and_of_children_are_no_settings(monkeypatch):
+def test_empty_variables_and_those_of_kubernetes_and_of_children_are_ignored(monkeypatch):
     for name, value in {
         "SLUICE_SEED": "",
         "SLUICE_ROLLOUT_SERVICE_HOST": "10.0.0.1",
@@ -138,7 +138,7 @@ def test_empty_variables_and_those_of_kubernetes_and_of_children_are_no_settings
     assert load_run([]).seed == 0
 
 
-def test_the_log_level_has_its_variable(monkeypatch):
+def test_the_log_level_can_be_set_by_a_variable(monkeypatch):
     monkeypatch.setenv("SLUICE_LOG_LEVEL", "debug")
     assert load_run([]).log_level == "debug"
 
@@ -184,7 +184,7 @@ def leaves(table, path=()):
 
 
 @given(TABLES, TABLES)
-def test_merging_keeps_every_upper_leaf_and_each_lower_one_that_nothing_covers(lower, upper):
+def test_merging_keeps_every_upper_value_and_each_lower_one_that_is_not_overridden(lower, upper):
     merged = dict(leaves(deep_merge(lower, upper)))
     above = dict(leaves(upper))
     for path, value in above.items():
@@ -197,7 +197,7 @@ def test_merging_keeps_every_upper_leaf_and_each_lower_one_that_nothing_covers(l
 
 
 @given(TABLES, TABLES, TABLES)
-def test_merging_from_the_left_changes_no_input_and_the_empty_table_nothing(first, second, third):
+def test_merging_changes_no_input_and_ignores_empty_tables(first, second, third):
     copies = repr((first, second, third))
     deep_merge(deep_merge(first, second), third)
     assert repr((first, second, third)) == copies

@@ -161,7 +161,7 @@ def test_no_error_of_a_file_or_a_variable_shows_a_secret(tmp_path: Path, monkeyp
     assert "toy.lr" in str(caught.value)
 
 
-def test_a_check_of_the_settings_cannot_show_a_secret_either() -> None:
+def test_the_error_of_a_check_shows_no_secret() -> None:
     def check(run: Any) -> None:
         raise ConfigError(f"the environment refuses {run.toy.engine}")
 
@@ -190,7 +190,7 @@ def test_what_a_service_raises_and_logs_shows_no_secret(
         assert SECRET not in printed
 
 
-def test_logs_are_written_without_the_secrets_that_they_are_told() -> None:
+def test_logs_hide_the_secrets_of_the_run() -> None:
     output = io.StringIO()
     configure_logging("toy", "info", output, secrets=[SECRET])
     log = structlog.get_logger()

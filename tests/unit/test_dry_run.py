@@ -120,7 +120,7 @@ def test_what_a_service_would_refuse_is_refused(model: Path, flags: tuple[str, .
     assert "\n" not in str(refused.value)
 
 
-def test_an_objective_whose_module_is_nowhere_is_refused_without_importing_one(model: Path, monkeypatch) -> None:
+def test_an_objective_whose_module_is_missing_is_refused_without_importing_it(model: Path, monkeypatch) -> None:
     (model / "mine.py").write_text("raise SystemExit('imported')\n")
     monkeypatch.chdir(model)
     services = ["--model", str(model), "--rollout.engine", "transformers", "--orchestrator.environment", "mine.py:Env"]
@@ -130,7 +130,7 @@ def test_an_objective_whose_module_is_nowhere_is_refused_without_importing_one(m
         run([*services, "--trainer.objective.preset", "mine:loss", "--dry-run"])
 
 
-def test_vllm_is_told_what_it_cannot_share_or_is_ours_to_set(model: Path) -> None:
+def test_vllm_arguments_that_conflict_or_that_we_set_are_refused(model: Path) -> None:
     for flag, told in (
         ("--rollout.engine-args.tensor_parallel_size=4", "cannot share the 6 attention heads"),
         ("--rollout.engine-args.enable_lora=true", "comes from the table"),
@@ -161,7 +161,7 @@ def test_an_evaluation_is_refused_before_a_replica_is_started(tmp_path: Path) ->
             eval_command.run(flags)
 
 
-def test_a_directory_that_holds_no_model_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it has no config\.json"):
         run(words(tmp_path))
     (tmp_path / "config.json").write_text("{")
@@ -177,19 +177,19 @@ def test_a_directory_that_holds_no_model_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", EMPTY[:-1], b"version https://git-lfs.github.com/spec/v1"])
-def test_weights_that_are_cut_off_or_were_never_fetched_are_told(model: Path, content: bytes) -> None:
+def test_weights_that_are_truncated_or_were_never_fetched_are_reported(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
     with pytest.raises(ConfigError, match=r"weights in .* are not whole .* `git lfs pull`"):
         run(words(model))
 
 
-def test_a_shard_that_is_missing_is_told(model: Path) -> None:
+def test_a_missing_shard_is_reported(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
     with pytest.raises(ConfigError, match=r"weights in .* are not whole \(No such file.*model-2\.safetensors"):
         run(words(model))
 
 
-def test_sizes_of_a_hub_id_are_not_asked_for(capsys) -> None:
+def test_the_hub_is_not_asked_for_the_sizes_of_a_model(capsys) -> None:
     with pytest.raises(SystemExit):
         run(words("nobody/nothing", "--trainer.parallel.tp", "5"))
     assert capsys.readouterr().out

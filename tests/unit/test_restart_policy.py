@@ -18,7 +18,7 @@ def test_a_child_that_served_is_started_again_after_a_growing_pause() -> None:
     ]
 
 
-def test_the_bound_ends_it() -> None:
+def test_no_restart_beyond_the_bound() -> None:
     policy = RestartPolicy(RestartLimits(restarts=2))
     policy.on_exit(KILLED, 0.0, was_ready=True)
     policy.on_exit(KILLED, 1.0, was_ready=True)
@@ -27,32 +27,32 @@ def test_the_bound_ends_it() -> None:
     assert "2 times" in decision.reason
 
 
-def test_old_restarts_are_forgiven() -> None:
+def test_restarts_outside_the_window_do_not_count() -> None:
     policy = RestartPolicy(RestartLimits(restarts=1, window_s=600.0))
     assert isinstance(policy.on_exit(KILLED, 0.0, was_ready=True), StartAgain)
     assert policy.on_exit(KILLED, 601.0, was_ready=True) == StartAgain(0.5, 1)
 
 
-def test_wrong_settings_are_not_tried_again() -> None:
+def test_a_child_with_wrong_settings_is_not_restarted() -> None:
     decision = RestartPolicy(RestartLimits()).on_exit(2, 0.0, was_ready=True)
     assert decision == GiveUp("its settings are wrong")
 
 
-def test_work_that_was_given_up_is_not_tried_again() -> None:
+def test_a_child_that_gave_up_is_not_restarted() -> None:
     decision = RestartPolicy(RestartLimits()).on_exit(3, 0.0, was_ready=True)
     assert decision == GiveUp("it gave up")
 
 
 @pytest.mark.parametrize("code", [1, 4, 127])
-def test_a_failure_before_it_ever_served_is_not_tried_again(code: int) -> None:
+def test_a_child_that_failed_before_it_served_is_not_restarted(code: int) -> None:
     assert isinstance(RestartPolicy(RestartLimits()).on_exit(code, 0.0, was_ready=False), GiveUp)
 
 
-def test_a_child_killed_while_starting_is_tried_again() -> None:
+def test_a_child_killed_while_starting_is_restarted() -> None:
     assert isinstance(RestartPolicy(RestartLimits()).on_exit(-9, 0.0, was_ready=False), StartAgain)
 
 
-def test_a_service_that_leaves_unasked_counts_as_dead() -> None:
+def test_a_service_that_ends_by_itself_is_restarted() -> None:
     assert isinstance(RestartPolicy(RestartLimits()).on_exit(0, 0.0, was_ready=True), StartAgain)
 
 

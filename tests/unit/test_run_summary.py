@@ -13,12 +13,12 @@ def write(run_dir: Path, *lines: dict) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_step_that_was_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+def test_a_step_that_was_repeated_after_a_resume_counts_once(tmp_path: Path) -> None:
     write(tmp_path, {"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.2}, {"step": 2, "reward/mean": 0.3})
     assert report.series(report.read_steps(tmp_path), "reward") == [(1, 0.1), (2, 0.3)]
 
 
-def test_values_that_were_not_finite_are_gaps(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, {"step": 1, "reward/mean": None}, {"step": 2, "reward/mean": 0.2})
     assert report.series(report.read_steps(tmp_path), "reward") == [(2, 0.2)]
 

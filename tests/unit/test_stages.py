@@ -19,7 +19,7 @@ def test_a_stage_is_one_line_with_its_time_and_its_result() -> None:
     assert list(stages.seconds) == ["first"]
 
 
-def test_a_stage_that_fails_claims_nothing() -> None:
+def test_a_stage_that_fails_prints_no_time() -> None:
     out = io.StringIO()
     stages = Stages(Console(file=out), count=1)
     with pytest.raises(StageError), stages.stage("first", "do the first thing"):
@@ -27,18 +27,18 @@ def test_a_stage_that_fails_claims_nothing() -> None:
     assert (out.getvalue(), stages.seconds) == ("", {})
 
 
-def test_a_program_answers_with_its_last_line_and_its_log_keeps_all(tmp_path: Path) -> None:
+def test_the_last_line_of_a_program_is_returned_and_its_log_keeps_all(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "x.log"
     assert run_quietly(["-c", "print('one'); print('two')"], log, {}) == "two"
     assert log.read_text() == "one\ntwo\n"
 
 
-def test_a_program_that_fails_is_quoted(tmp_path: Path) -> None:
+def test_the_error_about_a_failed_program_quotes_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"exit code 5; .*x\.log ends with\n  \| the reason"):
         run_quietly(["-c", "import sys; print('the reason'); sys.exit(5)"], tmp_path / "x.log", {})
 
 
-def test_a_signal_ends_the_program_and_is_an_interruption(tmp_path: Path) -> None:
+def test_a_signal_ends_the_program_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
     code = "import os, signal, sys; os.kill(os.getppid(), signal.SIGTERM); signal.pause()"
     with pytest.raises(KeyboardInterrupt):
         run_quietly(["-c", code], tmp_path / "x.log", {})

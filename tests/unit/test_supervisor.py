@@ -73,7 +73,7 @@ async def test_the_end_of_the_deciding_child_ends_all_others(tmp_path: Path) -> 
     assert not psutil.pid_exists(pid_of(tmp_path, "other"))
 
 
-async def test_a_killed_child_is_started_again_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path) -> None:
     witness = Witness()
     stop = asyncio.Event()
     supervisor = Supervisor([spec(tmp_path, "worker", SERVE)], witness, limits=RestartLimits(first_delay_s=0.01))
@@ -87,7 +87,7 @@ async def test_a_killed_child_is_started_again_and_the_run_goes_on(tmp_path: Pat
     assert details == ["ended with signal SIGKILL; restart 1 of 3 in 0.01 s"]
 
 
-async def test_after_the_last_restart_the_outcome_names_the_child_why_and_its_last_lines(tmp_path: Path) -> None:
+async def test_after_the_last_restart_the_outcome_has_the_child_the_reason_and_its_last_lines(tmp_path: Path) -> None:
     witness = Witness()
     dies = spec(tmp_path, "dies", READY + "time.sleep(0.2); print('the reason'); sys.exit(5)")
     outcome = await run([dies], witness, limits=RestartLimits(restarts=1, first_delay_s=0.01))
@@ -216,11 +216,11 @@ def test_lines_of_our_services_are_read_as_sentences() -> None:
         ("{not json", 20),
     ],
 )
-def test_lines_of_libraries_get_the_level_that_they_begin_with(raw: str, level: int) -> None:
+def test_lines_of_libraries_get_the_level_that_they_start_with(raw: str, level: int) -> None:
     assert (read_line(raw).level, read_line(raw).text) == (level, raw)
 
 
-def test_a_warning_that_a_library_raises_is_not_our_services_word() -> None:
+def test_a_python_warning_of_a_library_is_not_counted_as_a_line_of_our_service() -> None:
     line = read_line(
         '{"event": "/x/torch/utils.py:485: UserWarning: assuming", "level": "warning", "service": "trainer"}'
     )

@@ -56,7 +56,7 @@ def test_both_kinds_of_loggers_write_json_lines_with_the_service(logs):
 
 
 @pytest.mark.parametrize(("level", "written"), [("debug", 4), ("warning", 2), ("critical", 0)])
-def test_the_level_holds_for_both_kinds(logs, level, written):
+def test_the_level_applies_to_both_kinds_of_loggers(logs, level, written):
     configure_logging("x", level, logs)
     for logger in (structlog.get_logger("ours"), logging.getLogger("theirs")):
         logger.info("less")
@@ -92,7 +92,7 @@ def test_a_traceback_is_written_without_local_variables(logs, stream):
     assert "secret-token" not in output.getvalue()
 
 
-def test_a_terminal_gets_lines_for_eyes(logs):
+def test_a_terminal_gets_readable_lines(logs):
     terminal = Terminal()
     configure_logging("x", "info", terminal)
     structlog.get_logger().info("hello")
