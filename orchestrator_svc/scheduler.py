@@ -335,7 +335,7 @@ class Scheduler:
             accounting: Counts so far.
         """
         for epoch, origin in epochs:
-            self.lineage.open(epoch, origin)
+            self.lineage = self.lineage.begin(epoch, origin)
         for group in ready:
             self._add_group(group)
         self.accounting = accounting
@@ -348,7 +348,7 @@ class Scheduler:
             origin: The version it began from.
             lost: All batches that were made after it, with their groups.
         """
-        self.lineage.open(epoch, origin)
+        self.lineage = self.lineage.begin(epoch, origin)
         self.accounting.roll_back(origin.number)
         self.rejoin_epoch(epoch, origin.number, lost)
 
@@ -417,7 +417,7 @@ class Scheduler:
         group.stage = stage
 
     def _date(self, group: Group) -> None:
-        group.last_batch = self.bound.last_batch(self.lineage.oldest(group.versions))
+        group.last_batch = self.bound.last_batch(min(map(self.lineage.number, group.versions)))
         if group.last_batch < self.next_batch:
             self._stale_sought_for = 0
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from sluice.v1 import common_pb2, tokens_pb2
 
 __all__ = [
     "BASE",
+    "ENDLESS",
     "Lineage",
     "Version",
     "VersionSpan",
@@ -60,54 +63,73 @@ class Version(NamedTuple):
 BASE = Version(0, 0)
 """The base model before any trainer took part."""
 
+ENDLESS = (1 << 63) - 1
+"""A version number greater than every other of its epoch."""
 
+
+@dataclass(frozen=True, slots=True)
 class Lineage:
     """The version that each epoch began from: versions form a tree, and the present weights end one of its paths.
 
-    When a trainer restarts from checkpoint c, the versions above c of older epochs are retired. A token of such a
-    version v is as stale as its distance from c, plus what the trainer did since.
+    The staleness of a token is its distance in that tree from the weights that it is trained with. Within one line that is
+    `now - v`; for a version v that a restart from checkpoint c retired it is `(v - c) + (now - c)`. An unknown epoch counts
+    as begun from the base model, which never makes a token younger than it is.
+
+    Attributes:
+        origins: Version by epoch; always of an older epoch.
     """
 
-    def __init__(self) -> None:
-        self._origins: dict[int, Version] = {}
+    origins: Mapping[int, Version] = field(default_factory=lambda: MappingProxyType({}))
 
-    def open(self, epoch: int, origin: Version) -> None:
-        """Add an epoch that a trainer began from weights of version `origin`.
+    @property
+    def newest_epoch(self) -> int:
+        """The newest epoch; 0 before the first."""
+        return max(self.origins, default=0)
+
+    def begin(self, epoch: int, origin: Version) -> Self:
+        """Return the lineage with one more epoch.
 
         Raises:
-            ValueError: if the epoch is not newer than all others, or the origin not older.
+            ValueError: if the origin is not of an older epoch.
         """
-        if epoch <= max(self._origins, default=0) or origin.epoch >= epoch:
-            raise ValueError(f"epoch {epoch} cannot follow {max(self._origins, default=0)} from version {origin}")
-        self._origins[epoch] = origin
+        if origin.epoch >= epoch:
+            raise ValueError(f"epoch {epoch} cannot begin from version {origin}, which is not older")
+        return type(self)(MappingProxyType({**self.origins, epoch: origin}))
+
+    def merged(self, other: Self) -> Self:
+        """Return the epochs of both lineages; where they differ, those of `other`."""
+        return type(self)(MappingProxyType({**self.origins, **other.origins}))
+
+    def staleness(self, token: Version, now: Version) -> int:
+        """Return the versions between the one that sampled a token and the one that is trained."""
+        fork = self._fork(token, now)
+        return (token.number - fork) + (now.number - fork)
+
+    def is_retired(self, version: Version, now: Version) -> bool:
+        """Return whether `now` does not build upon this version."""
+        return self._fork(version, now) < version.number
 
     def number(self, version: Version) -> int:
-        """Return the number that a version counts as today: `now - number` is the staleness of its tokens at version `now`.
+        """Return the number that a version counts as in the newest epoch, in which `now - number` is its staleness.
 
-        Below its own, even below zero, where it was retired.
+        Below its own, even below zero, where the version is retired.
         """
-        newest = max(self._origins, default=0)
-        present = self._path(self._origins[newest]) | {newest: version.number} if newest else {0: version.number}
-        path = self._path(version)
-        # The newest version that both build upon; in the present epoch it is the version itself.
-        fork = next((min(number, present[epoch]) for epoch, number in path.items() if epoch in present), 0)
-        return 2 * fork - version.number
+        return 2 * self._fork(version, Version(self.newest_epoch, ENDLESS)) - version.number
 
-    def oldest(self, versions: Iterable[Version]) -> int:
-        """Return the least of the numbers that some versions count as.
-
-        Raises:
-            ValueError: if there are none.
-        """
-        return min(self.number(version) for version in versions)
+    def _fork(self, one: Version, other: Version) -> int:
+        """Return the number of the newest version that both build upon."""
+        path = self._path(one)
+        for epoch, number in self._path(other).items():
+            if epoch in path:
+                return min(number, path[epoch])
+        return 0
 
     def _path(self, version: Version) -> dict[int, int]:
-        """For each epoch on the way back to the base model, the number at which the way leaves it; newest first."""
+        """Return, newest first, each epoch on the way back to the base model and the number at which the way leaves it."""
         path = {}
         while version.epoch > 0:
             path[version.epoch] = version.number
-            # An epoch that is not known counts as begun from the base model: never younger than it is.
-            version = self._origins.get(version.epoch, BASE)
+            version = self.origins.get(version.epoch, BASE)
         path[0] = version.number
         return path
 

@@ -9,10 +9,9 @@ import pytest
 
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Lineage, Version
 from trainer_svc.checkpoint import batch_record
 from trainer_svc.checkpoint.batch_record import BatchRecordFiles, content_digest, read_records
-from trainer_svc.checkpoint.lineage import Lineage
 
 FIRST_EPOCH = Lineage().begin(1, BASE)
 

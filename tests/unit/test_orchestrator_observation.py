@@ -125,7 +125,7 @@ def test_shares_of_waiting_add_up_for_each_who_looks() -> None:
 
 def test_a_step_is_summarised_by_the_age_of_each_token() -> None:
     lineage = Lineage()
-    lineage.open(1, BASE)
+    lineage = lineage.begin(1, BASE)
     records = [
         record("g1-0", spans=((0, Version(1, 1)), (1, Version(1, 3)))),
         record("g1-1", spans=((0, Version(1, 3)),)),

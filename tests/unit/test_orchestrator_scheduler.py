@@ -56,7 +56,7 @@ class SimulatedRun(RuleBasedStateMachine):
 
     def open_epoch(self):
         self.epoch += 1
-        self.lineage.open(self.epoch, self.checkpoint)
+        self.lineage = self.lineage.begin(self.epoch, self.checkpoint)
         lost = [pair for number, pair in self.made.items() if number > self.checkpoint.number]
         for number in [each for each in self.history if each > self.checkpoint.number]:
             del self.history[number]
@@ -276,13 +276,13 @@ def test_groups_that_are_due_go_before_older_ones_that_are_not() -> None:
 
 def test_versions_that_the_weights_never_contained_count_as_older() -> None:
     lineage = Lineage()
-    lineage.open(1, BASE)
-    lineage.open(2, Version(1, 4))
+    lineage = lineage.begin(1, BASE)
+    lineage = lineage.begin(2, Version(1, 4))
     assert lineage.number(Version(1, 3)) == 3
     assert lineage.number(Version(1, 6)) == 2
     assert lineage.number(Version(2, 6)) == 6
-    assert lineage.oldest([Version(1, 4), Version(1, 6)]) == 2
-    lineage.open(3, Version(1, 3))
+    assert min(map(lineage.number, [Version(1, 4), Version(1, 6)])) == 2
+    lineage = lineage.begin(3, Version(1, 3))
     assert lineage.number(Version(1, 6)) == 0, "the distance is counted from where the ways part now"
     assert lineage.number(Version(2, 5)) == 1
 

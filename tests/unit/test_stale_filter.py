@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.v1 import tokens_pb2, trainer_pb2
-from sluice.versions import BASE, Version, VersionSpan
+from sluice.versions import BASE, Lineage, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.trainable import trainable
 from trainer_svc.service.convert import Batch, OnStale, Sample

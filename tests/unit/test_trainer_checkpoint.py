@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2, trainer_pb2
-from sluice.versions import BASE, Version
+from sluice.versions import BASE, Lineage, Version
 from trainer_svc.checkpoint import checkpoints
-from trainer_svc.checkpoint.lineage import Lineage, surplus
+from trainer_svc.checkpoint.checkpoints import surplus
 from trainer_svc.checkpoint.saver import CheckpointDamagedError
 from trainer_svc.config import TrainerConfig
 from trainer_svc.service.learner import Learner

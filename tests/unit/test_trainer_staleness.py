@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.versions import BASE, Version, VersionSpan
-from trainer_svc.checkpoint.lineage import Lineage
+from sluice.versions import BASE, Lineage, Version, VersionSpan
 from trainer_svc.service.stale_filter import token_staleness
 
 # Epoch 1 ran to 10, its checkpoint at 4 began epoch 2, whose checkpoint at 6 began epoch 3.

@@ -24,8 +24,7 @@ from google.protobuf.message import DecodeError
 
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2, tokens_pb2
-from sluice.versions import Version
-from trainer_svc.checkpoint.lineage import Lineage
+from sluice.versions import Lineage, Version
 
 __all__ = ["KEPT_REPORTS", "BatchRecordFiles", "content_digest", "read_records"]
 

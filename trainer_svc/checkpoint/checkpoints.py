@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,7 @@ from google.protobuf.message import DecodeError
 from sluice.host_files import remove_tree
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
-from sluice.versions import Version
-from trainer_svc.checkpoint.lineage import Lineage, origin_of, surplus
+from sluice.versions import BASE, ENDLESS, Lineage, Version
 from trainer_svc.checkpoint.saver import (
     MANIFEST,
     Export,
@@ -27,10 +26,7 @@ from trainer_svc.checkpoint.saver import (
 from trainer_svc.checkpoint.state import LiveState
 from trainer_svc.engine.engine import TrainEngine
 
-__all__ = ["Checkpoints"]
-
-_BEYOND = (1 << 63) - 1
-"""A version number greater than every other of its epoch."""
+__all__ = ["Checkpoints", "origin_of", "surplus"]
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +56,7 @@ class Checkpoints:
         """
         known = Lineage()
         for manifest in self.complete():
-            known = known.merged(Lineage.from_proto(manifest.lineage))
+            known = known.merged(_lineage(manifest.lineage))
         if self._epochs is not None and self._epochs.exists():
             try:
                 noted = checkpoint_pb2.EpochLineage.FromString(self._epochs.read_bytes())
@@ -69,7 +65,7 @@ class Checkpoints:
                     "LINEAGE_DAMAGED",
                     f"{self._epochs} cannot be read: remove it; the checkpoints know the epochs that they build upon",
                 ) from error
-            known = known.merged(Lineage.from_proto(noted))
+            known = known.merged(_lineage(noted))
         self.lineage = known
 
     def begin_epoch(self, epoch: int, origin: Version, *, write: bool) -> None:
@@ -77,7 +73,7 @@ class Checkpoints:
         self.lineage = self.lineage.begin(epoch, origin)
         if write and self._epochs is not None:
             self._epochs.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(self._epochs, self.lineage.to_proto().SerializeToString())
+            write_durably(self._epochs, _lineage_message(self.lineage).SerializeToString())
 
     def complete(self) -> list[checkpoint_pb2.CheckpointManifest]:
         """Return the manifests of the complete checkpoints, newest version first."""
@@ -90,7 +86,7 @@ class Checkpoints:
 
     def newest(self) -> checkpoint_pb2.CheckpointManifest | None:
         """Return the newest complete checkpoint on the line of the newest epoch, so that a rollback is not undone."""
-        end_of_line = Version(self.lineage.newest_epoch, _BEYOND)
+        end_of_line = Version(self.lineage.newest_epoch, ENDLESS)
         return next(
             (each for each in self.complete() if not self.lineage.is_retired(origin_of(each), end_of_line)), None
         )
@@ -115,7 +111,7 @@ class Checkpoints:
         """
         version = origin_of(manifest)
         manifest.checkpoint.name = f"step_{version.number}"
-        manifest.lineage.CopyFrom(self.lineage.to_proto())
+        manifest.lineage.CopyFrom(_lineage_message(self.lineage))
         target = self.directory / manifest.checkpoint.name
         return self.saver.begin(
             target,
@@ -157,3 +153,38 @@ class Checkpoints:
                 continue
             if remove_tree(gone):
                 log.info("checkpoint removed", name=path.name, keep=self.keep)
+
+
+def surplus(
+    complete: Sequence[checkpoint_pb2.CheckpointManifest], written: Version, known: Lineage, keep: int
+) -> list[checkpoint_pb2.CheckpointManifest]:
+    """Return the checkpoints to remove. Pure.
+
+    The newest ones that the written version builds upon stay. Retired ones, which a rollback left behind, stay only while
+    there are fewer of those than `keep`.
+
+    Args:
+        complete: All complete checkpoints, newest first.
+        written: Version of the checkpoint that was just written.
+        known: The epochs of the run.
+        keep: How many stay.
+    """
+    return sorted(complete, key=lambda each: known.is_retired(origin_of(each), written))[keep:]
+
+
+def origin_of(manifest: checkpoint_pb2.CheckpointManifest | None) -> Version:
+    """Return the version that a checkpoint was written at; that of the base model for None."""
+    return BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)
+
+
+def _lineage(message: checkpoint_pb2.EpochLineage) -> Lineage:
+    return Lineage({each.epoch: Version.from_proto(each.restored_version) for each in message.origins})
+
+
+def _lineage_message(lineage: Lineage) -> checkpoint_pb2.EpochLineage:
+    return checkpoint_pb2.EpochLineage(
+        origins=[
+            checkpoint_pb2.EpochOrigin(epoch=epoch, restored_version=origin.to_proto())
+            for epoch, origin in sorted(lineage.origins.items())
+        ]
+    )

@@ -31,8 +31,7 @@ from sluice.v1.trainer_pb2 import Checkpoint, TrajectoryResult
 from sluice.versions import BASE, Version
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS, BatchRecordFiles
-from trainer_svc.checkpoint.checkpoints import Checkpoints
-from trainer_svc.checkpoint.lineage import origin_of
+from trainer_svc.checkpoint.checkpoints import Checkpoints, origin_of
 from trainer_svc.checkpoint.saver import CheckpointDamagedError, Saver, export_state
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.config import TrainerConfig

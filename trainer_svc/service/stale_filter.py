@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from sluice.advantages import TRAINER_ESTIMATORS, Advantages, Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
-from sluice.versions import Version, VersionSpan, span_lengths
+from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.checkpoint.lineage import Lineage
 from trainer_svc.service.convert import Batch, OnStale, Sample
 
 __all__ = ["FilteredBatch", "estimate_advantages", "filter_stale", "token_staleness"]
