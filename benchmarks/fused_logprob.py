@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.trainer_sides.side import PeakMemory
-from trainer_svc.engine.fused_logprob import Entropy, fused_logprobs
-from trainer_svc.engine.output_layer import logprobs_of_logits
+from trainer_svc.engine.logprob import Entropy, fused_logprobs, logprobs_of_logits
 
 __all__ = ["measure_accuracy", "measure_fused_logprob", "run"]
 

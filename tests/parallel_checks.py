@@ -22,8 +22,8 @@ from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.layout import spread
 from trainer_svc.engine.loading import load_network
+from trainer_svc.engine.network import distribute
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import SINGLE, Mesh, make_mesh
@@ -199,9 +199,9 @@ def memory(scratch: Path, mesh: Mesh) -> dict[str, list[int]]:
     parameters = init_model(large, shape, dtype="bfloat16") if mesh.rank == 0 else 0
     dist.barrier()
     with peak_bytes() as own_share:
-        spread(load_network(str(large), torch.device("cpu"), read=False), mesh)
+        distribute(load_network(str(large), torch.device("cpu"), lazy=(0, 1)), mesh)
     with peak_bytes() as whole:
-        spread(load_network(str(large), torch.device("cpu")), mesh)
+        distribute(load_network(str(large), torch.device("cpu")), mesh)
     return {"float32": 4 * parameters, "own share": gathered(own_share[0]), "whole": gathered(whole[0])}
 
 

@@ -27,15 +27,14 @@ from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tok
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.kernels import compile_layers
-from trainer_svc.engine.layout import spread
 from trainer_svc.engine.loading import load_network
-from trainer_svc.engine.local_part import local_part
 from trainer_svc.engine.lora import attach_adapter
+from trainer_svc.engine.network import compile_layers, distribute
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join, make_mesh
+from trainer_svc.parallel.sharding import local_slice
 from trainer_svc.update.policy import PolicyUpdate
 
 TIMEOUT_S = 60.0
@@ -121,12 +120,14 @@ def differently_loaded(case: Case, models: Path, mesh: Mesh) -> list[str]:
 
     def local(*, read: bool) -> dict[str, tuple[torch.Tensor, bool]]:
         torch.manual_seed(0)
-        network = load_network(str(models / case.model), torch.device("cpu"), head=case.head, read=read)
+        network = load_network(
+            str(models / case.model), torch.device("cpu"), head=case.head, lazy=None if read else (0, 1)
+        )
         assert (network.files is None) == read
         network, _ = attach_adapter(network, settings(case).lora)
-        model = spread(network, mesh).model
+        model = distribute(network, mesh).model
         found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: (local_part(each)[0], each.requires_grad) for name, each in found.items()}
+        return {name: (local_slice(each)[0], each.requires_grad) for name, each in found.items()}
 
     parts, whole = local(read=False), local(read=True)
     differing = [

@@ -14,11 +14,9 @@ import torch
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.batch.rows import Sequence, count_loss_tokens, pack
 from trainer_svc.compute_config import ComputeConfig
-from trainer_svc.engine.attention import packed_attention
+from trainer_svc.engine.attention import Packing, packed_attention, uses_varlen
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.fused_logprob import fused_logprobs
-from trainer_svc.engine.output_layer import logprobs_of_logits
-from trainer_svc.engine.varlen_attention import uses_varlen
+from trainer_svc.engine.logprob import fused_logprobs, logprobs_of_logits
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda")
@@ -84,7 +82,7 @@ def test_varlen_attention_equals_the_blocks_in_values_and_gradients(window, fold
         for varlen in (False, True):
             inputs = [each.clone().requires_grad_() for each in given]
             output, _ = packed_attention(
-                torch.nn.Identity(), *inputs, None, packed=plan, sliding_window=window, varlen=varlen
+                torch.nn.Identity(), *inputs, None, packing=Packing(plan, varlen=varlen), sliding_window=window
             )
             found.append([output, *torch.autograd.grad(output.float().square().sum(), inputs)])
         for stock, ours in zip(*found, strict=True):

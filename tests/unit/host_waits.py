@@ -13,7 +13,6 @@ from tiny_policy import ragged_batch
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.optimizers import build_optimizers
-from trainer_svc.engine.runner import OneByOne
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import Passes, PolicyUpdate
 
@@ -41,7 +40,6 @@ def update_on_device(model_dir: str, budget: int, objective: ObjectiveConfig) ->
     engine.device = DEVICE
     engine.network = replace(engine.network, device=DEVICE)
     engine.optimizer = build_optimizers(config, engine.network.model, DEVICE)
-    engine.runner = OneByOne(engine.network)
     return PolicyUpdate(engine, Objective.of(objective), Passes(epochs=2))
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer_svc.batch.attention_plan import AttentionPlan
-from trainer_svc.engine.attention import packed_attention
+from trainer_svc.engine.attention import Packing, packed_attention
 
 TOKENS, HEADS, HEAD_DIM = 700, 4, 8
 
@@ -40,7 +40,7 @@ def test_no_operation_makes_a_matrix_of_tokens_by_tokens_and_results_are_exact(w
     rows = [torch.randn(1, heads, TOKENS, width, generator=generator) for heads, width in shapes]
     inputs = [each.clone().requires_grad_() for each in rows]
     with LargestTensor() as largest:
-        output, _ = packed_attention(torch.nn.Identity(), *inputs, None, packed=plan, sliding_window=window)
+        output, _ = packed_attention(torch.nn.Identity(), *inputs, None, packing=Packing(plan), sliding_window=window)
         output.square().sum().backward()
     assert largest.elements < TOKENS * TOKENS // 2
 
@@ -60,4 +60,4 @@ def test_dropout_of_scores_is_refused():
     plan = AttentionPlan.of([np.arange(5)], 5)
     rows = [torch.randn(1, 2, 5, 8) for _ in range(3)]
     with pytest.raises(ValueError, match=r"dropout.*attention_dropout to 0"):
-        packed_attention(torch.nn.Identity(), *rows, None, packed=plan, dropout=0.1)
+        packed_attention(torch.nn.Identity(), *rows, None, packing=Packing(plan), dropout=0.1)

@@ -43,7 +43,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[Context]:
 
 def test_slices_hold_every_loss_token_once_where_its_predictor_lies(context: Context) -> None:
     (batch,) = pack(ragged_batch(seed=3), 100_000)
-    part, own = context.share(batch)
+    part, own = context.own_slice(batch)
     width, rank = context.width(batch), dist.get_rank()
     assert part.input_ids.shape == (1, width)
     assert own.tolist() == [place for place, at in enumerate(batch.predictors.tolist()) if at // width == rank]
@@ -55,5 +55,5 @@ def test_slices_hold_every_loss_token_once_where_its_predictor_lies(context: Con
 def test_a_slice_is_cut_without_waiting_for_the_device(context: Context) -> None:
     (batch,) = pack(ragged_batch(seed=3), 100_000)
     with Reads() as reads:
-        context.share(batch)
+        context.own_slice(batch)
     assert reads.seen == []

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vocabulary_ranks import largest_difference
 
-from trainer_svc.engine.fused_logprob import fused_logprobs
+from trainer_svc.engine.logprob import fused_logprobs
 
 TOKENS, WIDTH, VOCABULARY = 13, 16, 53
 """Sizes that no tile divides evenly."""

@@ -131,11 +131,15 @@ def test_an_adapter_is_merged_on_request(model_dir, tmp_path, capsys):
     with pytest.raises(ConfigError, match="exists: remove it"):
         MERGE_ADAPTER.run(words)
     other = other_base(tmp_path)
-    with pytest.raises(ConfigError, match=r"is no adapter of this base \(size mismatch for .*with --model$"):
+    with pytest.raises(
+        ConfigError, match=r"the adapter does not belong to this base \(size mismatch for .*with --model$"
+    ):
         MERGE_ADAPTER.run([*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(other)])
     for layers, told in ((TINY.layers + 1, "it lacks"), (TINY.layers - 1, "it has")):
         init_model(tmp_path / str(layers), replace(TINY, layers=layers))
-        with pytest.raises(ConfigError, match=rf"is no adapter of this base \({told} base_model\.model.*with --model$"):
+        with pytest.raises(
+            ConfigError, match=rf"the adapter does not belong to this base \({told} base_model\.model.*with --model$"
+        ):
             MERGE_ADAPTER.run([*words[:2], "--output", str(tmp_path / "wrong"), "--model", str(tmp_path / str(layers))])
     assert not (tmp_path / "wrong").exists()
     with pytest.raises(ConfigError, match="holds no adapter"):

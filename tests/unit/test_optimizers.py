@@ -19,12 +19,9 @@ from trainer_svc.checkpoint import saver
 from trainer_svc.checkpoint.state import read_below, training_state
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine import offload
+from trainer_svc.engine import optimizers as module
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.muon import ShardedMuon
-from trainer_svc.engine.offload import OffloadedAdamW
-from trainer_svc.engine.optimizers import Optimizers
-from trainer_svc.engine.schedule import learning_rate
+from trainer_svc.engine.optimizers import OffloadedAdamW, Optimizers, ShardedMuon, learning_rate
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +180,7 @@ def offloaded_engine(model_dir: Path) -> TrainEngine:
 
 
 def test_host_memory_of_offload_is_the_moments_and_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "BUFFER_ELEMENTS", 100)
+    monkeypatch.setattr(module, "BUFFER_ELEMENTS", 100)
     parameters = [torch.nn.Parameter(torch.randn(100)) for _ in range(50)]
     for each in parameters:
         each.grad = torch.randn(100)

@@ -13,7 +13,7 @@ from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.parallel.dims import check_heads, tensor_plan
 from trainer_svc.parallel.mesh import join
-from trainer_svc.parallel.tensor import check_divides
+from trainer_svc.parallel.sharding import check_divides
 
 SIZES = {
     "vocab_size": 65,
@@ -66,7 +66,7 @@ def test_the_layers_of_an_adapter_are_refused():
 
 def test_heads_that_cannot_be_shared_out_are_refused_with_the_sizes_that_can():
     check_heads(8, tp=2, cp=4)
-    with pytest.raises(ValueError, match=r"4 attention heads to share out.*one of 1, 2, 4"):
+    with pytest.raises(ValueError, match=r"does not divide the 4 attention heads.*one of 1, 2, 4"):
         check_heads(8, tp=2, cp=3)
 
 
@@ -81,5 +81,5 @@ def test_every_process_of_a_host_with_too_few_devices_is_refused_before_it_waits
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", local), ("LOCAL_RANK", local)):
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"2 processes of this host have no CUDA device each \(1 are visible\)"):
+    with pytest.raises(ValueError, match=r"2 processes of this host need a CUDA device each, and 1 are visible"):
         join(ParallelConfig(dp_shard=2), "cuda")

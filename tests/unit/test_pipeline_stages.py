@@ -12,7 +12,7 @@ from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM
 
 from trainer_svc.parallel.dims import stage_layers
-from trainer_svc.parallel.pipeline import cut_stage, tied_weight
+from trainer_svc.parallel.sharding import cut_stage, tied_weight
 
 
 @given(st.integers(1, 200), st.integers(1, 16))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_svc.batch.attention_plan import AttentionPlan
-from trainer_svc.engine.attention import packed_attention
+from trainer_svc.engine.attention import Packing, packed_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
@@ -34,7 +34,7 @@ def layout(sizes: list[tuple[int, list[int]]]) -> tuple[list[np.ndarray], int]:
 def attend(plan: AttentionPlan, rows: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
     """Output and gradients of query, key and value."""
     leaves = [row.clone().requires_grad_() for row in rows]
-    output, _ = packed_attention(torch.nn.Identity(), *leaves, None, packed=plan, scaling=0.3)
+    output, _ = packed_attention(torch.nn.Identity(), *leaves, None, packing=Packing(plan), scaling=0.3)
     (output * weights).sum().backward()
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 

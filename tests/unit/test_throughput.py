@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from trainer_svc.batch.rows import pack
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.throughput import Meter, Work
+from trainer_svc.engine.metrics import Meter, Work
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import Passes, PolicyUpdate
 

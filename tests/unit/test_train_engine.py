@@ -212,7 +212,9 @@ def test_training_goes_on_exactly_from_saved_state(model_dir):
 
 def test_a_directory_without_the_output_layer_is_no_language_model(model_dir, tmp_path):
     TrainEngine(TrainerConfig(device="cpu"), model_dir, head="value").export_hf(tmp_path / "scores")
-    with pytest.raises(ValueError, match=r"scores lacks lm_head\.weight, which random weights"):
+    with pytest.raises(
+        ValueError, match=r"scores lacks lm_head\.weight, which transformers would fill with random weights"
+    ):
         engine(tmp_path / "scores")
 
 

@@ -10,11 +10,10 @@ from tiny_policy import ragged_batch, tiny_model
 from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
 from trainer_svc.batch.rows import count_loss_tokens, empty_batch, pack
 from trainer_svc.compute_config import ComputeConfig
-from trainer_svc.engine import varlen_attention as module
-from trainer_svc.engine.attention import packed_attention
+from trainer_svc.engine import attention as module
+from trainer_svc.engine.attention import Packing, packed_attention, uses_varlen
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.kernels import compile_layers
-from trainer_svc.engine.varlen_attention import uses_varlen
+from trainer_svc.engine.network import compile_layers
 from trainer_svc.parallel.context import _slice
 
 
@@ -49,9 +48,12 @@ def test_rows_and_bounds_say_what_the_blocks_say(monkeypatch, fold, window):
         tokens = batch.packed_tokens
         shapes = ((1, 4, tokens, 8), (1, 2, tokens, 8), (1, 2, tokens, 8))
         rows = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        options = {"packed": batch.attention, "sliding_window": window}
-        expected, _ = packed_attention(torch.nn.Identity(), *rows, None, **options)
-        found, _ = packed_attention(torch.nn.Identity(), *rows, None, varlen=True, **options)
+        expected, found = (
+            packed_attention(
+                torch.nn.Identity(), *rows, None, packing=Packing(batch.attention, varlen=varlen), sliding_window=window
+            )[0]
+            for varlen in (False, True)
+        )
         assert float((found - expected).abs().max()) < 1e-12
 
 

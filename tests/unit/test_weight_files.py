@@ -58,7 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def loaded(path: Path, *, read: bool, head: Head = "language", lora: int = 0) -> Network:
     torch.manual_seed(7)
-    network = load_network(str(path), CPU, head=head, read=read)
+    network = load_network(str(path), CPU, head=head, lazy=None if read else (0, 1))
     network, _ = attach_adapter(network, LoraConfig(rank=lora))
     return network
 
@@ -113,7 +113,7 @@ def test_each_process_checks_its_own_layers_and_reads_no_others(models, monkeypa
         return read(files, name, *box)
 
     monkeypatch.setattr(WeightFiles, "read", noting)
-    network = load_network(str(models["qwen3"]), CPU, read=False, rank=rank, ranks=2)
+    network = load_network(str(models["qwen3"]), CPU, lazy=(rank, 2))
     assert {name.split(".")[2] for name in names if ".layers." in name} == {str(rank)}
     monkeypatch.undo()
     read_weights(network.model, network.files, CPU)
@@ -123,7 +123,7 @@ def test_each_process_checks_its_own_layers_and_reads_no_others(models, monkeypa
 @pytest.mark.parametrize("rank", [0, 2])
 def test_packing_is_refused_by_each_share_of_the_layers(models, rank):
     with pytest.raises(ValueError, match="mix tokens outside of softmax attention"):
-        load_network(str(models["mamba"]), CPU, read=False, rank=rank, ranks=3)
+        load_network(str(models["mamba"]), CPU, lazy=(rank, 3))
 
 
 def test_a_missing_tensor_is_named(models, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import PolicyUpdate
 

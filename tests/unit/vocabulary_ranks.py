@@ -13,9 +13,8 @@ from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer_svc.engine.fused_logprob import fused_logprobs
-from trainer_svc.engine.local_part import local_part
-from trainer_svc.engine.output_layer import logprobs_of_states
+from trainer_svc.engine.logprob import VocabularyShard, fused_logprobs, logprobs_of_states
+from trainer_svc.parallel.sharding import local_slice
 
 RANKS = 3
 DEADLINE_S = 60.0
@@ -55,12 +54,18 @@ def outcome(start: int, end: int, group: dist.ProcessGroup | None, *, layer: boo
         results = logprobs_of_states(head, hidden, targets, temperatures, vocabulary=VOCABULARY, **fixed)
     else:
         results = fused_logprobs(
-            hidden, head.weight, targets, temperatures, bias=head.bias, group=group, vocabulary_start=start, **fixed
+            hidden,
+            head.weight,
+            targets,
+            temperatures,
+            bias=head.bias,
+            shard=VocabularyShard(group, start) if group else None,
+            **fixed,
         )
     gradients = torch.autograd.grad((torch.stack(results) * arriving).sum(), learning)
     values = (*(each.detach() for each in results), *gradients)
     found = dict(zip(("logprobs", "entropy", "hidden", "weight", "bias"), values, strict=True))
-    return {name: local_part(each)[0].contiguous() for name, each in found.items()}
+    return {name: local_slice(each)[0].contiguous() for name, each in found.items()}
 
 
 def rank_main(rank: int, directory: str) -> None:

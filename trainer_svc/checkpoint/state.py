@@ -26,7 +26,7 @@ from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OF
 
 from sluice.v1 import weightsync_pb2
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.local_part import local_part
+from trainer_svc.parallel.sharding import local_slice
 
 __all__ = [
     "POLICY",
@@ -165,7 +165,7 @@ def held_slices(tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.
     """Return the live memory that this process holds of each tensor; a tensor of which it holds nothing is left out."""
     held: dict[TensorSlice, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        local, offsets = local_part(tensor)
+        local, offsets = local_slice(tensor)
         if local.numel() or not tensor.numel():
             held[TensorSlice(name, tuple(tensor.shape), offsets, tuple(local.shape))] = local
     return held

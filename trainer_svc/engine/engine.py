@@ -1,4 +1,4 @@
-"""The training engine: rows and a loss in, one optimizer step out. A library; no service is needed around it."""
+"""The training engine: rows and a loss in, one optimizer step out. A library; it needs no service around it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,42 @@ from threading import Event
 
 import torch
 
-from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, Sequence
+from trainer_svc.batch.rows import (
+    LossFn,
+    LossWeight,
+    MicroBatch,
+    Outputs,
+    Sequence,
+    empty_batch,
+    pack,
+    tokens_to_forward,
+)
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
-from trainer_svc.engine.adapter_export import export_adapter
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
-from trainer_svc.engine.kernels import choose_kernels
-from trainer_svc.engine.layout import runner_of, shared_by_stages, spread
 from trainer_svc.engine.loading import freeze, load_network
-from trainer_svc.engine.lora import attach_adapter
-from trainer_svc.engine.network import DTYPES, Entropy, Head, resolve_device
-from trainer_svc.engine.optimizers import build_optimizers
-from trainer_svc.engine.schedule import learning_rate
-from trainer_svc.engine.shares import micro_batches
-from trainer_svc.engine.state import state_room, state_tensors
-from trainer_svc.engine.step_metrics import StepMetrics, StepRecord
-from trainer_svc.engine.throughput import Meter
-from trainer_svc.parallel.fsdp import clip, total_norm
+from trainer_svc.engine.lora import attach_adapter, export_adapter
+from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
+from trainer_svc.engine.network import (
+    DTYPES,
+    Entropy,
+    Head,
+    Network,
+    choose_kernels,
+    connected,
+    distribute,
+    resolve_device,
+)
+from trainer_svc.engine.optimizers import build_optimizers, clip, learning_rate, total_norm
+from trainer_svc.engine.pipeline import LossOf, Pipeline
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import Ranks, agree
-from trainer_svc.parallel.tensor import sum_partial_gradients
+from trainer_svc.parallel.sharding import sum_partial_gradients
 
 __all__ = ["TrainEngine"]
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""Prefixes of a checkpoint's tensors."""
 
 
 class TrainEngine:
@@ -48,7 +62,7 @@ class TrainEngine:
         seed: Seed of PyTorch's generators.
         head: What the network has on top: "language", "value" or "both".
         mesh: The processes that train together, from `trainer_svc.parallel.mesh.join`.
-        frozen: Precision in which the weights of a model are kept that only computes; None: the model is trained.
+        frozen: Precision of the weights of a model that only computes and is never trained; None: the model is trained.
     """
 
     def __init__(
@@ -77,19 +91,17 @@ class TrainEngine:
             dtype=DTYPES[config.dtype],
             logit_cells=config.logit_cells,
             gradient_checkpointing=config.gradient_checkpointing is True and frozen is None,
-            read=mesh.weights is None,
-            rank=mesh.rank,
-            ranks=mesh.dims.world_size,
+            lazy=None if mesh.weights is None else (mesh.rank, mesh.dims.world_size),
         )
-        network = agree(Ranks(mesh.everyone), load)  # each rank checks other layers: what one refuses, all refuse
+        network = agree(Ranks(mesh.everyone), load)  # each rank checks other layers: if one refuses, all refuse
         if frozen is not None:
             freeze(network, DTYPES[frozen_precision(frozen, config.dtype, torch.device(self.device).type)])
         network, self.adapter = attach_adapter(network, config.lora)
-        laid_out = spread(network, mesh, config.parallel)
-        self.network = choose_kernels(laid_out, config.attention, compiled=config.compile)
+        network = distribute(network, mesh, config.parallel)
+        self.network = choose_kernels(network, config.attention, compiled=config.compile)
         self.optimizer = build_optimizers(config, self.network.model, self.device)
-        self.runner = runner_of(self.network, mesh, reshard=config.parallel.reshard)
-        self._in_two_stages = shared_by_stages(self.network, mesh)
+        reshard = config.parallel.reshard
+        self.pipeline = None if mesh.stages is None else Pipeline(self.network, mesh, reshard=reshard)
         self.meter = Meter.of(
             self.network.model.config.get_text_config(),
             self.device,
@@ -110,15 +122,15 @@ class TrainEngine:
         entropy: Entropy = "none",
         whole_groups: bool = False,
     ) -> StepMetrics:
-        """One optimizer step on the global batch.
+        """Make one optimizer step on the global batch.
 
         The gradient does not depend on packing or on the number of ranks: losses are summed, divided by the weight of the
-        whole batch, and gradients add up. If loss or gradient is not finite the weights and the optimizer stay as they were.
+        whole batch, and gradients add up. If loss or gradient is not finite, weights and optimizer stay as they were.
 
         Args:
-            sequences: This rank's share of the batch.
-            loss_fn: Sum of the losses of a micro-batch's loss tokens.
-            loss_weight_fn: This share's part of the divisor.
+            sequences: This rank's rows of the batch.
+            loss_fn: Returns the sum of the losses of a micro-batch's loss tokens.
+            loss_weight_fn: Returns what this rank's rows contribute to the divisor.
             contributes: Whether a sequence can have a gradient; the others count in the divisor but are not forwarded.
             entropy: Whether the loss reads entropies, and with a gradient.
             whole_groups: Whether the loss compares the sequences of a group, which then share a micro-batch.
@@ -128,10 +140,10 @@ class TrainEngine:
         """
         record = StepRecord(sequences, self.ranks, self.meter)
         with record.phase("pack"):
-            batches, weight = micro_batches(self, sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
+            batches, weight = self._micro_batches(sequences, loss_weight_fn, contributes, whole_groups=whole_groups)
         self.optimizer.zero_grad(set_to_none=True)
         with self.adapter.dropping() if self.adapter else nullcontext():
-            self.runner.train(batches, partial(_share, loss_fn, weight, record), record, entropy=entropy)
+            self._add_gradients(batches, partial(_recorded_loss, loss_fn, weight, record), record, entropy)
         with record.phase("optimizer"):
             self.step(record)
         return record.finish()
@@ -145,23 +157,23 @@ class TrainEngine:
         entropy: Entropy = "none",
         whole_groups: bool = False,
     ) -> StepMetrics:
-        """The loss of the global batch under the current weights; nothing changes.
+        """Compute the loss of the global batch under the current weights, which do not change. Arguments as of `train_batch`.
 
         Raises:
             ValueError: if a token id is outside of the vocabulary.
         """
         record = StepRecord(sequences, self.ranks)
         with record.phase("pack"):
-            batches, weight = micro_batches(self, sequences, loss_weight_fn, whole_groups=whole_groups)
+            batches, weight = self._micro_batches(sequences, loss_weight_fn, whole_groups=whole_groups)
         with record.phase("forward"):
-            self.runner.evaluate(batches, partial(_share, loss_fn, weight, record), entropy=entropy)
+            self._evaluate(batches, partial(_recorded_loss, loss_fn, weight, record), entropy)
         return record.finish()
 
     def forward(self, sequences: Rows[Sequence], *, values: bool = False) -> list[torch.Tensor]:
-        """What the current weights say about the loss tokens: log-probabilities after temperature, or values.
+        """Compute log-probabilities (after temperature) or values of the loss tokens under the current weights.
 
         Args:
-            sequences: This rank's share of the batch.
+            sequences: This rank's rows of the batch.
             values: Read the value head of a network that has a language head as well.
 
         Returns:
@@ -170,35 +182,35 @@ class TrainEngine:
         Raises:
             ValueError: if a token id is outside of the vocabulary.
         """
-        batches, _ = micro_batches(self, sequences)
-        read: list[torch.Tensor] = []
+        batches, _ = self._micro_batches(sequences)
+        columns: list[torch.Tensor] = []
 
         def keep(outputs: Outputs, _: MicroBatch) -> None:
-            read.append((outputs.values if values and outputs.values is not None else outputs.main).float())
+            columns.append((outputs.values if values and outputs.values is not None else outputs.main).float())
 
-        self.runner.evaluate(batches, keep)
+        self._evaluate(batches, keep)
         results = [torch.full((len(sequence),), torch.nan) for sequence in sequences]
-        if read:
-            found = [index for batch in batches for index in batch.order]
-            counts = [int(sequences[index].loss_mask.sum()) for index in found]
+        if columns:
+            packed = [index for batch in batches for index in batch.order]
+            counts = [int(sequences[index].loss_mask.sum()) for index in packed]
             # One copy from the device, for which the host waits, and not one per micro-batch.
-            for index, part in zip(found, torch.cat(read).cpu().split(counts), strict=True):
+            for index, part in zip(packed, torch.cat(columns).cpu().split(counts), strict=True):
                 results[index][sequences[index].loss_mask] = part
         return results
 
     def step(self, record: StepRecord) -> None:
-        """Clip the gradient and apply it, unless it or the loss is not finite; then it is dropped and the record says so."""
+        """Clip the gradient and apply it. If it or the loss is not finite, drop it and mark the record as skipped."""
         parameters = [parameter for parameter in self.network.model.parameters() if parameter.requires_grad]
         for parameter in parameters:
             if parameter.grad is None:
-                # A batch without gradient still lets AdamW's moments decay, as one with a zero gradient does.
+                # Without a gradient AdamW would not decay its moments, as it does for a gradient of zero.
                 parameter.grad = torch.zeros_like(parameter)
         if self.mesh.tensor is not None:
             sum_partial_gradients(self.network.model, self.mesh.tensor.get_group())
         gradients = [parameter.grad for parameter in parameters]
         loss = record.totals()["step/loss"]
-        twice = None if self._in_two_stages is None else self._in_two_stages.grad
-        norm, finite = total_norm(gradients, self.mesh, refused=not math.isfinite(loss), in_two_stages=twice)
+        tied = None if self.pipeline is None or self.pipeline.tied is None else self.pipeline.tied.grad
+        norm, finite = total_norm(gradients, self.mesh, refused=not math.isfinite(loss), in_two_stages=tied)
         record.gradient(norm, learning_rate(self.config, self.optimizer_steps), finite=finite)
         if record.skipped:
             self.optimizer.zero_grad(set_to_none=True)
@@ -208,12 +220,75 @@ class TrainEngine:
         self.optimizer.step(self.optimizer_steps)
         self.optimizer_steps += 1
 
+    def _micro_batches(
+        self,
+        sequences: Rows[Sequence],
+        loss_weight_fn: LossWeight = lambda _: 0.0,
+        contributes: Callable[[Sequence], bool] | None = None,
+        *,
+        whole_groups: bool = False,
+    ) -> tuple[list[MicroBatch], float]:
+        """Pack this rank's rows into micro-batches, as many as every other rank, and return the weight of the global batch.
+
+        A weight of 0 is returned as 1: there is no loss to divide then. Arguments as of `train_batch`.
+
+        Raises:
+            ValueError: if a token id is outside of the vocabulary, or a sequence too long, on any rank.
+        """
+        if self.mesh.everyone is not None:
+            self.mesh.check_same_rows(sequences)
+
+        def packed() -> tuple[list[MicroBatch], float]:
+            _check_rows(sequences, self.network)
+            chosen = sequences if contributes is None else [each for each in sequences if contributes(each)]
+            fold = self.config.fold_prompts
+            batches = pack(chosen, self.config.token_budget, fold=fold, whole_groups=whole_groups)
+            return batches, loss_weight_fn(sequences)
+
+        batches, weight = agree(self.ranks, packed)
+        totals = self.ranks.total({"weight": weight, "max_batches": len(batches)})
+        batches += [empty_batch(self.mesh.dims.cp)] * (int(totals["max_batches"]) - len(batches))
+        return batches, totals["weight"] or 1.0
+
+    def _add_gradients(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, entropy: Entropy) -> None:
+        """Add the gradients of the losses to those of the parameters; at the end they are summed over all ranks."""
+        network = self.network
+        if self.pipeline is not None:
+            self.pipeline.train(batches, loss_of, record, entropy=entropy)
+            return
+        with network.reset_on_error():
+            for number, batch in enumerate(batches, 1):
+                if network.root is not None:
+                    keep = not self.config.parallel.reshard
+                    network.root.prepare_backward(last=number == len(batches), keep_gathered=keep)
+                with record.phase("forward"):
+                    moved = batch.to(network.device)
+                    outputs = network.outputs(moved, entropy=entropy)
+                    loss = loss_of(outputs, moved)
+                with record.phase("backward"):
+                    (loss if batch.sequences else connected(loss, outputs)).backward()
+
+    def _evaluate(
+        self, batches: Rows[MicroBatch], consume: Callable[[Outputs, MicroBatch], object], entropy: Entropy = "none"
+    ) -> None:
+        """Pass the outputs of each micro-batch to `consume`, in order and without a gradient."""
+        network = self.network
+        if self.pipeline is not None:
+            self.pipeline.evaluate(batches, consume, entropy=entropy)
+        else:
+            with network.reset_on_error(), torch.no_grad():
+                for batch in batches:
+                    moved = batch.to(network.device)
+                    consume(network.outputs(moved, entropy=entropy), moved)
+        if network.root is not None:
+            network.root.free_gathered()
+
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """The weights under their Hugging Face names, tied ones once, where they lie: the next step changes them."""
+        """Return the weights under their Hugging Face names, tied ones once, without a copy: the next step changes them."""
         return live_tensors(self.network.model, self._weights())
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """The weights under their Hugging Face names, tied ones once, as CPU copies that later steps do not touch.
+        """Return the weights under their Hugging Face names, tied ones once, as CPU copies.
 
         Args:
             dtype: Precision of floating-point tensors; None keeps float32.
@@ -227,15 +302,13 @@ class TrainEngine:
 
         Raises:
             FileExistsError: if the directory exists.
-            ValueError: if the layers lie in several stages.
+            ValueError: if the layers are distributed over several pipeline stages.
         """
         if self.mesh.dims.pp > 1:
             raise ValueError(
-                "the layers lie in several stages: save a checkpoint, whose directory `hf` has all of them"
+                "no process has the layers of all pipeline stages: save a checkpoint, whose directory `hf` has all layers"
             )
-        tensors = self.network.model.state_dict()
-        if self.adapter is not None:
-            tensors = {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}
+        tensors = self.network.model.state_dict() if self.adapter is None else self._trained()
         weights = whole_tensors(tensors, keep=self.mesh.rank == 0)
         if not self.mesh.rank:
             self.export_weights(weights, directory, dtype)
@@ -243,56 +316,103 @@ class TrainEngine:
     def export_weights(
         self, weights: dict[str, torch.Tensor], directory: str | Path, dtype: torch.dtype | None = None
     ) -> None:
-        """Write such a directory of whole tensors, under the names that the network gives them; any thread may call it."""
+        """Write such a directory from whole tensors under their names in the network; any thread may call it."""
         if self.adapter is not None:
             export_adapter(self.adapter, self.model_dir, Path(directory), dtype, weights)
         else:
             export_hf(self.network.model, self.model_dir, Path(directory), dtype, weights)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """All that a checkpoint must hold, as flat names: ``model.<name>`` and ``optimizer.<moment>.<name>``.
+        """Return all tensors of a checkpoint as ``model.<name>`` and ``optimizer.<moment>.<name>``; tied weights once.
 
-        Tensors are the live ones: copy or write them before the next step.
+        The tensors are the live ones: copy or write them before the next step.
         """
-        return state_tensors(self.network.model, self.optimizer)
+        moments = self.optimizer.tensors(self._trained().items())
+        weights = {f"{MODEL}{name}": tensor.detach() for name, tensor in self._stored().items()}
+        return weights | {f"{OPTIMIZER}{name}": tensor for name, tensor in moments.items()}
 
     def lend(self, read: Event) -> set[str]:
-        """Leave the state that lies in host memory as it is until `read` is set.
+        """Do not change the state in host memory until `read` is set; the next step waits for it.
 
         Returns:
-            The names among those of `state_tensors`; the next step waits until `read` is set.
+            The names of this state among those of `state_tensors`.
         """
-        named = [each for each in self.network.model.named_parameters() if each[1].requires_grad]
-        return {f"optimizer.{name}" for name in self.optimizer.lend(named, read)}
+        return {f"{OPTIMIZER}{name}" for name in self.optimizer.lend(self._trained().items(), read)}
 
     def state_scalars(self) -> dict[str, int]:
-        """The numbers that a checkpoint must hold."""
+        """Return all numbers of a checkpoint."""
         return {"optimizer_steps": self.optimizer_steps}
 
     def state_room(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-        """The live tensors that a checkpoint is to be read into; the optimizer's state is zeros until that has happened.
+        """Return the live tensors that a checkpoint is read into; the optimizer's state is zeros until then.
 
         Args:
-            shapes: Names and global shapes of what `state_tensors` gave when the checkpoint was written.
+            shapes: Names and global shapes of the checkpoint's tensors.
 
         Raises:
             ValueError: if names or shapes are not this model's and optimizer's; then nothing has changed.
         """
-        return state_room(self.network.model, self.optimizer, shapes, stage=self.mesh.dims.pp > 1)
+        trained, stored = self._trained(), self._stored()
+        weights = {name.removeprefix(MODEL): shape for name, shape in shapes.items() if name.startswith(MODEL)}
+        moments = {name.removeprefix(OPTIMIZER): shape for name, shape in shapes.items() if name.startswith(OPTIMIZER)}
+        if self.mesh.stages is not None:  # the checkpoint has the tensors of all stages
+            weights = {name: shape for name, shape in weights.items() if name in stored}
+            moments = {name: shape for name, shape in moments.items() if name.partition(".")[2] in trained}
+        if differing := sorted(weights.keys() ^ stored.keys()):
+            raise ValueError(
+                f"the checkpoint is of another model ({differing[0]!r} is on one side only): resume with the model it was made from"
+            )
+        for name, shape in weights.items():
+            if shape != stored[name].shape:
+                raise ValueError(
+                    f"{name!r} has shape {tuple(shape)} in the checkpoint, {tuple(stored[name].shape)} in the model:"
+                    " resume with the model it was made from"
+                )
+        room = self.optimizer.make_room(trained, moments)
+        return {f"{MODEL}{name}": tensor.detach() for name, tensor in stored.items()} | {
+            f"{OPTIMIZER}{name}": tensor for name, tensor in room.items()
+        }
 
     def restore_scalars(self, scalars: Mapping[str, int]) -> None:
-        """Put the numbers of a checkpoint back."""
+        """Restore the numbers of a checkpoint."""
         self.optimizer_steps = int(scalars["optimizer_steps"])
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """The weights by their names in the model; those of the base with the adapter added, where one is trained."""
+        """Return the weights by their names in the model; with an adapter those of the base with the adapter added."""
         state: dict[str, torch.Tensor] = self.network.model.state_dict()
         return state if self.adapter is None else self.adapter.merged(state)
 
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}
 
-def _share(loss_fn: LossFn, weight: float, record: StepRecord, outputs: Outputs, batch: MicroBatch) -> Scalar:
-    """This micro-batch's share of the global loss, taken into the record."""
+    def _stored(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model that a checkpoint has: trained weights, and buffers if all weights are trained."""
+        model, trained = self.network.model, self._trained()
+        if not all(parameter.requires_grad for parameter in model.parameters()):
+            return trained
+        stored = model.state_dict().keys()
+        return trained | {name: buffer for name, buffer in model.named_buffers() if name in stored}
+
+
+def _recorded_loss(loss_fn: LossFn, weight: float, record: StepRecord, outputs: Outputs, batch: MicroBatch) -> Scalar:
+    """Return a micro-batch's part of the global loss, and add it to the record."""
     total, sums = loss_fn(outputs, batch)
     loss = total / weight
     record.add(batch, loss, sums)
     return loss
+
+
+def _check_rows(sequences: Rows[Sequence], network: Network) -> None:
+    for sequence in sequences:
+        low, high = (int(value) for value in sequence.input_ids.aminmax())
+        if low < 0 or high >= network.vocabulary:
+            raise ValueError(
+                f"sequence {sequence.trajectory_id!r} has a token id outside of the vocabulary [0, {network.vocabulary}): was it made with another tokenizer?"
+            )
+        if network.longest_row is not None and len(tokens_to_forward(sequence)) > network.longest_row:
+            kind = network.model.config.get_text_config().rope_parameters
+            raise ValueError(
+                f"sequence {sequence.trajectory_id!r} has {len(sequence)} tokens, and this model's RoPE ({kind.get('rope_type', 'per layer')}) has "
+                f"other frequencies beyond {network.longest_row}, which would also change the sequences packed beside it: "
+                "generate or keep shorter sequences (rollout.max_model_len, max_length), or choose another model"
+            )

@@ -1,4 +1,4 @@
-"""Weights out of the trainer: by name for weight sync, as a directory for transformers and vLLM."""
+"""Weights for others: by name for weight sync, as a directory for transformers and vLLM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sluice.host_files import whole_directory
 
-__all__ = ["export_hf", "live_tensors", "named_tensors", "whole_tensors"]
+__all__ = ["cpu_copy", "export_hf", "live_tensors", "named_tensors", "whole_tensors"]
 
 OWN_MODULES = ("value_head.",)
-"""What training puts on a language model; files and engines do not know it."""
+"""Modules that training adds to a language model. Files and engines do not have them."""
 
 
 def live_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Hugging Face names to the live tensors, where they lie; of tied weights only the first name appears.
+    """Return the live tensors by their Hugging Face names; of tied weights only the first name appears.
 
-    Only what transformers fuses at load (experts, for one) is taken apart, which may copy it.
+    Tensors that transformers fused at load (such as experts) are split again, which may copy them.
 
     Args:
         model: The model.
@@ -32,9 +32,12 @@ def live_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
     seen: set[object] = set()
     parameters = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, tensor in _policy_state(weights).items():
-        # A process may have no memory of a cut tensor that would tell what is tied to it.
-        cut = isinstance(tensor, DTensor)
-        place = parameters.get(name, name) if cut else (tensor.data_ptr(), tensor.shape, tensor.stride())
+        # A process may hold no element of a DTensor, and then no address shows which tensors are tied.
+        place = (
+            parameters.get(name, name)
+            if isinstance(tensor, DTensor)
+            else (tensor.data_ptr(), tensor.shape, tensor.stride())
+        )
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
@@ -51,24 +54,24 @@ def _policy_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def named_tensors(
     model: PreTrainedModel, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Hugging Face names to contiguous CPU copies of whole tensors; of tied weights only the first name appears.
+    """Return contiguous CPU copies of whole tensors by their Hugging Face names; of tied weights only the first name appears.
 
-    Cut tensors are gathered one by one: all processes that have parts of them call this alike.
+    DTensors are gathered one by one: all processes that hold slices of them call this together.
 
     Args:
         model: The model.
         dtype: Precision of floating-point tensors; None keeps the model's.
         weights: Its weights by their names in it.
     """
-    return {name: _copy(tensor, dtype) for name, tensor in live_tensors(model, weights).items()}
+    return {name: cpu_copy(tensor, dtype) for name, tensor in live_tensors(model, weights).items()}
 
 
 def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, gathered one by one by all processes that have parts of them.
+    """Gather whole tensors one by one; all processes that hold slices of them call this together.
 
     Args:
-        tensors: As they lie in this process.
-        keep: Whether this process wants them: cut ones as CPU copies, others as they are. The others get nothing.
+        tensors: This process's tensors.
+        keep: Whether this process keeps the result (DTensors as CPU copies, others as they are); otherwise it gets nothing.
     """
     whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -78,7 +81,8 @@ def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
     return whole
 
 
-def _copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def cpu_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a contiguous CPU copy of a whole tensor; floating-point tensors in `dtype`, if it is given."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -90,25 +94,25 @@ def export_hf(
     source: str,
     directory: Path,
     dtype: torch.dtype | None,
-    weights: Mapping[str, torch.Tensor] | None = None,
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
     """Write safetensors, config, generation config and tokenizer beside the target, then rename.
 
     Args:
         model: The model.
-        source: Directory or hub id that the tokenizer and the generation config come from.
+        source: Directory or hub id of the tokenizer.
         directory: Where to write.
         dtype: Precision of the weights; None keeps the model's.
-        weights: The weights by their names in the model; None: those that it has now.
+        weights: The weights by their names in the model.
 
     Raises:
         FileExistsError: if the directory exists.
     """
     with whole_directory(directory) as staging:
-        state = {name: _copy(tensor, dtype) for name, tensor in _policy_state(weights or model.state_dict()).items()}
+        state = {name: cpu_copy(tensor, dtype) for name, tensor in _policy_state(weights).items()}
         model.save_pretrained(staging, state_dict=state)
         if dtype is not None:
             described = deepcopy(model.config)
-            described.dtype = dtype  # transformers notes that of the model, which engines would widen the weights to
+            described.dtype = dtype  # transformers writes the model's dtype, to which engines would widen the weights
             described.save_pretrained(staging)
         AutoTokenizer.from_pretrained(source).save_pretrained(staging)

@@ -1,24 +1,31 @@
-"""Loading a network from a Hugging Face directory: its weights are read, or stay in their files until it is laid out."""
+"""Load a network from a Hugging Face directory, and check that packed training is exact for its architecture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from trainer_svc.batch.attention_plan import AttentionPlan
+from trainer_svc.engine.attention import PACKED_ATTENTION, Packing
 from trainer_svc.engine.network import Head, Network
-from trainer_svc.engine.probe import check_packing
-from trainer_svc.engine.rope import fix_frequencies
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 
 __all__ = ["freeze", "load_network"]
 
 CPU = torch.device("cpu")
+
+CHECK_LENGTHS = (7, 4)
+"""Tokens of the two sequences of the packing check; they share their first two."""
+
+CHECK_TOLERANCE = 1e-3
+"""Largest accepted difference of log-probabilities, in nats. float32 rounding stays below 1e-4; a missing feature is far above."""
 
 log = structlog.get_logger(__name__)
 
@@ -31,31 +38,28 @@ def load_network(
     dtype: torch.dtype = torch.float32,
     logit_cells: int = 3 << 24,
     gradient_checkpointing: bool = False,
-    read: bool = True,
-    rank: int = 0,
-    ranks: int = 1,
+    lazy: tuple[int, int] | None = None,
 ) -> Network:
     """Load a causal transformer with float32 weights and check that packed training is exact for it.
 
-    A value head that the directory does not hold begins at 0.
+    A value head that is not in the directory starts at 0.
 
     Args:
         path: A Hugging Face directory or hub id.
         device: Where to compute.
-        head: What it has on top. "value" loads a sequence classifier with one label, as transformers names it; "both" puts
-            a module `value_head` on a language model.
+        head: What it has on top. "value" loads transformers' sequence classifier with one label; "both" adds a module
+            `value_head` to a language model.
         dtype: Precision of the forward pass.
-        logit_cells: Most logits alive at once.
+        logit_cells: Most logits in memory at once.
         gradient_checkpointing: Recompute activations in the backward pass.
-        read: Whether to read the weights. False leaves them in their files where that can be done: then `Network.files`
-            says where they are, and the check reads them one by one.
-        rank: This process, among those that load the same model.
-        ranks: How many they are. Each checks its share of the layers of a model whose weights stay in their files.
+        lazy: None: read the weights. Otherwise this process's rank and the number of ranks that load the same model: where
+            possible the weights stay in their files (`Network.files`) until the network is laid out, and each rank checks
+            packing with its own share of the layers, which are read one by one.
 
     Raises:
         ValueError: if the architecture cannot be trained packed.
     """
-    unread = None if read else _unread(path, head, rank, ranks)
+    unread = None if lazy is None else _unread(path, head, *lazy)
     if unread is None:
         model, files = _load(path, head).to(device), None
         model.eval()
@@ -64,10 +68,12 @@ def load_network(
         model, files, own_head = unread
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for module in model.modules():  # recomputing asks for training mode; dropout stays off all the same
+        for module in model.modules():  # recomputing requires training mode; dropout stays off
             module.training = getattr(module, "gradient_checkpointing", False)
     if head == "both" and not own_head:
-        raise ValueError(f"{type(model).__name__} makes its logits in its own way: give the critic a model of its own")
+        raise ValueError(
+            f"{type(model).__name__} makes its logits in its own way, which leaves no hidden states for a value head: give the critic a model of its own"
+        )
     value_head = {"language": None, "value": getattr(model, "score", None), "both": getattr(model, "value_head", None)}
     longest_row = fix_frequencies(model)
     return Network(
@@ -76,9 +82,9 @@ def load_network(
 
 
 def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedModel, WeightFiles, bool] | None:
-    """A model on the "meta" device, where its weights are, and whether its output embedding alone makes the logits.
+    """Load a model on the "meta" device; return it, the files of its weights, and the result of `check_packing`.
 
-    None where the weights cannot stay in their files; then it is as if it had not been tried.
+    Return None, with PyTorch's generator as before, if the weights cannot stay in their files.
     """
     drawn = torch.get_rng_state()
     found = left_on_disk(partial(_load, path, head))
@@ -89,7 +95,7 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
             read_weights(model.score, files, CPU, below="score")
         try:
             own_head = _checked(model, files, head, rank, ranks)
-        except RuntimeError:  # a module computes with weights of another one, which are not there
+        except RuntimeError:  # a module computes with weights of another module, which are not read
             found = None
     if found is None:
         torch.set_rng_state(drawn)
@@ -99,7 +105,7 @@ def _unread(path: str, head: Head, rank: int, ranks: int) -> tuple[PreTrainedMod
 
 
 def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, ranks: int) -> bool:
-    """Check packing with this process's share of the layers; where that fails, with all of them, which decides."""
+    """Check packing with this rank's share of the layers. If that fails, the result with all layers counts."""
     language = head != "value"
     layers = getattr(model.base_model, "layers", None)
     if ranks > 1 and isinstance(layers, torch.nn.ModuleList) and len(layers) > 1:
@@ -114,7 +120,7 @@ def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, 
 
 
 class _Skipped(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Stands for a layer that another process checks."""
+    """Stands in for a layer that another process checks."""
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
         """Return the hidden states unchanged."""
@@ -123,7 +129,7 @@ class _Skipped(torch.nn.Module):  # type: ignore[misc]  # torch is not typed her
 
 @contextmanager
 def _only(layers: torch.nn.ModuleList, first: int, step: int) -> Iterator[None]:
-    """Leave every `step`-th layer from `first` on, and put the others back in the end."""
+    """Replace all layers but every `step`-th from `first` on, and put them back at the end."""
     skipped = {place: layer for place, layer in enumerate(layers) if place % step != first % step}
     for place in skipped:
         layers[place] = _Skipped()
@@ -144,31 +150,126 @@ def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: AN
                 f"{type(classifier).__name__} has no linear layer `score`: choose another model for values"
             )
         if "score.weight" in loading["missing_keys"]:
-            torch.nn.init.zeros_(classifier.score.weight)  # a drawn one would begin with values far off all returns
+            torch.nn.init.zeros_(classifier.score.weight)  # random weights would predict values far from all returns
         return classifier
     model, loading = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, output_loading_info=True, **options
     )
     if missing := sorted(loading["missing_keys"]):
         named = ", ".join(missing[:3])
-        raise ValueError(f"{path} lacks {named}, which random weights would stand in for: name a whole language model")
+        raise ValueError(
+            f"{path} lacks {named}, which transformers would fill with random weights: name a complete language model"
+        )
     if head == "both":
         model.value_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
         torch.nn.init.zeros_(model.value_head.weight)
     return model
 
 
-def freeze(network: Network, dtype: torch.dtype) -> None:
-    """Make a network one that only ever computes, in place: its weights have no gradient.
-
-    In bfloat16 its matrices are kept as they are computed anyhow; vectors stay float32, and so do hidden states between layers.
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def check_packing(model: PreTrainedModel, device: torch.device, *, language: bool) -> bool:
+    """Compare packed outputs with the model's own on single sequences, and set its attention to `packed_attention`.
 
     Args:
-        network: Not yet cut over processes.
-        dtype: Precision in which matrices are kept.
+        model: A model that computes in float32.
+        device: Where it computes.
+        language: Whether it has a language head; otherwise hidden states are compared.
+
+    Returns:
+        Whether the logits are the output embedding times the last hidden state and nothing else.
 
     Raises:
-        ValueError: if that is bfloat16 and the forward pass is not.
+        ValueError: if they differ.
+    """
+    body = model if language else model.base_model
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(vocabulary, (len(CHECK_LENGTHS), max(CHECK_LENGTHS)), generator=generator)
+    rows[1, :2] = rows[0, :2]
+    alone = _comparable(body(rows.to(device)))  # tokens after the end of the second row change nothing before it
+    expected = torch.cat([row[1:length] for row, length in zip(alone, CHECK_LENGTHS, strict=True)])
+    model.set_attn_implementation(PACKED_ATTENTION)
+    arguments, keep = _packed(rows, device)
+    trunk: list[torch.Tensor] = []
+    watching = model.base_model.register_forward_hook(lambda _, __, output: trunk.append(output.last_hidden_state[0]))
+    try:
+        packed = _comparable(body(**arguments))[0].index_select(0, keep)
+    except TypeError as error:  # its forward does not pass keywords down
+        raise ValueError(f"{type(model).__name__} cannot be trained packed ({error}): choose another model") from error
+    finally:
+        watching.remove()
+    gap = float((packed - expected).abs().max())
+    if not gap <= CHECK_TOLERANCE:
+        raise ValueError(
+            f"{type(model).__name__} gives other log-probabilities when sequences are packed (by {gap:.3g} nats): its layers "
+            "mix tokens outside of softmax attention, which packed training does not support; choose another model"
+        )
+    head = model.get_output_embeddings()
+    if not language or head is None or not trunk:
+        return not language
+    logits = head(trunk[0].index_select(0, keep))
+    return bool((torch.log_softmax(logits.float(), -1) - packed).abs().max() <= CHECK_TOLERANCE)
+
+
+def _packed(rows: torch.Tensor, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
+    """Pack the two rows with their beginning once. Return the model's arguments, and the packed place of each compared token."""
+    first, second = CHECK_LENGTHS
+    plan = AttentionPlan.of([np.arange(first), np.r_[0, 1, first : first + second - 2]], first + second - 2).to(device)
+    ids = torch.cat([rows[0], rows[1, 2:second]]).to(device).unsqueeze(0)
+    positions = torch.cat([torch.arange(first), torch.arange(2, second)]).to(device).unsqueeze(0)
+    keep = torch.tensor([*range(1, first), 1, *range(first, first + second - 2)], device=device)
+    return {"input_ids": ids, "position_ids": positions, "packing": Packing(plan), "use_cache": False}, keep
+
+
+def _comparable(output: Any) -> torch.Tensor:  # noqa: ANN401  transformers' output classes
+    """Return what packing must not change: log-probabilities, or hidden states if there are no logits."""
+    logits = getattr(output, "logits", None)
+    return output.last_hidden_state.float() if logits is None else torch.log_softmax(logits.float(), -1)
+
+
+def fix_frequencies(model: PreTrainedModel) -> int | None:
+    """Keep a model's RoPE at the frequencies of short sequences.
+
+    transformers computes `dynamic` and `longrope` frequencies from the largest position in the whole forward pass: one long
+    sequence would change the log-probabilities of all sequences packed beside it. Up to the length of the model's original
+    training the frequencies are constant, so such sequences can be packed, and longer ones are refused. Without this change
+    transformers would also read the positions of each forward pass, and so wait for the device.
+
+    Returns:
+        The longest sequence, in tokens, for which these frequencies are right; None means any length.
+    """
+    limits: list[int] = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        if not kinds or not hasattr(module, "original_max_seq_len"):
+            continue
+        by_layer = kinds if isinstance(kinds, Mapping) else {None: kinds}
+        for layer_type, kind in by_layer.items():
+            if kind == "longrope":
+                limits.append(int(_parameters(module.config, layer_type)["original_max_position_embeddings"]))
+            elif "dynamic" in kind:
+                limits.append(int(module.original_max_seq_len))
+        module.rope_type = dict.fromkeys(kinds, "fixed") if isinstance(kinds, Mapping) else "fixed"
+    return min(limits, default=None)
+
+
+def _parameters(config: Any, layer_type: str | None) -> Mapping[str, Any]:  # noqa: ANN401  transformers' configurations
+    parameters: Mapping[str, Any] = config.rope_parameters
+    return parameters if layer_type is None else parameters[layer_type]
+
+
+def freeze(network: Network, dtype: torch.dtype) -> None:
+    """Take the gradients off a network that is never trained, in place, and store its matrices in a precision.
+
+    bfloat16 changes no result, since a bfloat16 forward pass rounds matrices to it anyway. Vectors stay float32, and so do
+    hidden states between layers.
+
+    Args:
+        network: A network that is not laid out over processes yet.
+        dtype: Precision of its matrices.
+
+    Raises:
+        ValueError: if `dtype` is bfloat16 and the forward pass is float32.
     """
     network.model.requires_grad_(requires_grad=False)
     if dtype == torch.float32:

@@ -1,11 +1,13 @@
-"""LoRA by PEFT: low-rank factors beside the linear layers of a frozen model.
+"""LoRA by PEFT: low-rank factors beside the linear layers of a frozen model, and adapters as directories.
 
-PEFT puts its layers into the transformers model in place. The model stays what it was for packed attention, for sharding and
-for whoever asks for its trunk; beside it an `Adapter` knows what was added.
+PEFT puts its layers into the transformers model in place, so that packed attention, sharding and readers of the trunk see the
+same model as before. An `Adapter` beside it knows what was added.
 """
 
 from __future__ import annotations
 
+import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,28 +15,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from sluice.host_files import whole_directory
 from trainer_svc.compute_config import LoraConfig
-from trainer_svc.engine.export import OWN_MODULES
+from trainer_svc.engine.export import OWN_MODULES, cpu_copy
 from trainer_svc.engine.network import Network
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["Adapter", "attach_adapter"]
+__all__ = ["Adapter", "attach_adapter", "export_adapter", "merge_adapter"]
 
 NAME = "default"
-"""PEFT's name of the only adapter; its files do not have it."""
+"""PEFT's name of the only adapter. Files do not contain it."""
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the base model."""
+"""PEFT's prefix of the names of the base model."""
 
 BASE_LAYER = ".base_layer"
-"""Where PEFT keeps the layer that it wraps."""
+"""PEFT's name of the layer that it wraps."""
 
 TASKS = {"language": "CAUSAL_LM", "value": "SEQ_CLS", "both": "CAUSAL_LM"}
-"""What a network has on top, as PEFT calls it; the head of a classifier is trained and saved with its adapter."""
+"""PEFT's names of what a network has on top. A classifier's head is trained and saved with its adapter."""
 
 
 class Adapter:
@@ -56,7 +59,7 @@ class Adapter:
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Let the dropout in front of the factors act; outside of this it does nothing, whatever else is switched."""
+        """Switch on the dropout in front of the factors. Elsewhere it is off, whatever mode the model is in."""
         try:
             for dropout in self._dropouts:
                 dropout.train()
@@ -67,20 +70,20 @@ class Adapter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What PEFT writes into ``adapter_config.json``."""
+        """The content of PEFT's ``adapter_config.json``."""
         found: dict[str, Any] = self.peft.peft_config[NAME].to_dict()
         return found | {"inference_mode": True}
 
     def tensors(
         self, dtype: torch.dtype | None = None, weights: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, torch.Tensor]:
-        """The trained weights as PEFT names them in its files, whole, as CPU copies; sharded ones are gathered by all ranks.
+        """Return the trained weights as whole CPU copies, named as in PEFT's files. All ranks gather sharded ones together.
 
         Args:
             dtype: Their precision; None keeps float32.
-            weights: Weights by their names in the model; None: those that it has now.
+            weights: Weights by their names in the model; None: the current ones.
         """
-        from peft import get_peft_model_state_dict  # noqa: PLC0415  seconds of import that others do not need
+        from peft import get_peft_model_state_dict  # noqa: PLC0415  the import takes seconds, which others do not need
 
         named: dict[str, torch.Tensor] = get_peft_model_state_dict(
             self.peft, self._state(dtype, weights), adapter_name=NAME, save_embedding_layers=False
@@ -90,14 +93,14 @@ class Adapter:
     def save(
         self, directory: Path, dtype: torch.dtype | None = None, weights: Mapping[str, torch.Tensor] | None = None
     ) -> None:
-        """Write ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT does; arguments as of `tensors`."""
+        """Write ``adapter_model.safetensors`` and ``adapter_config.json`` with PEFT; arguments as of `tensors`."""
         self.peft.save_pretrained(directory, state_dict=self._state(dtype, weights), save_embedding_layers=False)
 
     def merged(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights of a model without an adapter that computes the same: W + scale x B A, under the base model's names.
+        """Return the weights with the adapter added, W + scale x B A, under the base model's names.
 
         Args:
-            state: `state_dict` of the network's model; not changed. Sharded tensors give sharded ones.
+            state: `state_dict` of the network's model; not changed. Sharded tensors stay sharded.
         """
         scales = {
             name: float(module.scaling[NAME])
@@ -117,36 +120,32 @@ class Adapter:
         return merged
 
     def _state(self, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Trained weights under the names that PEFT's model around ours gives them."""
+        """Return the trained weights under the names of PEFT's model around the network's."""
         if weights is None:
             named = self.peft.get_base_model().named_parameters()
             weights = {name: each.detach() for name, each in named if each.requires_grad}
         return {
-            f"{PREFIX}{name}": _whole(tensor).to("cpu", dtype or tensor.dtype, copy=True)
+            f"{PREFIX}{name}": cpu_copy(tensor, dtype)
             for name, tensor in weights.items()
             if not name.startswith(OWN_MODULES)
         }
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def attach_adapter(network: Network, config: LoraConfig) -> tuple[Network, Adapter | None]:
-    """Freeze a network and put trainable factors beside its linear layers; at the start they change nothing.
+    """Freeze a network and put trainable factors beside its linear layers; initially they change no output.
 
-    The factors are drawn from PyTorch's generator; seed it before.
+    The factors are drawn from PyTorch's generator: seed it before.
 
     Args:
-        network: A whole network, not yet cut over processes.
-        config: The settings; rank 0 leaves the network as it is.
+        network: A whole network that is not laid out over processes yet.
+        config: The settings. Rank 0 leaves the network unchanged.
 
     Raises:
-        ValueError: if the settings name layers that the network does not have, or a precision that it does not compute in.
+        ValueError: if the settings name layers that the network lacks, or a precision that it does not compute in.
     """
     if config.rank == 0:
         return network, None
-    import peft  # noqa: PLC0415  seconds of import that training without it does not need
+    import peft  # noqa: PLC0415  the import takes seconds, which training without it does not need
 
     model = network.model
     settings = peft.LoraConfig(
@@ -161,7 +160,9 @@ def attach_adapter(network: Network, config: LoraConfig) -> tuple[Network, Adapt
     _store_base(network, config)
     network = replace(network, files=network.files and network.files.renamed(_names_below_adapter(model)))
     if network.head == "both" and network.value_head is not None:
-        network.value_head.requires_grad_(requires_grad=True)  # training's own module, which no adapter file holds
+        network.value_head.requires_grad_(
+            requires_grad=True
+        )  # a module of training, which adapter files do not contain
     if network.head == "value":
         network = replace(network, value_head=model.score)
     return network, Adapter(wrapped, config)
@@ -174,9 +175,9 @@ def _linear_layers(network: Network) -> dict[str, torch.nn.Linear]:
 
 @contextmanager
 def _as_if_read(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
-    """Give layers whose weights are not read yet weights that take no memory, on the CPU.
+    """Give layers with unread weights placeholder weights on the CPU that take no memory.
 
-    PEFT puts the factors that it draws on the device of the weight beside them, and on "meta" they would be lost.
+    PEFT draws the factors on the device of the layer's weight, and on "meta" their values would be lost.
     """
     unread = [(layer, layer.weight) for layer in layers if layer.weight.is_meta]
     for layer, weight in unread:
@@ -189,13 +190,13 @@ def _as_if_read(layers: Iterable[torch.nn.Linear]) -> Iterator[None]:
 
 
 def _names_below_adapter(model: torch.nn.Module) -> dict[str, str]:
-    """The names of parameters now, by those that they had before PEFT wrapped their layers."""
+    """Return the parameters' names, by the names they had before PEFT wrapped their layers."""
     names = (name for name, _ in model.named_parameters(remove_duplicate=False) if BASE_LAYER in name)
     return {name.replace(BASE_LAYER, ""): name for name in names}
 
 
 def _targets(network: Network, config: LoraConfig) -> list[str]:
-    """The names of the layers to adapt, as their last parts.
+    """Return the last parts of the names of the layers to adapt.
 
     Raises:
         ValueError: if the trunk has no linear layer of a name.
@@ -211,7 +212,7 @@ def _targets(network: Network, config: LoraConfig) -> list[str]:
 
 
 def _store_base(network: Network, config: LoraConfig) -> None:
-    """Keep the frozen linear layers in the precision that they are computed in: half the memory, the same results."""
+    """Store the frozen linear layers in bfloat16, in which they are computed: half the memory, the same results."""
     if config.base_dtype != "bfloat16":
         return
     if network.compute_dtype != torch.bfloat16:
@@ -219,3 +220,86 @@ def _store_base(network: Network, config: LoraConfig) -> None:
     for module in _linear_layers(network).values():
         if not module.weight.requires_grad:
             module.to(torch.bfloat16)
+
+
+def export_adapter(
+    adapter: Adapter,
+    source: str,
+    directory: Path,
+    dtype: torch.dtype | None,
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    """Write a PEFT adapter with its tokenizer, or the merged model if `config.merges`; it appears whole or not at all.
+
+    Args:
+        adapter: The adapter.
+        source: Directory or hub id of its base.
+        directory: Where to write.
+        dtype: Precision of the weights; None keeps float32.
+        weights: The trained weights by their names in the model.
+
+    Raises:
+        FileExistsError: if the directory exists.
+    """
+    if adapter.config.merges:
+        with tempfile.TemporaryDirectory(prefix="sluice-adapter-") as parts:
+            adapter.save(Path(parts), weights=weights)
+            merge_adapter(source, parts, directory, dtype or torch.float32)
+        return
+    with whole_directory(directory) as staging:
+        adapter.save(staging, dtype, weights)
+        AutoTokenizer.from_pretrained(source).save_pretrained(staging)
+
+
+def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) -> None:
+    """Write the model that computes the same as base and adapter together.
+
+    Args:
+        base: Directory or hub id of the base model.
+        adapter: Directory or hub id of the adapter; one of a sequence classifier gives a classifier.
+        directory: Where to write.
+        dtype: Precision of the written weights; the factors are added in float32.
+
+    Raises:
+        FileExistsError: if the directory exists.
+        ValueError: if there is no adapter, or it belongs to another base.
+    """
+    # The import takes seconds, which training without it does not need.
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights  # noqa: PLC0415
+
+    with whole_directory(directory) as staging:
+        try:
+            config = PeftConfig.from_pretrained(adapter)
+        except KeyError as error:
+            raise ValueError(f"PEFT does not know the kind of adapter {adapter}: {error}") from error
+        if config.task_type == "SEQ_CLS":
+            model = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32, num_labels=1)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about missing names, which are compared below
+                wrapped = PeftModel.from_pretrained(model, adapter)
+        except RuntimeError as error:  # shapes that do not fit
+            raise ValueError(f"the adapter does not belong to this base ({_mismatch(error)})") from error
+        _check_names(set(load_peft_weights(adapter, device="cpu")), set(get_peft_model_state_dict(wrapped)))
+        merged = wrapped.merge_and_unload(safe_merge=True)
+        merged.to(dtype).save_pretrained(staging)
+        AutoTokenizer.from_pretrained(base).save_pretrained(staging)
+
+
+def _check_names(given: set[str], wanted: set[str]) -> None:
+    """Refuse factors without a layer in the base, which PEFT ignores, and layers without factors, which it fills with random ones."""
+    lacking, foreign = (
+        sorted(name for name in names if ".lora_" in name) for names in (wanted - given, given - wanted)
+    )
+    if lacking:
+        raise ValueError(f"the adapter does not belong to this base (it lacks {lacking[0]}, whose layer the base has)")
+    if foreign:
+        raise ValueError(f"the adapter does not belong to this base (it has {foreign[0]}, whose layer the base lacks)")
+
+
+def _mismatch(error: RuntimeError) -> str:
+    """Return the first mismatch that PyTorch lists, one a line, below a heading."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line.rstrip(".") for line in lines if line.startswith("size mismatch")), lines[0])

@@ -1,39 +1,135 @@
-"""AdamW, or Muon beside AdamW, behind one interface; and their state as flat tensors."""
+"""The optimizer step: learning rate, norm of the gradient, clipping, and AdamW or Muon beside AdamW; their state as flat tensors.
+
+Parameters, gradients and moments may be DTensors, of which each process holds a slice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from threading import Event
 from typing import Any
 
 import structlog
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from trainer_svc.compute_config import ComputeConfig
-from trainer_svc.engine.muon import ShardedMuon
-from trainer_svc.engine.offload import OffloadedAdamW
-from trainer_svc.engine.schedule import schedule_factor
+from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
+from trainer_svc.parallel.mesh import Mesh
+from trainer_svc.parallel.sharding import local_slice
 
-__all__ = ["Optimizers", "build_optimizers"]
+__all__ = [
+    "OffloadedAdamW",
+    "Optimizers",
+    "ShardedMuon",
+    "build_optimizers",
+    "clip",
+    "learning_rate",
+    "total_norm",
+]
 
 MUON_SCALES = {"rms": "match_rms_adamw", "spectral": "original"}
-"""Our names of torch's ways to scale a step."""
+"""torch's names of the ways to scale Muon's steps, by the names in the settings."""
 
 HEADS = ("score", "value_head", "lm_head")
-"""Modules on top of a model, beside its output embedding: what they predict has few dimensions, so that AdamW fits them."""
+"""Modules on top of a model. AdamW trains them, like embeddings, because their outputs are no hidden states."""
+
+BUFFER_ELEMENTS = 1 << 26
+"""Weights that pass through the offload buffers at once, unless one tensor has more: 256 MiB, enough for full copy speed."""
+
+READ_S = 1800.0
+"""Seconds that a step waits for a checkpoint to read the offloaded moments."""
+
+NORM_OFFSET = 1e-6
+"""Added to the norm before dividing by it, as `torch.nn.utils.clip_grad_norm_` does."""
 
 log = structlog.get_logger(__name__)
 
 
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of the step with this index, counted from 0."""
+    return config.lr * _schedule_factor(config, step)
+
+
+def _schedule_factor(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of the step with this index as a share of the peak."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            remaining = 1.0 - _progress(config.warmup_steps, config.max_steps, step)
+        case "cosine":
+            remaining = 0.5 * (1.0 + math.cos(math.pi * _progress(config.warmup_steps, config.max_steps, step)))
+        case "wsd":
+            begin = max(config.warmup_steps, config.max_steps - config.decay_steps)
+            remaining = 1.0 - _progress(begin, config.max_steps, step)
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * remaining
+
+
+def _progress(begin: int, end: int, step: int) -> float:
+    """Return the share of a decay that is done: 0 up to step `begin`, 1 from step `end` on."""
+    return min(1.0, max(0.0, (step - begin) / (end - begin)))
+
+
+def total_norm(
+    gradients: Iterable[torch.Tensor], mesh: Mesh, *, refused: bool = False, in_two_stages: torch.Tensor | None = None
+) -> tuple[float, bool]:
+    """Return the 2-norm of the whole gradient; each element counts once, however many processes have it.
+
+    Args:
+        gradients: Plain tensors, equal on all processes of a pipeline stage, and DTensors on any axes of the mesh.
+        mesh: The processes; all of them call this.
+        refused: Whether this process skips the step for another reason.
+        in_two_stages: The one gradient of which another pipeline stage has a copy.
+
+    Returns:
+        The norm, and whether it is finite and no process refused: the same on every process.
+    """
+    by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        copies, local = _counted(gradient, mesh)
+        by_copies[copies * 2 if gradient is in_two_stages else copies].append(local)
+    norms = {copies: torch.nn.utils.get_total_norm(parts, foreach=True) for copies, parts in by_copies.items()}
+    sums = torch.zeros(2, dtype=torch.float64)
+    sums[0] = sum(float(norm.double()) ** 2 / copies for copies, norm in norms.items())
+    sums[1] = float(refused)
+    if mesh.everyone is not None:
+        dist.all_reduce(sums, group=mesh.everyone)
+    norm, refusals = math.sqrt(sums[0]) if sums[0] >= 0 else math.nan, float(sums[1])
+    return norm, math.isfinite(norm) and not refusals
+
+
+def _counted(gradient: torch.Tensor, mesh: Mesh) -> tuple[int, torch.Tensor]:
+    """Return how many processes of this stage have this process's slice of a gradient, and the slice."""
+    copies = mesh.dims.world_size // mesh.dims.pp
+    if not isinstance(gradient, DTensor):
+        return copies, gradient
+    for axis, placement in enumerate(gradient.placements):
+        if not placement.is_replicate():
+            copies //= gradient.device_mesh.size(axis)
+    return copies, gradient.to_local()
+
+
+def clip(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
+    """Scale a gradient down to the limit if its norm is above it."""
+    factor = limit / (norm + NORM_OFFSET)
+    if factor < 1.0:
+        parts = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+        torch._foreach_mul_(parts, factor)
+
+
 class Optimizers:
-    """One optimizer, or two that share the parameters.
+    """One optimizer, or two of which each trains some of the parameters.
 
     Args:
         config: The settings.
-        parts: The optimizers; each parameter belongs to one of them.
+        parts: The optimizers. Each parameter belongs to one of them.
     """
 
     def __init__(self, config: ComputeConfig, parts: Collection[torch.optim.Optimizer]) -> None:
@@ -56,7 +152,7 @@ class Optimizers:
         Args:
             index: Optimizer steps before this one; the learning rates follow from it.
         """
-        factor = schedule_factor(self.config, index)
+        factor = _schedule_factor(self.config, index)
         for part in self.parts:
             peak = self.config.muon_lr or self.config.lr if isinstance(part, torch.optim.Muon) else self.config.lr
             for group in part.param_groups:
@@ -64,11 +160,11 @@ class Optimizers:
             part.step()
 
     def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Have a hook called once per step, before anything changes; torch.optim.Optimizer's method of this name."""
+        """Call a hook once per step, before anything changes, as torch.optim.Optimizer does."""
         return self.parts[0].register_step_pre_hook(hook)
 
     def tensors(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
-        """The state, named ``<moment>.<parameter>``; the live tensors, where they lie."""
+        """Return the live tensors of the state, named ``<moment>.<parameter>``."""
         owners = self.owners
         return {
             f"{moment}.{name}": tensor
@@ -78,7 +174,7 @@ class Optimizers:
         }
 
     def lend(self, named: Iterable[tuple[str, torch.nn.Parameter]], read: Event) -> set[str]:
-        """Leave the state in host memory as it is until `read` is set; return its names, as of `tensors`."""
+        """Do not change the state in host memory until `read` is set; return its names (see `tensors`)."""
         names: set[str] = set()
         given = list(named)
         for part in self.parts:
@@ -90,11 +186,15 @@ class Optimizers:
     def make_room(
         self, named: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """Replace the state by zeros of the names and shapes that `tensors` gave, to be filled.
+        """Replace the state by zeros, and return them for the caller to fill.
+
+        Args:
+            named: The parameters by name.
+            shapes: Names and shapes of the tensors of `tensors`.
 
         Raises:
-            ValueError: if a tensor belongs to no parameter or another optimizer, is missing or has another shape; then
-                nothing has changed.
+            ValueError: if a tensor belongs to no parameter or another optimizer, is missing or has another shape. The state is
+                then unchanged.
         """
         owners, wanted = self.owners, dict[torch.nn.Parameter, list[str]]()
         for key, shape in shapes.items():
@@ -132,11 +232,11 @@ def _room(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, moment: st
 
 
 def build_optimizers(config: ComputeConfig, model: PreTrainedModel, device: torch.device) -> Optimizers:
-    """The optimizers of a model's trainable parameters; matrices decay, vectors (norms, biases) do not.
+    """Build the optimizers of a model's trainable parameters. Weight decay is for matrices, not for vectors (norms, biases).
 
     Args:
         config: The settings.
-        model: The model, cut over processes already.
+        model: The model, already distributed over processes.
         device: Where it computes.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -175,8 +275,164 @@ def _adamw(
 
 
 def _hidden_matrices(model: PreTrainedModel) -> set[torch.nn.Parameter]:
-    """Matrices that turn hidden states into hidden states: no embedding, no head."""
+    """Return the matrices between hidden states: all but embeddings and heads."""
     outside = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     outside += [model.get_output_embeddings(), *(getattr(model, name, None) for name in HEADS)]
     excluded = {each for module in outside if module is not None for each in module.parameters()}
     return {each for each in model.parameters() if each.ndim == 2 and each not in excluded}
+
+
+class ShardedMuon(torch.optim.Muon):  # type: ignore[misc]  # torch has no type for it
+    """torch.optim.Muon for plain matrices and DTensors, with the same step as for a whole matrix.
+
+    torch.optim.Muon accepts DTensors too, but computes its bfloat16 matrix products in an order that depends on the layout:
+    one process and two differ by 2-4% of a step's length. Here each matrix is gathered, one at a time, and every process
+    orthogonalises the whole of it.
+
+    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks"; step lengths of Liu et al., 2502.16982.
+    """
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply the gradients. All processes that hold a slice of a matrix call this together."""
+        if closure is not None:
+            raise ValueError("the step takes no closure: compute the gradients before it")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+        return None
+
+    def _step_one(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        change = _whole_step(update.full_tensor() if isinstance(update, DTensor) else update, group)
+        local, offsets = local_slice(parameter)
+        places = tuple(slice(begin, begin + size) for begin, size in zip(offsets, local.shape, strict=True))
+        local.mul_(1 - group["lr"] * group["weight_decay"]).add_(change[places])
+
+
+def _whole_step(update: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Return what torch's Muon adds to a matrix for this update, which includes the momentum."""
+    matrix = torch.nn.Parameter(torch.zeros_like(update))
+    matrix.grad = update
+    fixed = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+    options = {name: group[name] for name in fixed}
+    torch.optim.Muon([matrix], weight_decay=0.0, momentum=0.0, nesterov=False, **options).step()
+    return matrix.detach()
+
+
+class OffloadedAdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no type for it
+    """AdamW with its moments in host memory, where it also steps; weights and gradients stay on the GPU.
+
+    FSDP2's CPUOffloadPolicy moves the weights to the host as well, and back layer by layer in each forward pass. The moments of
+    a DTensor are DTensors of the same layout with their slice in host memory. This takes 8 bytes of host memory per parameter,
+    and a buffer through which weights and gradients pass, pinned if there is a GPU.
+
+    Args:
+        groups: Parameter groups, as torch.optim.AdamW takes them.
+        options: Of torch.optim.AdamW.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:  # noqa: ANN401  torch's options
+        super().__init__(groups, **{**options, "fused": False, "foreach": False})
+        self._options = {**options, "fused": True}
+        self._buffers: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._readers: list[Event] = []
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Copy weights and gradients to the host, step, and copy the weights back, some parameters at a time.
+
+        Raises:
+            TimeoutError: if a checkpoint does not finish reading the moments in time.
+        """
+        if closure is not None:
+            raise ValueError("a step in host memory takes no closure: compute the gradients before it")
+        for reader in self._readers:
+            if not reader.wait(READ_S):
+                raise TimeoutError(
+                    f"a checkpoint still reads the optimizer's moments after {READ_S:g} s: is the disk hanging?"
+                )
+        self._readers.clear()
+        chosen = [(group, each) for group in self.param_groups for each in group["params"] if each.grad is not None]
+        for part in _parts(chosen):
+            self._step_part(part)
+        return None
+
+    def lend(self, read: Event) -> None:
+        """Do not change the moments until `read` is set, so that a checkpoint can read them without a copy."""
+        self._readers.append(read)
+
+    def _step_part(self, part: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> None:
+        inner_groups, copies = [], []
+        start = 0
+        for group, parameter in part:
+            local = local_slice(parameter)[0]
+            weights, gradients = (each[start : start + local.numel()].view(local.shape) for each in self._room(part))
+            weights.copy_(local, non_blocking=True)
+            gradients.copy_(local_slice(parameter.grad)[0], non_blocking=True)
+            copy = torch.nn.Parameter(weights)
+            copy.grad = gradients
+            copies.append(copy)
+            options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+            inner_groups.append({"params": [copy], **options})
+            start += local.numel()
+        inner = torch.optim.AdamW(inner_groups, **self._options)
+        for copy, (_, parameter) in zip(copies, part, strict=True):
+            inner.state[copy] = self._local_state(parameter)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        inner.step()
+        for copy, (_, parameter) in zip(copies, part, strict=True):
+            local_slice(parameter)[0].copy_(copy, non_blocking=True)
+
+    def _room(self, part: list[tuple[dict[str, Any], torch.nn.Parameter]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return buffers for the weights and gradients of a part."""
+        dtype = part[0][1].dtype
+        needed = sum(_elements(parameter) for _, parameter in part)
+        if dtype not in self._buffers or len(self._buffers[dtype][0]) < needed:
+            pinned = torch.cuda.is_available()
+            self._buffers[dtype] = (
+                torch.empty(needed, dtype=dtype, pin_memory=pinned),
+                torch.empty(needed, dtype=dtype, pin_memory=pinned),
+            )
+        return self._buffers[dtype]
+
+    def empty_moment(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return zeros in host memory for a moment of a parameter."""
+        local = local_slice(parameter)[0]
+        host = torch.empty(local.shape, dtype=local.dtype, pin_memory=torch.cuda.is_available()).zero_()
+        # `DTensor.from_local` would move the slice to the mesh's device.
+        return DTensor(host, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else host  # noqa: SLF001
+
+    def _local_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"], state["exp_avg_sq"] = self.empty_moment(parameter), self.empty_moment(parameter)
+        return {name: local_slice(tensor)[0] for name, tensor in state.items()}
+
+
+def _elements(parameter: torch.nn.Parameter) -> int:
+    return int(local_slice(parameter)[0].numel())
+
+
+def _parts(
+    chosen: Iterable[tuple[dict[str, Any], torch.nn.Parameter]],
+) -> Iterator[list[tuple[dict[str, Any], torch.nn.Parameter]]]:
+    """Split parameters into parts of one precision that fit the buffers; a larger parameter is a part of its own."""
+    part: list[tuple[dict[str, Any], torch.nn.Parameter]] = []
+    filled = 0
+    for each in chosen:
+        size = _elements(each[1])
+        if part and (filled + size > BUFFER_ELEMENTS or each[1].dtype != part[0][1].dtype):
+            yield part
+            part, filled = [], 0
+        part.append(each)
+        filled += size
+    if part:
+        yield part

@@ -1,7 +1,7 @@
-"""Weights that stay in their files until it is known which part of them this process keeps.
+"""Weights that stay in their files until the process knows which part of them it keeps.
 
-transformers can leave a model on disk: its parameters are on the "meta" device, and it says where they are. To check such a
-model each module reads its own while it runs; what a process keeps of it is then read by ranges.
+transformers can leave a model on disk, with its parameters on the "meta" device, and reports their files. While such a model is
+checked, each module reads its own weights when it runs (`streaming`). Afterwards a process reads its part only (`read_weights`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from accelerate.hooks import remove_hook_from_submodules
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from trainer_svc.engine.local_part import local_part
+from trainer_svc.parallel.sharding import local_slice
 
 __all__ = ["Place", "WeightFiles", "left_on_disk", "read_weights", "streaming"]
 
 ON_DISK = {"": "disk"}
-"""transformers' `device_map` for a model that stays in its files."""
+"""transformers' `device_map` that leaves a model in its files."""
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: a safetensors file, and the tensor's name in it."""
+    """A safetensors file, and the name of a tensor in it."""
 
     file: str
     name: str
@@ -36,25 +36,25 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Where the weights of a model lie that have not been read.
+    """The files of a model's weights.
 
     Attributes:
-        places: By the names of the model's parameters; tied ones have the same place.
+        places: By the names of the model's parameters; tied parameters have the same place.
     """
 
     places: Mapping[str, Place]
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same for a model some of whose parameters have other names now, given by the old ones."""
+        """Return the same files for renamed parameters; `names` maps old names to new ones."""
         return type(self)({names.get(name, name): place for name, place in self.places.items()})
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: torch.Size) -> torch.Tensor:
-        """A box of a tensor, in the precision of the file.
+        """Read a box of a tensor, in the precision of the file.
 
         Args:
             name: The parameter's name in the model.
-            offsets: Where the box begins, per dimension.
-            sizes: Its extent, per dimension.
+            offsets: Start of the box, per dimension.
+            sizes: Its sizes.
         """
         place = self.places[name]
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
@@ -63,7 +63,7 @@ class WeightFiles:
             return part
 
     def hold(self, model: PreTrainedModel) -> bool:
-        """Whether the files hold all that a model has not read, in its shapes; but for a value head, which may be new."""
+        """Return whether the files hold all unread weights of a model in its shapes; a missing value head is accepted."""
         shapes: dict[Place, torch.Size] = {}
         for path in {place.file for place in self.places.values()}:
             with safe_open(path, framework="pt") as file:
@@ -76,20 +76,20 @@ class WeightFiles:
 
 
 def left_on_disk(load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel, WeightFiles] | None:
-    """Load a model without its weights: they are on the "meta" device, but for a value head that is new, which begins at 0.
+    """Load a model with its weights on the "meta" device. A new value head is an exception: it starts at 0 on the CPU.
 
     Args:
-        load: Calls `from_pretrained` with the options that it is given, and raises ValueError or ImportError if that fails.
+        load: Calls `from_pretrained` with these options. It may raise ValueError or ImportError.
 
     Returns:
-        The model and where its weights are; None where they cannot stay in their files: transformers makes some of them of
-        several tensors (fused experts), they are quantised, the files are no safetensors, or lack some.
+        The model and the files of its weights. None if the weights cannot stay in their files: transformers combines several
+        tensors into one (fused experts), weights are quantised or missing, or the files are not safetensors.
     """
     logging.getLogger("accelerate.big_modeling").addFilter(_not_about_disk)
     try:
         model = load(device_map=ON_DISK)
     except (ImportError, ValueError):
-        return None  # read whole it loads, or says what is wrong
+        return None  # the caller reads the whole model, which works or raises the reason
     places = {
         name: Place(entry["safetensors_file"], entry["weight_name"])
         for name, entry in model.get_input_embeddings()._hf_hook.weights_map.dataset.index.items()  # noqa: SLF001 - what accelerate reads from
@@ -105,11 +105,11 @@ def left_on_disk(load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel,
 
 
 def _not_about_disk(record: logging.LogRecord) -> bool:
-    return "offloaded to the" not in record.getMessage()  # a warning that weights are where they were asked to be
+    return "offloaded to the" not in record.getMessage()  # it warns that weights were left on disk, which is intended
 
 
 def _release(model: PreTrainedModel) -> None:
-    """Take off all that accelerate put on a model."""
+    """Remove accelerate's hooks from a model."""
     remove_hook_from_submodules(model)
     del model.hf_device_map
     for module in model.modules():
@@ -119,20 +119,20 @@ def _release(model: PreTrainedModel) -> None:
 
 @contextmanager
 def streaming(model: PreTrainedModel, files: WeightFiles) -> Iterator[None]:
-    """Let modules read their weights while they run; those of one after the other lie in the same memory.
+    """Let each module read its weights when it runs, all into the same memory.
 
     Args:
-        model: On the "meta" device; its modules run on the CPU.
-        files: Where its weights are.
+        model: A model on the "meta" device; its modules run on the CPU.
+        files: The files of its weights.
     """
     unread = {name: _unread(module) for name, module in model.named_modules()}
     largest = max(sum(each.numel() for each in own.values()) for own in unread.values())
-    room = torch.empty(largest)
+    buffer = torch.empty(largest)
     hooks = []
     for name, module in model.named_modules():
         if own := unread[name]:
             inner = any(_unread(child) for child in module.modules() if child is not module)
-            enter = partial(_enter, files, f"{name}." if name else "", own, None if inner else room)
+            enter = partial(_enter, files, f"{name}." if name else "", own, None if inner else buffer)
             hooks.append(module.register_forward_pre_hook(enter))
             hooks.append(module.register_forward_hook(partial(_leave, own)))
     try:
@@ -152,15 +152,15 @@ def _enter(
     files: WeightFiles,
     prefix: str,
     own: dict[str, torch.nn.Parameter],
-    room: torch.Tensor | None,
+    buffer: torch.Tensor | None,
     module: torch.nn.Module,
     _: object,
 ) -> None:
-    """Read a module's weights: into the room, or where modules run inside of it into memory of its own."""
+    """Read a module's weights into the buffer; into memory of its own (None) if other modules run inside it."""
     start = 0
     for name, unread in own.items():
         end = start + unread.numel()
-        weight = torch.empty(unread.shape) if room is None else room[start:end].view(unread.shape)
+        weight = torch.empty(unread.shape) if buffer is None else buffer[start:end].view(unread.shape)
         weight.copy_(files.read(prefix + name, (0,) * unread.ndim, unread.shape))
         setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))
         start = end
@@ -173,23 +173,23 @@ def _leave(own: dict[str, torch.nn.Parameter], module: torch.nn.Module, *_: obje
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def read_weights(module: torch.nn.Module, files: WeightFiles, device: torch.device, *, below: str = "") -> None:
-    """Read what this process has of the parameters that are on the "meta" device.
+    """Read this process's part of the parameters that are on the "meta" device.
 
     Args:
-        module: Plain parameters are read whole, of DTensors the local part.
-        files: Where they are.
-        device: Where they go.
+        module: Its plain parameters are read whole, of its DTensors the local slice.
+        files: The files of the weights.
+        device: Where the weights are put.
         below: The module's name in the model.
     """
     for name, parameter in module.named_parameters(prefix=below):
         if not parameter.is_meta:
             continue
         _become(parameter, torch.empty_like(parameter, device=device))
-        local, offsets = local_part(parameter)
+        local, offsets = local_slice(parameter)
         if local.numel():
             local.copy_(files.read(name, offsets, local.shape))
 
 
 def _become(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """Give a parameter another tensor; it stays the object that modules share and FSDP knows."""
+    """Replace a parameter's tensor in place; modules and FSDP keep their references to the parameter."""
     torch.utils.swap_tensors(parameter, torch.nn.Parameter(tensor, requires_grad=parameter.requires_grad))

@@ -164,7 +164,7 @@ def merge(argv: list[str]) -> int:
     from safetensors import SafetensorError  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
-    from trainer_svc.engine.adapter_export import merge_adapter  # noqa: PLC0415
+    from trainer_svc.engine.lora import merge_adapter  # noqa: PLC0415
 
     logging.disable_progress_bar()
     failed = f"cannot merge {config.adapter} into {base}"

@@ -20,8 +20,8 @@ from sluice.render import ChatRenderer
 from trainer_svc.compute_config import LoraConfig, check_decay
 from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.engine.network import Head
-from trainer_svc.engine.step_metrics import StepMetrics
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.checkpoints import RunCheckpoints, checkpoint_directory, claim_output
 from trainer_svc.offline.config import DataError, DistillConfig, DpoConfig, OfflineConfig, RewardModelConfig, SftConfig

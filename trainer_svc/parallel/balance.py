@@ -1,11 +1,12 @@
-"""Distribute rows over data-parallel ranks so that all ranks have about as much to compute. Pure.
+"""Distribute rows over data-parallel ranks so that all ranks compute about equally much. Pure.
 
 A step takes as long as its slowest rank. A row costs the floating-point operations of its forward pass: linear layers by
-tokens, attention by pairs of tokens. Rows of a group on one rank forward their common beginning once. So this tries whole
-groups first, then halves of groups, quarters and so on down to single rows, and takes the distribution whose slowest rank
-has the least to do.
+tokens, attention by pairs of tokens. Rows of a group on one rank forward their common beginning once. `balance` therefore
+tries whole groups, halves of groups, quarters and so on down to single rows, and picks the distribution whose slowest rank
+has the least to compute.
 
-Each distribution gives the heaviest part to the lightest rank (longest processing time first, Graham 1969). The slowest rank
+Each distribution assigns the heaviest part first, always to the rank with the least so far (longest processing time first,
+Graham 1969). The slowest rank
 then has at most the mean of all ranks, counting every row as forwarded alone, plus (1 - 1 / ranks) of the heaviest row; with
 `whole_groups`, of the heaviest group.
 """
@@ -55,7 +56,7 @@ class Cost:
         """Return the cost for a decoder's configuration; `TOKENS` if the configuration lacks one of `SIZES`.
 
         Args:
-            model: A configuration of transformers. Experts count as one MLP.
+            model: A transformers configuration. Experts count as one MLP.
         """
         sizes = [getattr(model, name, None) for name in SIZES]
         if not all(isinstance(size, int) for size in sizes):
@@ -66,16 +67,15 @@ class Cost:
         return cls(token=2 * layers * weights, pair=4 * layers * heads * width, loss_token=2 * hidden * vocabulary)
 
 
-NOTHING = np.zeros(0, dtype=np.int64)
-"""The forwarded tokens of a row that is left out."""
+NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 TOKENS = Cost(1.0)
-"""Tokens alone, for a model of unknown size."""
+"""The cost for a model of unknown size: the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """The cost of a row: of the tokens that it shares with its group, which a rank pays once, and of everything else."""
+    """The cost of a row: of the tokens that it shares with its group, which count once per rank, and of the rest."""
 
     group: int
     shared: float
@@ -84,7 +84,7 @@ class _Row:
 
 def balance(
     rows: Rows[Sequence],
-    shares: int,
+    ranks: int,
     *,
     cost: Cost = TOKENS,
     fold: bool = True,
@@ -95,11 +95,11 @@ def balance(
 
     Args:
         rows: Any number of rows.
-        shares: Number of ranks, at least 1.
+        ranks: Number of ranks, at least 1.
         cost: What a row costs.
         fold: Whether a rank forwards a group's common beginning once.
         whole_groups: Never split a group over ranks, for losses that compare its rows.
-        contributes: See `TrainEngine.train_batch`: rows without a gradient are not forwarded and cost nothing.
+        contributes: Whether a row can have a gradient; the others are not forwarded and cost nothing.
 
     Returns:
         The places of each rank's rows, ascending. The same rows always give the same result.
@@ -107,19 +107,19 @@ def balance(
     Raises:
         ValueError: if there are no ranks.
     """
-    if shares < 1:
-        raise ValueError(f"rows cannot be distributed over {shares} ranks: give 1 or more")
+    if ranks < 1:
+        raise ValueError(f"rows cannot be distributed over {ranks} ranks: give 1 or more")
     weighed, groups = _weigh(rows, cost, contributes, fold=fold)
     largest = max(map(len, groups), default=1)
     part_counts = [1]
     while not whole_groups and part_counts[-1] < largest:
         part_counts.append(part_counts[-1] * 2)
     candidates = [
-        _distribute(weighed, [part for group in groups for part in _split_group(group, count)], shares)
+        _distribute(weighed, [part for group in groups for part in _split_group(group, count)], ranks)
         for count in part_counts
     ]
-    best = min(candidates, key=lambda each: max(_load(weighed, share) for share in each))
-    return [sorted(share) for share in best]
+    best = min(candidates, key=lambda each: max(_load(weighed, places) for places in each))
+    return [sorted(places) for places in best]
 
 
 def _weigh(
@@ -129,7 +129,7 @@ def _weigh(
     members: dict[object, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
         members[row.group_id or place].append(place)
-    inputs = [tokens_to_forward(row) if contributes is None or contributes(row) else NOTHING for row in rows]
+    inputs = [tokens_to_forward(row) if contributes is None or contributes(row) else NO_TOKENS for row in rows]
     groups = list(members.values())
     weighed: dict[int, _Row] = {}
     for number, places in enumerate(groups):
@@ -149,19 +149,19 @@ def _split_group(group: list[int], count: int) -> Iterable[list[int]]:
     return (group[part * len(group) // count : (part + 1) * len(group) // count] for part in range(count))
 
 
-def _distribute(weighed: Rows[_Row], parts: Rows[list[int]], shares: int) -> list[list[int]]:
+def _distribute(weighed: Rows[_Row], parts: Rows[list[int]], ranks: int) -> list[list[int]]:
     loads = [_load(weighed, part) for part in parts]
-    taken: list[list[int]] = [[] for _ in range(shares)]
-    heap = [(0.0, share) for share in range(shares)]
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0.0, rank) for rank in range(ranks)]
     for number in sorted(range(len(parts)), key=lambda number: -loads[number]):
-        load, share = heapq.heappop(heap)
-        taken[share] += parts[number]
-        heapq.heappush(heap, (load + loads[number], share))
-    return taken
+        load, rank = heapq.heappop(heap)
+        assigned[rank] += parts[number]
+        heapq.heappush(heap, (load + loads[number], rank))
+    return assigned
 
 
 def _load(weighed: Rows[_Row], places: Iterable[int]) -> float:
-    """Return what rows cost together: the shared beginning of each group counts once."""
+    """Return the cost of rows together: the common beginning of each group counts once."""
     shared: dict[int, float] = {}
     own = 0.0
     for place in places:

@@ -1,8 +1,8 @@
 """Context parallelism: the processes of a group share each packed row of tokens (Ulysses, arXiv 2309.14509).
 
 Outside of attention each process holds an equal slice of the row's tokens. Attention needs all tokens of a sequence, but its
-heads are independent. So before attention the processes exchange their slices of tokens of all heads for all tokens of a
-share of the heads, and after attention back again. Attention itself runs as in one process, on the whole packed row.
+heads are independent. Before attention the processes therefore exchange data, so that each has all tokens for some of the
+heads; after attention they exchange back. Attention itself runs as in one process, on the whole packed row.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from trainer_svc.batch.attention_plan import to_device
 from trainer_svc.batch.rows import MicroBatch
 from trainer_svc.batch.shapes import Indices, PerToken
 
@@ -39,22 +40,21 @@ class Context:
         return int(dist.get_world_size(self.group))
 
     def width(self, batch: MicroBatch) -> int:
-        """Return the tokens of a slice, including the cells behind the row's end."""
+        """Return the number of tokens of a slice, including the padding after the row's end."""
         return math.ceil(batch.packed_tokens / self.size)
 
-    def share(self, batch: MicroBatch) -> tuple[MicroBatch, Indices]:
+    def own_slice(self, batch: MicroBatch) -> tuple[MicroBatch, Indices]:
         """Return this process's slice of a micro-batch.
 
         Returns:
-            The micro-batch with the tokens and loss tokens of the slice, but the attention plan of the whole row; and the
-            places of the slice's loss tokens among all.
+            The micro-batch with the slice's tokens and loss tokens and the attention plan of the whole row, and the places
+            of the slice's loss tokens among all loss tokens.
         """
         width = self.width(batch)
         start = width * dist.get_rank(self.group)
-        # Found on the host, since their number decides shapes: asking the device would wait for it.
+        # Computed on the host, because shapes depend on their number: reading it from the device would wait.
         places = np.flatnonzero((batch.predictor_places >= start) & (batch.predictor_places < start + width))
-        own, device = torch.from_numpy(places), batch.predictors.device
-        own = own.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else own
+        own = to_device(torch.from_numpy(places), batch.predictors.device)
         part = replace(
             batch,
             input_ids=_slice(batch.input_ids, start, width),
@@ -67,10 +67,10 @@ class Context:
         return part, own
 
     def gather(self, columns: Rows[PerToken | None], own: Indices, tokens: int) -> list[PerToken | None]:
-        """Join the slices' columns into columns over all loss tokens; gradients flow back to this process's slice only.
+        """Join the slices' columns to columns over all loss tokens; gradients flow back to this process's slice only.
 
         Args:
-            columns: Outputs at the loss tokens of this slice; the same ones are None in every process.
+            columns: Outputs at the loss tokens of this slice; every process has None in the same places.
             own: The places of these loss tokens among all.
             tokens: Number of all loss tokens.
         """
@@ -79,48 +79,48 @@ class Context:
         return [None if column is None else next(whole) for column in columns]
 
     def gather_tokens(self, states: Rows[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-        """Exchange this slice's tokens of all heads for all tokens of this process's share of the heads.
+        """Exchange this slice's tokens of all heads for all tokens of this process's heads.
 
         Args:
-            states: Queries, keys and values of shape [1, heads, slice, head_dim]. The number of query heads divides by the
-                number of processes; key-value heads are repeated if theirs does not.
-            tokens: Tokens of the row without the cells behind its end.
+            states: Queries, keys and values of shape [1, heads, slice, head_dim]. The number of query heads is a multiple of
+                the number of processes; key-value heads are repeated if theirs is not.
+            tokens: Tokens of the row without the padding after its end.
 
         Returns:
-            Shape [1, share of the heads, tokens, head_dim] each.
+            Shape [1, own heads, tokens, head_dim] each.
         """
-        spread = [each.repeat_interleave(math.lcm(each.shape[1], self.size) // each.shape[1], 1) for each in states]
+        repeated = [each.repeat_interleave(math.lcm(each.shape[1], self.size) // each.shape[1], 1) for each in states]
         # One exchange for all of them: [process, its heads of each, slice, head_dim].
-        parts = torch.cat([each[0].unflatten(0, (self.size, -1)) for each in spread], 1)
+        parts = torch.cat([each[0].unflatten(0, (self.size, -1)) for each in repeated], 1)
         whole = _Exchange.apply(parts, self.group).transpose(0, 1).flatten(1, 2).unsqueeze(0)[:, :, :tokens]
-        return list(whole.split([each.shape[1] // self.size for each in spread], 1))
+        return list(whole.split([each.shape[1] // self.size for each in repeated], 1))
 
     def scatter_tokens(self, output: torch.Tensor, slice_tokens: int) -> torch.Tensor:
-        """Exchange all tokens of this process's share of the heads for this slice's tokens of all heads.
+        """Exchange all tokens of this process's heads for this slice's tokens of all heads.
 
         Args:
-            output: What attention gave, of shape [tokens, share of the heads, head_dim].
+            output: The output of attention, shape [tokens, own heads, head_dim].
             slice_tokens: Tokens of a slice.
 
         Returns:
             Shape [slice, heads, head_dim].
         """
-        behind = self.size * slice_tokens - output.shape[0]
-        whole = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, behind))
+        padding = self.size * slice_tokens - output.shape[0]
+        whole = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, padding))
         heads = _Exchange.apply(whole.unflatten(0, (self.size, -1)), self.group)
         return heads.transpose(0, 1).flatten(1, 2)
 
 
 def _slice(row: torch.Tensor, start: int, width: int) -> torch.Tensor:
-    """Return cells of a row of shape [1, packed]; behind its end zeros, which belong to no sequence."""
+    """Return `width` cells of a row of shape [1, packed], padded after its end with zeros, which belong to no sequence."""
     part = row[:, start : start + width]
-    cells = row.new_zeros((1, width))  # a copy, since compiled layers would be compiled again for a view's strides
+    cells = row.new_zeros((1, width))  # a copy: torch.compile would compile layers again for a view's strides
     cells[:, : part.shape[1]] = part
     return cells
 
 
 class _Gather(torch.autograd.Function):  # type: ignore[misc]
-    """Put the rows of all slices in their places. Every process computes the whole loss, so it needs only its slice's gradient."""
+    """Put the rows of all slices in their places. As every process computes the whole loss, each keeps its slice's gradient only."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Exchange(torch.autograd.Function):  # type: ignore[misc]
-    """Give row i to process i, and take from it its row of this process's number. Its own inverse and transpose."""
+    """Send row i to process i, and receive a row from each. This is its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:  # noqa: ANN401
@@ -157,7 +157,7 @@ class _Exchange(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _exchange(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    given = rows.contiguous()
-    taken = torch.empty_like(given)
-    dist.all_to_all_single(taken, given, group=group)
-    return taken
+    sent = rows.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received

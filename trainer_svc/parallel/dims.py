@@ -24,16 +24,16 @@ __all__ = [
 ]
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Axes of the device mesh, the slowest first: neighbouring ranks, on one host, share the axis that communicates most."""
+"""Axes of the device mesh. The last one changes fastest: neighbouring ranks, on one host, share the axis that communicates most."""
 
 LAYER = "layers.*."
-"""Begins the names of a decoder layer's modules in transformers' plans."""
+"""Prefix of the names of a decoder layer's modules in transformers' plans."""
 
 COLUMNS, ROWS = "colwise", "rowwise"
-"""transformers' names for splitting a matrix by its output or by its input columns."""
+"""transformers' names for splitting a matrix by its outputs or by its inputs."""
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""transformers' name for a module that every process has whole but applies to its own heads, so that gradients add up."""
+"""transformers' name for a module that is whole in every process but applied to its own heads, so that gradients add up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ParallelDims:
         """Return the mesh of a job.
 
         Args:
-            config: The table `trainer.parallel`; `dp_shard = -1` takes the processes that the other axes leave.
+            config: The table `trainer.parallel`; `dp_shard = -1` means all processes that the other axes leave.
             world_size: Number of processes.
 
         Raises:
@@ -84,7 +84,7 @@ class ParallelDims:
         if dims.world_size != world_size:
             raise ValueError(
                 f"trainer.parallel ({dims}) makes {dims.world_size} processes, but there are {world_size}: start that many"
-                " (torchrun --nproc-per-node), or let dp_shard = -1 take the rest"
+                " (torchrun --nproc-per-node), or set dp_shard to -1 for all that the other axes leave"
             )
         return dims
 
@@ -100,7 +100,7 @@ class ParallelDims:
 
     @property
     def data_parallel(self) -> int:
-        """Processes with different rows: `dp_replicate` x `dp_shard`. All others have the same rows as one of these."""
+        """Number of processes with different rows, `dp_replicate` x `dp_shard`; the others have the rows of one of these."""
         return self.dp_replicate * self.dp_shard
 
     def place(self, rank: int) -> dict[str, int]:
@@ -113,16 +113,16 @@ class ParallelDims:
         return place
 
     def data_rank(self, rank: int) -> int:
-        """Return which of the `data_parallel` shares of a batch a rank trains on."""
+        """Return the number of the rank's data-parallel group: ranks with the same number have the same rows."""
         place = self.place(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     def ranks_of(self, data_rank: int) -> Iterable[int]:
-        """Return the ranks that train on the same share of a batch, in ascending order."""
+        """Return the ranks with this `data_rank`, in ascending order."""
         return (rank for rank in range(self.world_size) if self.data_rank(rank) == data_rank)
 
     def __str__(self) -> str:
-        """Return the axes of more than one process, such as ``dp_shard 4 x tp 2``; ``one process`` if there are none."""
+        """Return the axes with more than one process, such as ``dp_shard 4 x tp 2``; ``one process`` if there are none."""
         return (
             " x ".join(f"{name} {getattr(self, name)}" for name in MESH_AXES if getattr(self, name) > 1)
             or "one process"
@@ -130,7 +130,7 @@ class ParallelDims:
 
 
 def check_fits(sizes: ModelSizes, parallel: ParallelConfig) -> None:
-    """Refuse a model that the axes cannot share. An unknown size is not checked.
+    """Refuse a model that the axes cannot split. Unknown sizes are not checked.
 
     Raises:
         ValueError: with the remedy.
@@ -147,7 +147,7 @@ def check_tensor(sizes: ModelSizes, tp: int) -> None:
     """Refuse a model that tensor parallelism cannot split.
 
     Raises:
-        ValueError: if transformers has no plan for the architecture that can be followed, or `tp` does not divide its sizes.
+        ValueError: if transformers has no usable plan for the architecture, or `tp` does not divide its sizes.
     """
     tensor_plan(sizes.model_type)
     named = {
@@ -185,7 +185,7 @@ def tensor_plan(model_type: str) -> dict[str, str]:
 
 
 def check_heads(heads: int, tp: int, cp: int) -> None:
-    """Refuse heads that context parallelism (Ulysses) cannot share out.
+    """Refuse a number of heads that context parallelism (Ulysses) cannot split.
 
     Raises:
         ValueError: if `cp` does not divide the heads of one tensor-parallel process.
@@ -193,22 +193,22 @@ def check_heads(heads: int, tp: int, cp: int) -> None:
     if heads // tp % cp:
         fitting = [size for size in range(1, heads // tp + 1) if heads // tp % size == 0]
         raise ValueError(
-            f"cp is {cp}, but a process has {heads // tp} attention heads to share out ({heads} over tp {tp}): set"
+            f"cp is {cp}, which does not divide the {heads // tp} attention heads of a process ({heads} over tp {tp}): set"
             f" trainer.parallel.cp to one of {', '.join(map(str, fitting))}"
         )
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the layers of each stage, in order. If they do not divide evenly, the first stages have one more.
+    """Return the layers of each stage, in order. The first stages have one more if the layers do not divide evenly.
 
-    The last stage never has one more, since it has the head besides.
+    The last stage never has one more, because it also has the head.
 
     Raises:
         ValueError: if there are fewer layers than stages.
     """
     if layers < stages:
         raise ValueError(
-            f"{layers} layers cannot be shared by {stages} stages: set trainer.parallel.pp to {layers} or less"
+            f"{layers} layers cannot be divided into {stages} stages: set trainer.parallel.pp to {layers} or less"
         )
     least, more = divmod(layers, stages)
     ends = [(stage + 1) * least + min(stage + 1, more) for stage in range(stages)]

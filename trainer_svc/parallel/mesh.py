@@ -1,4 +1,4 @@
-"""The processes of one trainer: which of them share weights, rows of tokens, or layers, and how they meet at start."""
+"""The processes of one trainer: which of them share weights, rows of tokens, or layers, and how they find each other at start."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from trainer_svc.parallel.ranks import ALONE, Ranks
 __all__ = ["SINGLE", "Mesh", "join", "make_mesh"]
 
 WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
-"""Axes of the device mesh that weights are laid out on; `fsdp` is `dp_shard` x `cp`, whose processes share one copy."""
+"""Axes of the device mesh that weights are laid out on; the processes of `fsdp`, `dp_shard` x `cp`, share one copy."""
 
 DIGEST_BYTES = 7
-"""Of a process's rows: the digest is a positive int64."""
+"""Size of a digest of rows, which is a positive int64."""
 
 POLL_S = 0.02
-"""Between two looks of rank 0 at which processes have come."""
+"""Seconds between two checks by rank 0 which processes have started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """This process's place among the processes of a trainer.
+    """The processes of a trainer, seen from this one.
 
     Attributes:
         dims: The sizes of the axes.
@@ -43,7 +43,7 @@ class Mesh:
         device: Where this process computes: "cpu", or its own CUDA device.
         ranks: The data-parallel ranks, which have different rows; a CPU group for numbers.
         weights: Device mesh of `WEIGHT_AXES`; None for one process.
-        context: The processes that share this one's rows of tokens; None if it has them alone.
+        context: The processes that share this one's packed rows; None if it has whole rows.
         stages: The pipeline stages of this process's rows, in order; None without a pipeline.
         everyone: All processes; a CPU group for numbers and bytes.
     """
@@ -69,7 +69,7 @@ class Mesh:
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """The processes that share matrix products; None if each computes them alone."""
+        """The processes that share matrix products; None without tensor parallelism."""
         return self.weights["tp"] if self.weights is not None and self.dims.tp > 1 else None
 
     @property
@@ -80,19 +80,19 @@ class Mesh:
         return self.weights["fsdp"] if self.dims.dp_replicate == 1 else self.weights["dp_replicate", "fsdp"]
 
     def check_same_rows(self, sequences: Rows[Sequence]) -> None:
-        """Compare the rows of processes that share a forward pass: with different rows they would hang or train nonsense.
+        """Compare the rows of processes that share a forward pass: with different rows they would hang or compute nonsense.
 
         All processes call this.
 
         Raises:
-            ValueError: on every process, if some that share rows (tp, cp, pp) were given different ones.
+            ValueError: on every process, if processes that share rows (tp, cp, pp) have different ones.
         """
         largest = 1 << (8 * DIGEST_BYTES)
-        shares = self.dims.data_parallel
-        if self.everyone is None or shares == self.dims.world_size:
+        groups = self.dims.data_parallel
+        if self.everyone is None or groups == self.dims.world_size:
             return
         place, digest = self.dims.data_rank(self.rank), _rows_digest(sequences)
-        bounds = torch.zeros(2, shares, dtype=torch.int64)
+        bounds = torch.zeros(2, groups, dtype=torch.int64)
         bounds[:, place] = torch.tensor([digest, largest - digest])
         dist.all_reduce(bounds, dist.ReduceOp.MAX, self.everyone)
         differing = (bounds.sum(0) != largest).nonzero().flatten().tolist()
@@ -104,17 +104,17 @@ class Mesh:
             )
 
     def leave(self) -> None:
-        """Leave the process group; the last call of a process that joined one."""
+        """Leave the process group. Call it last in every process that joined one."""
         if self.weights is not None and dist.is_initialized():
             dist.destroy_process_group()
 
 
 SINGLE = Mesh(ParallelDims(), 0, None, ALONE)
-"""One process that has the whole model and the whole batch."""
+"""A single process, with the whole model and the whole batch."""
 
 
 def join(config: ParallelConfig, device: str = "auto") -> Mesh:
-    """Join the other processes of this trainer, which torchrun's environment variables name.
+    """Join the other processes of this trainer, as torchrun's environment variables describe them.
 
     Call it once per process before any other use of `torch.distributed`, and `Mesh.leave` at the end. Without torchrun
     (no `WORLD_SIZE` in the environment) it returns `SINGLE`.
@@ -125,7 +125,7 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
 
     Raises:
         ValueError: if the axes do not make up the number of processes, or this host has more processes than CUDA devices.
-        torch.distributed.DistError: if the other processes do not come within `config.timeout_s`.
+        torch.distributed.DistError: if the other processes do not join within `config.timeout_s`.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     dims = ParallelDims.of(config, world_size)
@@ -142,12 +142,12 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
 
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> Mesh:
-    """Make the groups of a mesh after the processes have joined. Every process calls this with the same sizes.
+    """Create the groups of a mesh after all processes have joined. Every process calls this with the same sizes.
 
     Args:
         dims: The sizes of the axes; their product is the number of processes.
         device: Where this process computes.
-        timeout: How long a collective may wait.
+        timeout: Time limit of a collective.
 
     Raises:
         ValueError: if the axes do not make up the number of processes.
@@ -176,7 +176,7 @@ def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> M
 
 
 def _partition(dims: ParallelDims, axes: set[str]) -> list[list[int]]:
-    """Return, for every place on the other axes, the ranks that differ on the given axes only, in ascending order."""
+    """Return, for every place on the other axes, the ranks that differ only on the given axes, in ascending order."""
 
     def others(rank: int) -> tuple[int, ...]:
         return tuple(place for axis, place in sorted(dims.place(rank).items()) if axis not in axes)
@@ -188,11 +188,11 @@ def _own_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    # All processes of the host decide alike, so that none waits for one that was refused.
+    # All processes of the host come to the same result, so that none waits for one that was refused.
     processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)), torch.cuda.device_count()
     if processes > devices:
         raise ValueError(
-            f"{processes} processes of this host have no CUDA device each ({devices} are visible): start"
+            f"{processes} processes of this host need a CUDA device each, and {devices} are visible: start"
             " one process per device (torchrun --nproc-per-node), or set device to cpu"
         )
     torch.cuda.set_device(local)
@@ -200,20 +200,20 @@ def _own_device(name: str) -> torch.device:
 
 
 def _fresh_store(timeout: timedelta) -> dist.Store | None:
-    """Return an empty store of keys that only the processes of this start share.
+    """Return an empty key-value store that only the processes of this start share.
 
     torchrun's agent keeps one store for all starts of a job, so that after a restart processes would find the addresses of
-    processes that were killed (pytorch/pytorch#135712). Each start therefore agrees on a new prefix. The number of the
-    restart would not do: the agents of several nodes count it separately.
+    processes that were killed (pytorch/pytorch#135712). The processes of each start therefore agree on a new prefix. The
+    number of the restart would not do, because the agents of several nodes count restarts separately.
 
     Args:
         timeout: How long to wait for the other processes.
 
     Returns:
-        None if no agent holds a store; rank 0 then makes one by itself.
+        The store; None if no agent has one, and then rank 0 makes one by itself.
 
     Raises:
-        torch.distributed.DistStoreError: if the other processes do not come in time.
+        torch.distributed.DistStoreError: if the other processes do not answer in time.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
@@ -225,7 +225,7 @@ def _fresh_store(timeout: timedelta) -> dist.Store | None:
 
 
 def _name_start(store: dist.Store, count: int, timeout: timedelta) -> str:
-    """Name this start, and answer every process that asks; a question without confirmation is from an earlier start."""
+    """Choose a name for this start and tell every process that asks; one that never confirms belongs to an earlier start."""
     start = uuid.uuid4().hex
     missing = set(range(1, count))
     give_up = time.monotonic() + timeout.total_seconds()
@@ -239,7 +239,7 @@ def _name_start(store: dist.Store, count: int, timeout: timedelta) -> str:
         if missing and time.monotonic() > give_up:
             seconds = timeout.total_seconds()
             raise dist.DistStoreError(
-                f"ranks {sorted(missing)} did not come within {seconds:g} s: look at their logs, or raise trainer.parallel.timeout_s"
+                f"ranks {sorted(missing)} did not join within {seconds:g} s: look at their logs, or raise trainer.parallel.timeout_s"
             )
         time.sleep(POLL_S)
     return start

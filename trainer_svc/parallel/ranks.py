@@ -1,4 +1,4 @@
-"""The data-parallel ranks: sums and exchanges between them, and `agree`, by which a failure of one becomes one of all."""
+"""Ranks that exchange numbers and bytes, and `agree`, which makes all ranks fail if one fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ranks:
     """A group of ranks, seen from one of them.
 
     Attributes:
-        group: A CPU group of one process per rank; None: this process is alone.
+        group: A CPU group with one process per rank; None: a single process.
     """
 
     group: dist.ProcessGroup | None = None
@@ -39,7 +39,7 @@ class Ranks:
         """Return the sums over the ranks; for names that begin with ``max_`` the maximum. All ranks give the same names.
 
         Raises:
-            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+            RuntimeError: if a rank has died or does not answer within the group's timeout.
         """
         if self.group is None:
             return dict(values)
@@ -52,10 +52,10 @@ class Ranks:
         return {name: float(each[place]) for place, (name, each) in enumerate(zip(names, chosen, strict=True))}
 
     def combine(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return `total` for names that may differ between ranks; a rank that lacks a name adds nothing to it.
+        """Return `total` for names that may differ between ranks; a rank without a name contributes nothing to it.
 
         Raises:
-            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+            RuntimeError: if a rank has died or does not answer within the group's timeout.
         """
         names = {
             name for answer in self.exchange("\n".join(values).encode()) for name in answer.decode().split("\n") if name
@@ -63,13 +63,13 @@ class Ranks:
         return self.total({name: values.get(name, -math.inf if name.startswith("max_") else 0.0) for name in names})
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of all ranks in the order of ranks, which may have different numbers of rows.
+        """Return the rows of all ranks, in the order of ranks. Ranks may have different numbers of rows.
 
         Args:
-            rows: A CPU tensor; beyond the first dimension its shape and its dtype are the same on every rank.
+            rows: A CPU tensor of the same dtype, and the same shape but for the first dimension, on every rank.
 
         Raises:
-            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+            RuntimeError: if a rank has died or does not answer within the group's timeout.
         """
         if self.group is None:
             return rows
@@ -82,10 +82,10 @@ class Ranks:
         return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
     def exchange(self, content: bytes) -> list[bytes]:
-        """Return what every rank gave, by rank.
+        """Return the content of every rank, by rank.
 
         Raises:
-            RuntimeError: if a rank is gone or does not answer within the group's timeout.
+            RuntimeError: if a rank has died or does not answer within the group's timeout.
         """
         if self.group is None:
             return [content]
@@ -97,7 +97,7 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""One process that trains the whole batch."""
+"""A single process, which trains the whole batch."""
 
 
 class OtherRankError(RuntimeError):
@@ -122,7 +122,7 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> T:
         Exception: what `work` raised on this rank.
         OtherRankRefusedError: if another rank raised ValueError (the first one that raised anything is named).
         OtherRankError: if another rank raised any other exception.
-        RuntimeError: if a rank is gone or does not answer within the group's timeout.
+        RuntimeError: if a rank has died or does not answer within the group's timeout.
     """
     if ranks.size == 1:
         return work()

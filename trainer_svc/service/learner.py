@@ -36,7 +36,7 @@ from trainer_svc.checkpoint.saver import CheckpointDamagedError, Saver, export_s
 from trainer_svc.checkpoint.state import training_state
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.objective import bypass_warning, estimator_warning, mismatch_warning
 from trainer_svc.objectives.trainable import trainable, with_batch_facts
 from trainer_svc.parallel.balance import Cost, balance

@@ -11,7 +11,7 @@ import torch
 from trainer_svc.batch.rows import LossFn, MicroBatch, Outputs, Sequence, count_loss_tokens
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.advantages import clipped_value_loss
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.ranks import ALONE, Ranks

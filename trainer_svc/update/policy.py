@@ -26,7 +26,7 @@ from trainer_svc.batch.rows import LossFn, Sequence
 from trainer_svc.compute_config import ComputeConfig, LoraConfig, OptimizerConfig
 from trainer_svc.config import BASE, IN_BATCH, ReferenceConfig, TeacherConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.step_metrics import StepMetrics
+from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.advantages import with_advantages
 from trainer_svc.objectives.objective import Objective, finish
 from trainer_svc.objectives.trainable import (

@@ -1,32 +1,61 @@
-"""What one training step reports, and how it is collected."""
+"""What one training step reports, how it is collected, and what share of the hardware's peak the step used.
+
+The operations of a step are those that its own tokens need, by the usual formula: 2 per weight and token forward and twice
+that backward, and attention by the true number of pairs. Tokens that are forwarded once for many samples count once, tokens
+that are left out do not count, and what activation checkpointing computes again does not count twice.
+"""
 
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from time import perf_counter
+from typing import Self
 
 import torch
 
 from trainer_svc.batch.rows import MicroBatch, Sequence
 from trainer_svc.batch.shapes import Scalar
-from trainer_svc.engine.throughput import Meter, Work
+from trainer_svc.parallel.balance import TOKENS, Cost
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = ["StepMetrics", "StepRecord"]
-
+__all__ = ["Meter", "StepMetrics", "StepRecord", "Work"]
 
 LOSS = "step/loss"
-"""The loss among the sums; a loss function's own names have no such prefix."""
+"""The name of the loss among the sums. The names of a loss function's own sums have no such prefix."""
+
+DENSE_BF16_TFLOPS = {
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H20": 148.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+}
+"""TFLOP/s of bf16 matrix products without sparsity, by a part of the device's name; from the makers' data sheets.
+The first name that matches counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """Report of one step, over all ranks.
+    """The report of one step, over all ranks.
 
     Attributes:
         loss: The loss, divided by the global weight.
@@ -36,15 +65,15 @@ class StepMetrics:
         sequences: Sequences of the batch.
         tokens: Tokens of the batch, prompts included.
         loss_tokens: Tokens that entered the loss.
-        forward_tokens: Tokens that were forwarded after folding, trimming and leaving out.
+        forward_tokens: Tokens that were forwarded; a shared prompt counts once.
         micro_batches: Number of forward passes.
-        padding_fraction: Share of attention's cells that held no token; nothing else is padded.
+        padding_fraction: Share of the cells of attention's blocks without a token; nothing else is padded.
         seconds: Wall-clock seconds per phase: pack, forward, backward, optimizer, total.
-        sums: What the loss function summed up, by name; ``max_...`` are maxima.
-        measured: What whoever trains makes of them, by name.
+        sums: Sums of the loss function by name; ``max_...`` are maxima.
+        measured: Metrics that the caller computes from the sums, by name.
         flops: Floating-point operations that the forwarded tokens need, forward and backward; None if unknown.
-        peak_flops: FLOP/s that all devices together could make; None if unknown.
-        peak_memory_bytes: Of the process that reports: tensors on its GPU, or its largest resident set so far.
+        peak_flops: Peak FLOP/s of all devices together; None if unknown.
+        peak_memory_bytes: Peak memory of this process: tensors on its GPU, or on a CPU its largest resident set so far.
     """
 
     loss: float
@@ -66,7 +95,7 @@ class StepMetrics:
 
     @property
     def throughput(self) -> dict[str, float]:
-        """`tokens_per_s` and `forward_tokens_per_s`, `packing_efficiency`, and `mfu` where its parts are known."""
+        """`tokens_per_s`, `forward_tokens_per_s`, `packing_efficiency`, and `mfu` if operations and peak are known."""
         total_s = self.seconds.get("total", 0.0)
         found = {"packing_efficiency": 1.0 - self.padding_fraction}
         if total_s > 0:
@@ -79,7 +108,7 @@ class StepMetrics:
         return found
 
     def as_flat(self) -> dict[str, float]:
-        """Finite numbers by name; seconds as ``seconds/name``, what was measured under its own name."""
+        """Return the finite numbers by name; seconds as ``seconds/name``, measured metrics under their own names."""
         flat: dict[str, float] = {f"seconds/{name}": each for name, each in self.seconds.items()}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -93,9 +122,9 @@ class StepRecord:
     """Collects one step's report.
 
     Args:
-        sequences: This rank's share of the batch as it was given.
-        ranks: All ranks that have a share.
-        meter: What the network's training steps are measured by; None: they are not.
+        sequences: This rank's rows of the batch.
+        ranks: The ranks that have rows of the batch.
+        meter: Measures operations and memory; None: neither is measured.
     """
 
     def __init__(self, sequences: Rows[Sequence], ranks: Ranks = ALONE, meter: Meter | None = None) -> None:
@@ -117,13 +146,13 @@ class StepRecord:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase; phases of one name add up."""
+        """Time a phase. The seconds of phases with the same name add up."""
         start = perf_counter()
         yield
         self._seconds[name] += perf_counter() - start
 
     def add(self, batch: MicroBatch, loss: Scalar, sums: dict[str, Scalar]) -> None:
-        """Take in one micro-batch; tensors stay on the device until the step ends, so that it need not wait."""
+        """Add a micro-batch. Its loss and sums stay on the device until the step ends, so that the host need not wait."""
         self._loss.append(loss.detach())
         self._sums.append(sums)
         if not batch.sequences:
@@ -136,13 +165,13 @@ class StepRecord:
         self._real_cells += batch.attention.real_tokens
 
     def gradient(self, norm: float, learning_rate: float, *, finite: bool) -> None:
-        """Take in the gradient's norm, and whether it and the loss are finite, so that the step may be applied."""
+        """Record the gradient's norm, the learning rate, and whether norm and loss are finite; if not, the step is skipped."""
         self._grad_norm = norm
         self.learning_rate = learning_rate
         self.skipped = not finite
 
     def totals(self) -> dict[str, float]:
-        """Sums over micro-batches and ranks, loss and sizes among them as ``step/<name>``; computed once."""
+        """Return the sums over micro-batches and ranks; loss and sizes are named ``step/<name>``. Computed once."""
         if self._totals is None:
             summed = self._summed()
             own = {
@@ -161,7 +190,7 @@ class StepRecord:
         return self._totals
 
     def _summed(self) -> dict[str, float]:
-        """The loss and the loss function's sums over this rank's micro-batches, read from the device at once."""
+        """Return loss and sums over this rank's micro-batches, read from the device in one copy."""
         columns: dict[str, list[torch.Tensor]] = defaultdict(list)
         for loss, sums in zip(self._loss, self._sums, strict=True):
             for name, value in {**sums, LOSS: loss}.items():
@@ -175,7 +204,7 @@ class StepRecord:
         return dict(zip(columns, torch.stack(totals).cpu().tolist(), strict=True))
 
     def finish(self) -> StepMetrics:
-        """The report."""
+        """Return the report."""
         totals = dict(self.totals())
         cells, real_cells, loss = totals.pop("step/cells"), totals.pop("step/real_cells"), totals.pop("step/loss")
         forward_tokens = int(totals.pop("step/forward_tokens"))
@@ -200,3 +229,91 @@ class StepRecord:
             peak_flops=None if self._meter is None else self._meter.peak,
             peak_memory_bytes=None if self._meter is None else self._meter.peak_memory(),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step forwarded, over all ranks.
+
+    Attributes:
+        tokens: Tokens that pass through the layers.
+        pairs: Pairs of tokens of which one attends to the other.
+        scored: Tokens for which the output layer is computed.
+    """
+
+    tokens: float
+    pairs: float
+    scored: float
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """Measures the operations and the memory of a network's steps.
+
+    Attributes:
+        cost: Operations of a forward pass; `TOKENS` if the model's sizes are unknown.
+        device: Whose memory is measured.
+        frozen: Whether the weights have no gradient, as with an adapter. Linear layers then cost as much backward as forward,
+            not twice. The adapter's own operations are left out.
+        peak: Peak FLOP/s of all devices together; None if unknown.
+    """
+
+    cost: Cost
+    device: torch.device
+    frozen: bool = False
+    peak: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        model: object,
+        device: torch.device,
+        *,
+        frozen: bool = False,
+        devices: int = 1,
+        peak_tflops: float | None = None,
+    ) -> Self:
+        """Return the meter of a model.
+
+        Args:
+            model: Its transformers configuration.
+            device: Where it computes.
+            frozen: See the attribute.
+            devices: Number of processes that train it.
+            peak_tflops: Peak TFLOP/s of one device; None: look it up by the device's name.
+        """
+        peak = _device_peak(device) if peak_tflops is None else peak_tflops * 1e12
+        return cls(Cost.of(model), device, frozen, None if peak is None else peak * devices)
+
+    def flops(self, work: Work) -> float | None:
+        """Return the operations of a training step, forward and backward; None if the model's sizes are unknown."""
+        if self.cost == TOKENS:
+            return None
+        linear = self.cost.token * work.tokens + self.cost.loss_token * work.scored
+        return (2 if self.frozen else 3) * linear + 3 * self.cost.pair * work.pairs
+
+    def restart(self) -> None:
+        """Measure the peak of memory from now on; only CUDA can."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def wait(self) -> None:
+        """Wait until the device has finished, so that the step's time includes all of its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def peak_memory(self) -> float:
+        """Return the most bytes that tensors took on the GPU since `restart`; on a CPU the largest resident set so far."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated(self.device))
+        largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return float(largest if sys.platform == "darwin" else largest * 1024)
+
+
+def _device_peak(device: torch.device) -> float | None:
+    """Return the FLOP/s of bf16 matrix products on a known GPU; None for other devices."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    known = (tflops * 1e12 for part, tflops in DENSE_BF16_TFLOPS.items() if part in name)
+    return next(known, None)
