@@ -1,4 +1,4 @@
-"""Settings of the training engine: what computes, how, and with which optimizer. Imports neither torch nor transformers."""
+"""Settings of the training engine: device, precision, parallelism, optimizer. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 Precision = Literal["auto", "float32", "bfloat16"]
-"""Precision of a forward pass, or in which weights are kept; auto decides by the device."""
+"""Precision of a forward pass or of stored weights; auto depends on the device."""
 
 _Compute = TypeVar("_Compute", bound="ComputeConfig")
 
@@ -30,75 +30,79 @@ class OptimizerConfig(Section):
 
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="adamw for every parameter; or muon for the matrices of the hidden layers, and AdamW for embeddings, heads, vectors and stacked experts.",
+        description="adamw: AdamW for every parameter. muon: Muon for the matrices of the hidden layers, AdamW for embeddings, heads, vectors and stacked experts.",
     )
-    lr: float = Field(1e-6, ge=0, description="Peak learning rate, per step.")
+    lr: float = Field(1e-6, ge=0, description="Peak learning rate.")
     betas: tuple[float, float] = Field(
-        (0.9, 0.95), description="AdamW's decay of the first and the second moment, per step."
+        (0.9, 0.95), description="AdamW's decay rates of the first and the second moment."
     )
-    eps: float = Field(1e-8, gt=0, description="AdamW's denominator offset.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon, added to the denominator.")
     muon_lr: float = Field(
         0.0,
         ge=0,
-        description="Peak learning rate of Muon's matrices, per step, with the same schedule; 0: `lr`, which `muon_scale = rms` is meant for.",
+        description="Peak learning rate of Muon's matrices; they follow the same schedule. 0: use `lr`, which suits `muon_scale = rms`.",
     )
-    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Decay of Muon's momentum, per step; Nesterov's form.")
+    muon_momentum: float = Field(0.95, ge=0, lt=1, description="Muon's momentum (Nesterov).")
     muon_scale: Literal["rms", "spectral"] = Field(
         "rms",
-        description="Length of Muon's steps for a matrix of a x b: rms, 0.2 sqrt(max(a, b)), about AdamW's; spectral, sqrt(max(1, a / b)), for a `muon_lr` of its own.",
+        description="Scale of Muon's steps for a matrix of a x b. rms: 0.2 sqrt(max(a, b)), about the length of AdamW's steps. spectral: sqrt(max(1, a / b)), which needs its own `muon_lr`.",
     )
     weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled weight decay of matrices, times the learning rate; vectors are not decayed."
+        0.0,
+        ge=0,
+        description="Decoupled weight decay of matrices, multiplied by the learning rate. Vectors are not decayed.",
     )
     warmup_steps: int = Field(
-        0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
+        0, ge=0, description="Optimizer steps of the warm-up, in which the learning rate rises linearly from 0."
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         "constant",
-        description="Learning rate after the warm-up: constant; linear or cosine decay to `min_lr_ratio`; or wsd, constant and then linear decay over the last `decay_steps`.",
+        description="Learning rate after the warm-up. constant: no decay. linear, cosine: decay to `min_lr_ratio`. wsd: constant, then linear decay over the last `decay_steps`.",
     )
     decay_steps: int = Field(
-        0, ge=0, description="Optimizer steps of the decay that ends at `max_steps`; read by `schedule = wsd` alone."
+        0, ge=0, description="Optimizer steps of the decay that ends at `max_steps`; only for `schedule = wsd`."
     )
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Learning rate at the end of a decay, as a share of `lr`.")
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="Learning rate at the end of the decay, as a fraction of `lr`."
+    )
     grad_clip: float = Field(
-        1.0, ge=0, description="Largest norm of the gradient; longer ones are scaled down; 0 never scales."
+        1.0, ge=0, description="Largest norm of the gradient; a larger gradient is scaled down to it. 0: no clipping."
     )
     max_steps: int = Field(
-        0, ge=0, description="Optimizer steps at which a decay ends; 0 is allowed with `schedule = constant` only."
+        0, ge=0, description="Optimizer step at which the decay ends; 0 only with `schedule = constant`."
     )
 
     @model_validator(mode="after")
     def _wsd_decays(self) -> Self:
         if self.schedule == "wsd" and not self.decay_steps:
-            raise ValueError("schedule wsd decays over decay_steps, which is 0: set it, or use schedule constant")
+            raise ValueError("schedule wsd needs decay_steps, which is 0: set decay_steps, or use schedule constant")
         return self
 
     @model_validator(mode="after")
     def _decays_below_one(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError("betas lie in [0, 1)")
+            raise ValueError(f"betas are {self.betas[0]:g} and {self.betas[1]:g}: give two values in [0, 1)")
         return self
 
 
 def check_decay(config: OptimizerConfig) -> None:
-    """Refuse a decay that has no steps of its own.
+    """Refuse a schedule whose decay has no steps.
 
     Raises:
         ValueError: with the settings to change.
     """
     if config.schedule != "constant" and config.max_steps <= config.warmup_steps:
         raise ValueError(
-            f"schedule {config.schedule} ends at max_steps: set max_steps above warmup_steps ({config.warmup_steps})"
+            f"schedule {config.schedule} ends at max_steps ({config.max_steps}): set max_steps above warmup_steps ({config.warmup_steps})"
         )
     if config.schedule == "wsd" and config.warmup_steps + config.decay_steps > config.max_steps:
         raise ValueError(
-            f"warmup_steps and decay_steps ({config.warmup_steps} and {config.decay_steps}) are more than max_steps ({config.max_steps}): lower one of them"
+            f"warmup_steps ({config.warmup_steps}) and decay_steps ({config.decay_steps}) together exceed max_steps ({config.max_steps}): lower one of them"
         )
 
 
 class ParallelConfig(Section):
-    """How many processes share the model and the batch. The product of the axes is the number of processes."""
+    """How the trainer's processes share the model and the batch. The product of the axes is the number of processes."""
 
     dp_replicate: int = Field(
         1,
@@ -108,21 +112,23 @@ class ParallelConfig(Section):
     dp_shard: int = Field(
         -1,
         ge=-1,
-        description="Processes that weights, gradients and optimizer state are sharded over (FSDP2); -1: all that the other axes leave.",
+        description="Processes over which weights, gradients and optimizer state are sharded (FSDP2). -1: all processes that the other axes leave.",
     )
     tp: int = Field(1, ge=1, description="Processes that share each matrix product (tensor parallel).")
     cp: int = Field(1, ge=1, description="Processes that share each packed row of tokens (context parallel, Ulysses).")
     pp: int = Field(1, ge=1, description="Pipeline stages that share the layers (pipeline parallel).")
     reshard: bool = Field(
         True,
-        description="Free gathered weights after each layer and gather them again for its backward pass. false: keep them for the whole step, which is faster and takes the memory of the whole model.",
+        description="Free gathered weights after each layer and gather them again for its backward pass. false: keep them for the whole step, which is faster and needs memory for the whole model.",
     )
     accumulate: Literal["whole", "sharded"] = Field(
         "whole",
-        description="How gradients accumulate over a step's micro-batches. whole: every process accumulates its own (4 bytes per parameter of its stage and tp slice), and they are summed over processes once. sharded: they are summed after each micro-batch, and each process keeps its slice.",
+        description="How gradients accumulate over a step's micro-batches. whole: each process accumulates whole gradients (4 bytes per parameter of its stage and tp slice), which are summed over processes once per step. sharded: they are summed after each micro-batch, and each process keeps its slice only.",
     )
     timeout_s: float = Field(
-        600.0, gt=0, description="Seconds that a process waits for the others in one collective before it fails."
+        600.0,
+        gt=0,
+        description="Seconds that a process waits for the others in one collective operation before it fails.",
     )
 
     @model_validator(mode="after")
@@ -133,99 +139,107 @@ class ParallelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank factors beside the linear layers of a frozen model, in place of training all weights."""
+    """Train low-rank factors (LoRA) beside the linear layers of a frozen model, instead of all weights."""
 
-    rank: int = Field(0, ge=0, description="Rank of the factors; 0 trains all weights and takes nothing else here.")
+    rank: int = Field(
+        0,
+        ge=0,
+        description="Rank of the factors. 0: train all weights; then no other setting of this table may be set.",
+    )
     alpha: float = Field(
         16.0,
         gt=0,
-        description="The factors' product is scaled by alpha / rank; a higher rank then needs no other `lr`.",
+        description="Scale of the factors' product, which is multiplied by alpha / rank; a higher rank then needs no other `lr`.",
     )
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="Share of a layer's inputs that the factors do not see in a step."
-    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout on the inputs of the factors.")
     target_modules: tuple[str, ...] = Field(
         (),
-        description="Last parts of the names of the layers that get factors, such as q_proj,v_proj; empty: all linear layers of the blocks.",
+        description="Layers that get factors, by the last part of their names, such as q_proj,v_proj. Empty: all linear layers of the decoder layers.",
     )
     base_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision in which the frozen linear layers are kept. bfloat16 needs `dtype` bfloat16, in which they are computed anyhow: half the memory, the same results. auto: bfloat16 on CUDA where `dtype` is, else float32.",
+        description="Precision in which the frozen linear layers are stored. bfloat16 needs `dtype = bfloat16`; it halves their memory and changes no result, as they are computed in bfloat16 anyway. auto: bfloat16 on CUDA if `dtype` is bfloat16, otherwise float32.",
     )
     merge: bool | Literal["auto"] = Field(
         "auto",
-        description="Write and publish the model with the factors added to its weights, instead of an adapter for PEFT. auto: in RL, if the engine is on a CPU, where it samples with an adapter at a third of its speed; elsewhere an adapter.",
+        description="Write and publish the model with the factors merged into its weights, instead of a PEFT adapter. auto: merge in RL if the engine runs on a CPU, where sampling with an adapter takes three times as long; otherwise write an adapter.",
     )
 
     @property
     def merges(self) -> bool:
-        """Whether whole weights are written. An `auto` that no run has decided writes an adapter."""
+        """Whether merged weights are written. `auto` counts as false until a run has resolved it."""
         return self.merge is True
 
     @model_validator(mode="after")
     def _has_a_rank(self) -> Self:
         read = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.get_default()]
         if read and not self.rank:
-            raise ValueError(f"rank is 0, which trains all weights and does not read {read[0]}: set rank, or remove it")
+            raise ValueError(
+                f"{read[0]} is set, but rank is 0, which trains all weights: set rank, or remove {read[0]}"
+            )
         return self
 
 
 class ComputeConfig(OptimizerConfig):
-    """Where and how a step is computed."""
+    """Where and how a training step is computed."""
 
     token_budget: int = Field(
-        8192, ge=1, description="Most tokens forwarded at once (one micro-batch); a longer sequence goes alone."
+        8192,
+        ge=1,
+        description="Largest number of tokens in a micro-batch. A longer sequence gets a micro-batch of its own.",
     )
-    fold_prompts: bool = Field(True, description="Forward the prompt that a group's sequences share once.")
+    fold_prompts: bool = Field(True, description="Compute the prompt that a group's sequences share only once.")
     logit_cells: int = Field(
         3 << 24,
         ge=1,
-        description="Most logits (tokens x vocabulary) alive at once, 4 bytes each; those beyond are made again in the backward pass.",
+        description="Most logits (tokens x vocabulary, 4 bytes each) in memory at once; the others are computed again in the backward pass.",
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         "auto",
-        description="Recompute activations in the backward pass: less memory, a third more time. auto: on CUDA, not on a CPU.",
+        description="Recompute activations in the backward pass, which saves memory and takes a third more time. auto: true on CUDA, false on a CPU.",
     )
     attention: Literal["auto", "sdpa", "varlen"] = Field(
         "auto",
-        description="sdpa: stock kernels over blocks of sequences of similar length; varlen: the flash kernel that takes a packed row as it lies (CUDA, bfloat16). auto: varlen where it works.",
+        description="Attention kernel. sdpa: PyTorch's fused kernels on blocks of sequences of similar length. varlen: the flash kernel for packed rows (CUDA, bfloat16). auto: varlen where it works, otherwise sdpa.",
     )
     compile: bool = Field(
         False,
-        description="Make kernels for the decoder layers by torch.compile, which takes a minute or more at the start; attention stays as it is. Not with `parallel.tp`.",
+        description="Compile the decoder layers, except attention, with torch.compile. Takes a minute or more at the start; not with `parallel.tp`.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="Precision of the forward pass; weights and optimizer stay float32. auto: in RL what `rollout.dtype` says, if that is set; else bfloat16 on CUDA, float32 on a CPU.",
+        description="Precision of the forward pass; weights and optimizer stay float32. auto: in RL `rollout.dtype` if it is set; otherwise bfloat16 on CUDA and float32 on a CPU.",
     )
     optimizer_offload: bool = Field(
         False,
-        description="Keep AdamW's moments in the host's memory and step there: 8 bytes per parameter less on the GPU, and a slower step; changes nothing on a CPU.",
+        description="Keep AdamW's moments in host memory and step there. Saves 8 bytes per parameter on the GPU, and makes the step slower. No effect on a CPU.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="Where to compute; auto takes CUDA where there is one."
+        "auto", description="Device that computes. auto: CUDA if there is a CUDA device, otherwise the CPU."
     )
     device_memory_gb: float | None = Field(
         None,
         gt=0,
-        description="Memory of one device in GB (10^9 bytes). Settings whose estimated memory is above it are refused at the start and by `--dry-run`. Unset: that of the smallest CUDA device here; no check on a CPU.",
+        description="Memory of one device in GB (10^9 bytes). Settings that are estimated to need more are refused at the start and by `--dry-run`. Unset: the memory of the smallest CUDA device of this host; no check on a CPU.",
     )
     threads: int = Field(
-        0, ge=0, le=1024, description="CPU threads of the computation; 0 leaves it to PyTorch and OMP_NUM_THREADS."
+        0, ge=0, le=1024, description="CPU threads that compute. 0: PyTorch's default, or OMP_NUM_THREADS."
     )
     peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="Peak of one device in TFLOP/s at the precision of `dtype`, for the metric `mfu`; unset takes the bf16 figure of a known GPU, and leaves `mfu` out elsewhere.",
+        description="Peak TFLOP/s of one device at the precision of `dtype`, for the metric `mfu`. Unset: the bf16 figure of a known GPU; without one there is no `mfu`.",
     )
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Several processes for one model.")
-    lora: LoraConfig = Field(default_factory=LoraConfig, description="Train an adapter instead of all weights.")
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="How processes share the model and the batch."
+    )
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="Train a LoRA adapter instead of all weights.")
 
     @model_validator(mode="after")
     def _shards_adapters_by_data(self) -> Self:
         if self.lora.rank and (self.parallel.tp > 1 or self.parallel.pp > 1):
             raise ValueError(
-                "adapters are trained over dp_replicate, dp_shard and cp: set parallel.tp and parallel.pp to 1, or lora.rank to 0"
+                "adapters (lora.rank) do not work with tensor or pipeline parallelism: set parallel.tp and parallel.pp to 1, or lora.rank to 0"
             )
         return self
 
@@ -233,13 +247,13 @@ class ComputeConfig(OptimizerConfig):
     def _compiles_whole_matrices(self) -> Self:
         if self.compile and self.parallel.tp > 1:
             raise ValueError(
-                "torch.compile cannot take matrices cut by tp for any number of tokens: set compile to false, or parallel.tp to 1"
+                "torch.compile does not support matrices split by tp for varying numbers of tokens: set compile to false, or parallel.tp to 1"
             )
         return self
 
     @model_validator(mode="after")
     def _has_the_precision(self) -> Self:
-        """Refuse what is known before a device is looked for; the engine finds the rest."""
+        """Refuse what is wrong on any device; the engine checks the rest."""
         single = self.dtype == "float32" or (self.dtype == "auto" and self.device == "cpu")
         if single and self.lora.base_dtype == "bfloat16":
             raise ValueError("lora.base_dtype is bfloat16, but the forward pass is float32: set dtype to bfloat16")
@@ -259,10 +273,9 @@ class ComputeConfig(OptimizerConfig):
 
 
 def on_device(config: _Compute, device: str) -> _Compute:
-    """Return the settings with a value in place of each `auto` that depends on the device.
+    """Return the settings with each `auto` that depends on the device replaced by a value.
 
-    On CUDA memory is what limits a run, so that activations are recomputed and frozen weights kept in bfloat16. A setting that
-    was given stays.
+    On CUDA memory is the limit, so activations are recomputed and frozen weights stored in bfloat16.
 
     Args:
         config: The settings.
@@ -276,10 +289,10 @@ def on_device(config: _Compute, device: str) -> _Compute:
 
 
 def frozen_precision(setting: Precision, dtype: Precision, device: str) -> Precision:
-    """Return the precision in which weights that no optimizer changes are kept.
+    """Return the precision in which weights that are not trained are stored.
 
     Args:
-        setting: What the settings say.
+        setting: The setting, which counts unless it is `auto`.
         dtype: Precision of the forward pass.
         device: Kind of the device that computes: cpu or cuda.
     """

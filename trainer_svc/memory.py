@@ -1,17 +1,16 @@
-"""How many bytes of memory a training step takes on one device, computed from settings and the model's sizes. Pure: no torch.
+"""Estimate the memory of a training step on one device from the settings and the model's sizes. Pure; imports no torch.
 
-The estimate is for dense decoders with gated MLPs, as Llama and Qwen3, and for the rank that holds most. What is counted, with
-P the parameters and T the tokens of a micro-batch that lie on the device:
+The estimate is for dense decoders with gated MLPs, such as Llama and Qwen3, and for the rank that needs most memory. It counts:
 
-* weights: 4 bytes per parameter; those of a frozen base 4 or 2;
+* weights: 4 bytes per parameter; 4 or 2 in a frozen base;
 * gradients: 4 bytes per trained parameter; `accumulate = whole` adds the unsharded gradients of the rank's layers;
 * moments: AdamW 8 bytes per trained parameter, Muon 4; none on the device with `optimizer_offload`;
-* copies: weights as they are computed: bfloat16 copies on one device, gathered layers with several;
-* activations: what autograd keeps of each layer, or its input alone with `gradient_checkpointing`, and one layer at work;
+* copies: weights in the precision of the forward pass: bfloat16 copies on one device, gathered layers on several;
+* activations: what autograd keeps of each layer (with `gradient_checkpointing` its input only), and one layer's work;
 * other models: a reference and a teacher, and a critic with a model of its own;
 * logits: `logit_cells` of 4 bytes, and the gradient of the output layer while it is computed.
 
-Not counted: the allocator's fragmentation, CUDA's own memory (about 1 GB), communication buffers.
+It does not count the allocator's fragmentation, CUDA's own memory (about 1 GB) and communication buffers.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from typing import Any, Self
 from trainer_svc.compute_config import ComputeConfig, on_device
 from trainer_svc.parallel.dims import ParallelDims
 
-__all__ = ["Decoder", "Memory", "estimate", "markdown_table"]
+__all__ = ["Decoder", "Memory", "estimate"]
 
 SINGLE, HALF = 4, 2
-"""Bytes of a float32 and of a bfloat16."""
+"""Bytes of a float32 and of a bfloat16 number."""
 
 GIB = 1 << 30
 
@@ -43,9 +42,9 @@ class Decoder:
         heads: Query heads.
         key_heads: Key-value heads.
         head_dim: Width of a head.
-        vocabulary: Token ids.
-        tied: Whether the output layer is the embedding.
-        whole_logits: Whether the model scales or caps its logits, so that all of a micro-batch are made at once.
+        vocabulary: Number of token ids.
+        tied: Whether the output layer shares the embedding's weight.
+        whole_logits: Whether the model scales or caps its logits; then all logits of a micro-batch are in memory at once.
     """
 
     layers: int
@@ -60,7 +59,7 @@ class Decoder:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self | None:
-        """Return the sizes that a Hugging Face configuration names; None if it is not of a dense decoder of this kind."""
+        """Return the sizes in a Hugging Face configuration; None if it does not describe a dense decoder of this kind."""
         text = config.get("text_config")
         config = text if isinstance(text, dict) else config
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -99,23 +98,23 @@ class Decoder:
 
     @property
     def embedding(self) -> int:
-        """Parameters of the embedding, and of the output layer where it is not the same."""
+        """Parameters of the embedding, and as many of an output layer of its own."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Parameters in all."""
+        """Number of all parameters."""
         return self.layers * self.layer + self.embedding * (1 if self.tied else 2)
 
     def factors(self, rank: int) -> int:
-        """Parameters of LoRA factors beside all linear layers of a decoder layer."""
+        """Return the number of parameters of the LoRA factors of a decoder layer, beside all its linear layers."""
         widths = [(self.hidden, self.queries), (self.queries, self.hidden), *[(self.hidden, self.keys)] * 2]
         return rank * sum(one + other for one, other in [*widths, *[(self.hidden, self.inner)] * 3])
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the device that holds most, by use, at the peak of a step."""
+    """Bytes by use at the peak of a step, on the device that needs most."""
 
     weights: int
     other_models: int
@@ -127,11 +126,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Bytes of all uses."""
         return sum(getattr(self, each.name) for each in fields(self))
 
     def __str__(self) -> str:
-        """The uses in GiB, the largest first."""
+        """Return the total and the uses in GiB, the largest use first."""
         held = sorted(((getattr(self, each.name), each.name) for each in fields(self)), reverse=True)
         parts = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f}" for size, name in held if size)
         return f"{self.total / GIB:.1f} GiB ({parts})"
@@ -146,23 +145,23 @@ def estimate(
     frozen: Iterable[tuple[Decoder, int]] = (),
     critic: Decoder | None = None,
 ) -> Memory:
-    """Return what one device must hold at the peak of a training step.
+    """Return the memory that one device needs at the peak of a training step.
 
     Args:
         model: The sizes of the trained model.
         config: The settings.
         device: Kind of the device: cuda or cpu.
-        processes: Processes that train together.
-        frozen: Models beside it that only compute, and the bytes of one of their weights.
-        critic: A critic with a model of its own, which holds weights, gradients and moments while the policy computes.
+        processes: Number of processes that train together.
+        frozen: Reference and teacher models, each with the bytes of one of its weights.
+        critic: A critic with a model of its own, whose weights, gradients and moments stay in memory.
 
     Raises:
-        ValueError: if the axes of `config.parallel` do not make up the processes.
+        ValueError: if the product of the axes of `config.parallel` is not the number of processes.
     """
     config = on_device(config, device)
     dims = ParallelDims.of(config.parallel, processes)
     shards = dims.dp_shard * dims.cp
-    # The first stage has more layers and the embedding, the last one the output layer: count for one rank that has both.
+    # The first stage has more layers and the embedding, the last one the output layer; assume a rank with both.
     layers = math.ceil(model.layers / dims.pp)
     ends = model.embedding * (1 if model.tied or dims.pp > 1 else 2)
     own_layers, own_ends = layers * model.layer // dims.tp, ends // dims.tp
@@ -203,7 +202,7 @@ def _moments(config: ComputeConfig, trained: int, layers: int, ends: int, *, lor
 def _copies(
     model: Decoder, config: ComputeConfig, dims: ParallelDims, layers: int, ends: int, *, half: bool, lora: bool
 ) -> int:
-    """Weights in the precision in which they are computed."""
+    """Return the bytes of weights in the precision of the forward pass."""
     width = HALF if half else SINGLE
     if dims.dp_shard * dims.cp > 1:
         gathered = layers if not config.parallel.reshard else 2 * model.layer // dims.tp
@@ -217,11 +216,11 @@ def _activations(model: Decoder, config: ComputeConfig, dims: ParallelDims, laye
     tokens = math.ceil(config.token_budget / dims.cp)
     hidden, inner = model.hidden, model.inner // dims.tp
     projected = (model.queries + model.keys) // dims.tp
-    # With bfloat16 norms and RoPE still compute in float32, beside the inputs and outputs of products.
+    # With bfloat16, norms and RoPE still compute in float32; inputs and outputs of products are bfloat16.
     of_layer = 20 * hidden + 10 * projected + 8 * inner if half else 24 * hidden + 16 * projected + 16 * inner
     at_work = (HALF if half else SINGLE) * 3 * inner + SINGLE * 4 * hidden
     ends = SINGLE * 6 * hidden  # embedding, last norm, and the states that predict
-    waiting = dims.pp  # micro-batches whose backward pass the first stage still expects
+    waiting = dims.pp  # micro-batches whose backward pass the first stage still has to run
     kept = waiting * layers * (SINGLE * hidden if config.gradient_checkpointing else of_layer)
     recomputed = of_layer if config.gradient_checkpointing else 0
     return tokens * (kept + recomputed + at_work + ends)
@@ -233,44 +232,3 @@ def _logits(model: Decoder, config: ComputeConfig, dims: ParallelDims, *, lora: 
         return 3 * cells * SINGLE  # logits, their log-softmax and its gradient
     gradient = 0 if lora else model.embedding // dims.tp * SINGLE
     return min(cells, config.logit_cells) * SINGLE + gradient
-
-
-PUBLISHED = {
-    "Qwen3-0.6B": Decoder(28, 1024, 3072, 16, 8, 128, 151_936, tied=True),
-    "Qwen3-4B": Decoder(36, 2560, 9728, 32, 8, 128, 151_936, tied=True),
-    "Qwen3-8B": Decoder(36, 4096, 12_288, 32, 8, 128, 151_936),
-    "Qwen3-32B": Decoder(64, 5120, 25_600, 64, 8, 128, 151_936),
-}
-"""Sizes of models in the table, from the config.json that their makers publish."""
-
-CAPACITIES = (80e9, 141e9)
-"""Bytes of an H100 and of an H200."""
-
-RESERVED = 0.08
-"""Share of a device's memory that is left for what is not counted."""
-
-
-def markdown_table() -> str:
-    """Return the table of docs/memory.md: what a device must hold, on how many devices, and whether it fits."""
-    lines = [
-        "| model | training | devices | weights, gradients, moments | copies | activations | logits | together | 80 GB | 141 GB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    trainings: dict[str, dict[str, Any]] = {
-        "full": {},
-        "full, offload": {"optimizer_offload": True},
-        "LoRA, rank 32": {"lora": {"rank": 32}},
-    }
-    for name, model in PUBLISHED.items():
-        for training, settings in trainings.items():
-            for devices in (1, 8):
-                held = estimate(model, _table_config(settings), processes=devices)
-                fits = ["yes" if held.total <= size * (1 - RESERVED) else "no" for size in CAPACITIES]
-                sizes = [_state(held), held.copies, held.activations, held.logits, held.total]
-                cells = [f"{size / 1e9:.1f}" for size in sizes]
-                lines.append("| " + " | ".join([name, training, str(devices), *cells, *fits]) + " |")
-    return "\n".join(lines)
-
-
-def _table_config(settings: dict[str, Any]) -> ComputeConfig:
-    return ComputeConfig(token_budget=16_384, parallel={"accumulate": "sharded"}, **settings)

@@ -25,11 +25,11 @@ COMPILERS = ("g++", "clang++", "gcc", "clang")
 
 
 def check_models(models: Mapping[str, str], parallel: ParallelConfig) -> None:
-    """Refuse models that are not there, or that cannot be shared out as `parallel` says.
+    """Refuse models that are missing, or that the axes of `parallel` cannot split.
 
     Args:
-        models: Directories or hub ids, by their settings; only that of `model` needs a tokenizer.
-        parallel: How ranks share a model.
+        models: Directories or hub ids by the name of their setting; only `model` needs a tokenizer.
+        parallel: How processes share a model.
 
     Raises:
         ConfigError: with the setting and the remedy.
@@ -42,7 +42,7 @@ def check_models(models: Mapping[str, str], parallel: ParallelConfig) -> None:
 
 
 def check_compiler(config: ComputeConfig) -> None:
-    """Refuse `compile` without a C++ compiler. CUDA kernels need one too, for the code that calls them.
+    """Refuse `compile` without a C++ compiler. CUDA kernels need one too, for the code that launches them.
 
     Raises:
         ConfigError: if there is no C++ compiler.
@@ -54,10 +54,10 @@ def check_compiler(config: ComputeConfig) -> None:
 
 
 def check_sizes(model: str, setting: str, parallel: ParallelConfig) -> None:
-    """Refuse a model on disk whose heads or layers cannot be shared out.
+    """Refuse a model on disk whose heads or layers the axes of `parallel` cannot split.
 
     Raises:
-        ConfigError: with the sizes that could.
+        ConfigError: with the sizes that work.
     """
     sizes = sizes_on_disk(model, setting)
     if sizes is None:
@@ -71,16 +71,16 @@ def check_sizes(model: str, setting: str, parallel: ParallelConfig) -> None:
 def check_memory(
     model: str, config: ComputeConfig, *, frozen: Mapping[str, int] | None = None, critic: str = ""
 ) -> tuple[str, ...]:
-    """Refuse settings with which a training step cannot fit on a device.
+    """Refuse settings with which a training step does not fit in a device's memory.
 
     Args:
-        model: Directory of the model that is trained; nothing is known of a hub id.
+        model: Directory of the model that is trained; a hub id is not checked.
         config: The settings.
-        frozen: Bytes of one weight of each model beside it that only computes, by its directory.
+        frozen: Directories of the reference and teacher models, each with the bytes of one of its weights.
         critic: Directory of a critic with a model of its own; empty: none.
 
     Returns:
-        A line that says what a device must hold; none if that is not known.
+        A line with the estimate; nothing if there is none.
 
     Raises:
         ConfigError: with the largest uses and the settings that lower them.
@@ -107,8 +107,8 @@ def check_memory(
     capacity = _capacity(config, cuda=cuda)
     if capacity is not None and held.total > capacity:
         raise ConfigError(
-            f"a training step needs {held} on each device, which has {capacity / 2**30:.1f} GiB: lower token_budget, set"
-            " gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or share the model over more devices"
+            f"a training step is estimated to need {held} on each device, which has {capacity / 2**30:.1f} GiB: lower token_budget, set"
+            " gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or shard the model over more devices"
             " (parallel.dp_shard)"
         )
     return (f"memory of one trainer device, estimated: {held}",)
@@ -119,7 +119,7 @@ def _decoder(model: str) -> Decoder | None:
     try:
         return Decoder.of(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
     except (OSError, ValueError):
-        return None  # `check_models` says what is wrong with it
+        return None  # `check_models` reports what is wrong with it
 
 
 def _capacity(config: ComputeConfig, *, cuda: bool) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 from sluice.cli.main import serve
 from sluice.config import ConfigError
 from trainer_svc.compute_config import ComputeConfig
-from trainer_svc.memory import PUBLISHED, Decoder, estimate, markdown_table
+from trainer_svc.memory import Decoder, estimate
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,6 +21,52 @@ SHAPES = {
     "5 M": {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32, "mlp": 768},
     "16 M": {"hidden": 384, "layers": 6, "heads": 6, "kv_heads": 2, "head_dim": 64, "mlp": 1152},
 }
+
+PUBLISHED = {
+    "Qwen3-0.6B": Decoder(28, 1024, 3072, 16, 8, 128, 151_936, tied=True),
+    "Qwen3-4B": Decoder(36, 2560, 9728, 32, 8, 128, 151_936, tied=True),
+    "Qwen3-8B": Decoder(36, 4096, 12_288, 32, 8, 128, 151_936),
+    "Qwen3-32B": Decoder(64, 5120, 25_600, 64, 8, 128, 151_936),
+}
+"""Sizes of the models in the table of docs/memory.md, from the config.json that their makers publish."""
+
+CAPACITIES = (80e9, 141e9)
+"""Bytes of an H100 and of an H200."""
+
+RESERVED = 0.08
+"""Share of a device's memory that is left for what is not counted."""
+
+
+def markdown_table() -> str:
+    """Return the table of docs/memory.md: what a device needs, on how many devices, and whether it fits."""
+    lines = [
+        "| model | training | devices | weights, gradients, moments | copies | activations | logits | together | 80 GB | 141 GB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    trainings: dict[str, dict] = {
+        "full": {},
+        "full, offload": {"optimizer_offload": True},
+        "LoRA, rank 32": {"lora": {"rank": 32}},
+    }
+    for name, model in PUBLISHED.items():
+        for training, settings in trainings.items():
+            for devices in (1, 8):
+                held = estimate(model, table_config(settings), processes=devices)
+                fits = ["yes" if held.total <= size * (1 - RESERVED) else "no" for size in CAPACITIES]
+                sizes = [
+                    held.weights + held.gradients + held.moments,
+                    held.copies,
+                    held.activations,
+                    held.logits,
+                    held.total,
+                ]
+                cells = [f"{size / 1e9:.1f}" for size in sizes]
+                lines.append("| " + " | ".join([name, training, str(devices), *cells, *fits]) + " |")
+    return "\n".join(lines)
+
+
+def table_config(settings: dict) -> ComputeConfig:
+    return ComputeConfig(token_budget=16_384, parallel={"accumulate": "sharded"}, **settings)
 
 
 @pytest.mark.slow
@@ -109,7 +155,7 @@ def test_a_dry_run_prints_the_estimate_and_refuses_what_cannot_fit(model, capsys
         serve("trainer", words)
     assert stopped.value.code == 0
     assert "# memory of one trainer device, estimated: 1" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"needs 1\d\d\.\d GiB .*moments.*which has 131\.3 GiB: lower token_budget"):
+    with pytest.raises(ConfigError, match=r"estimated to need 1\d\d\.\d GiB .*moments.*which has 131\.3 GiB: lower token_budget"):
         serve("trainer", [*words, "--device-memory-gb", "141"])
     with pytest.raises(SystemExit):
         serve("trainer", [*words, "--device-memory-gb", "141", "--lora.rank", "16", "--gradient-checkpointing", "true"])

@@ -37,7 +37,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
             r"set critic\.optimizer to adamw",
         ),
         ({"epochs": 0}, "greater than or equal to 1"),
-        ({"lora": {"alpha": 32.0}}, "does not read alpha: set rank"),
+        ({"lora": {"alpha": 32.0}}, "alpha is set, but rank is 0, which trains all weights: set rank"),
     ],
 )
 def test_what_the_objective_lacks_is_told_at_the_start(settings: dict[str, Any], remedy: str) -> None:
