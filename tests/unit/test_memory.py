@@ -155,7 +155,9 @@ def test_a_dry_run_prints_the_estimate_and_refuses_what_cannot_fit(model, capsys
         serve("trainer", words)
     assert stopped.value.code == 0
     assert "# memory of one trainer device, estimated: 1" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"estimated to need 1\d\d\.\d GiB .*moments.*which has 131\.3 GiB: lower token_budget"):
+    with pytest.raises(
+        ConfigError, match=r"estimated to need 1\d\d\.\d GiB .*moments.*which has 131\.3 GiB: lower token_budget"
+    ):
         serve("trainer", [*words, "--device-memory-gb", "141"])
     with pytest.raises(SystemExit):
         serve("trainer", [*words, "--device-memory-gb", "141", "--lora.rank", "16", "--gradient-checkpointing", "true"])

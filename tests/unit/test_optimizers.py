@@ -53,7 +53,7 @@ def test_learning_rates_warm_up_and_decay_as_the_schedule_says() -> None:
     ("settings", "reason"),
     [
         ({"schedule": "wsd", "max_steps": 10}, "decay_steps, which is 0"),
-        ({"schedule": "wsd", "max_steps": 10, "decay_steps": 8, "warmup_steps": 3}, "more than max_steps"),
+        ({"schedule": "wsd", "max_steps": 10, "decay_steps": 8, "warmup_steps": 3}, "exceed max_steps"),
         ({"schedule": "wsd", "decay_steps": 8}, "ends at max_steps"),
         ({"optimizer": "muon", "optimizer_offload": True}, "set optimizer to adamw"),
     ],
