@@ -119,7 +119,7 @@ class WeightPublisher:
         self._layout: list[pb.TensorSlice] = []
         self._committed: Version | None = None
         """Version that the kept copy holds, if its commit was answered."""
-        self._serial = 0
+        self._serial = self._noted = 0
 
     def encode(
         self,
@@ -186,8 +186,9 @@ class WeightPublisher:
             self._committed = None
             to = Destination(self._channel, self._run, update.version, time.monotonic() + deadline_s)
             agreement = await self._agree(update, copy, to.deadline)
-            if agreement.compared:
+            if agreement.compared and update.serial != self._noted:  # not again when a push is repeated
                 self._trials.note(worth=agreement.delta)
+                self._noted = update.serial
             payloads = _payloads(copy, update, agreement, labels or {})
             push = VersionPush(to, payloads, self._ranks, chunk_bytes=self._chunk_bytes, directory=self._directory)
             report = await push.run()

@@ -272,6 +272,19 @@ async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(
     assert (await publisher.update(Version(1, 2), tensors, deadline_s=DEADLINE_S)).kind == "anchor"
 
 
+async def test_a_push_that_is_repeated_counts_once_as_a_comparison_in_vain(
+    stack: Stack, publisher: WeightPublisher
+) -> None:
+    await publisher.update(Version(1, 1), model(), deadline_s=DEADLINE_S)
+    tensors, compared = model(1), []
+    for number in range(2, 6):
+        update = await asyncio.to_thread(publisher.encode, Version(1, number), tensors)
+        compared.append(update.base is not None)
+        for _ in range(3 if number == 2 else 1):
+            await publisher.publish(update, deadline_s=DEADLINE_S)
+    assert compared == [True, False, True, True], "one version is left out after one comparison in vain"
+
+
 @pytest.mark.skipif(KeptFile(1, HOST_DIRECTORY).path is None, reason="no shared memory to keep files in")
 @pytest.mark.parametrize("service_reads", [True, False])
 async def test_on_one_host_files_are_handed_over_and_chunks_go_where_they_are_not_taken(
