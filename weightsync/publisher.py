@@ -26,7 +26,7 @@ from weightsync.publish.push import Destination, Payload, PushReport, VersionPus
 from weightsync.publish.ranks import Agreement, Frame, Ranks, agree, assign_slices, first_failure, total_bytes
 from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, ShardSource, local_slices
 
-__all__ = ["AdapterPublisher", "DeltaTrials", "PushReport", "Update", "WeightPublisher"]
+__all__ = ["AdapterPublisher", "PushReport", "Trials", "Update", "WeightPublisher"]
 
 _SHARD = "model"
 """Name of the only shard of a version that one process pushes."""
@@ -41,7 +41,7 @@ _AGREE_S = 600.0
 """Longest wait for the other ranks if `encode` is given no deadline."""
 
 _MOST_SKIPPED = 16
-"""Versions between two comparisons at most: a learning rate that decays makes deltas small again."""
+"""Versions between two tries at most: a learning rate that decays makes deltas small again, and shared memory gets room."""
 
 log = structlog.get_logger(__name__)
 
@@ -111,7 +111,7 @@ class WeightPublisher:
         self._directory = HOST_DIRECTORY if local and HOST_DIRECTORY.is_dir() else None
         self._ranks = Ranks(group)
         self._shard = _SHARD if group is None else f"rank-{self._ranks.rank:05d}"
-        self._trials = DeltaTrials()
+        self._comparisons, self._hand_overs = Trials(), Trials()
         self._in_use = threading.Lock()
         """Held while the kept copy is written or read."""
         self._copy: KeptCopy | None = None
@@ -187,13 +187,14 @@ class WeightPublisher:
             to = Destination(self._channel, self._run, update.version, time.monotonic() + deadline_s)
             agreement = await self._agree(update, copy, to.deadline)
             if agreement.compared and update.serial != self._noted:  # not again when a push is repeated
-                self._trials.note(worth=agreement.delta)
+                self._comparisons.note(worth=agreement.delta)
                 self._noted = update.serial
             payloads = _payloads(copy, update, agreement, labels or {})
-            push = VersionPush(to, payloads, self._ranks, chunk_bytes=self._chunk_bytes, directory=self._directory)
+            directory = self._directory if self._hand_overs.due() else None
+            push = VersionPush(to, payloads, self._ranks, chunk_bytes=self._chunk_bytes, directory=directory)
             report = await push.run()
-            if not push.sees_files:
-                self._directory = None  # the service is on another host, or does not take files
+            if push.handed_over is not None:
+                self._hand_overs.note(worth=push.handed_over)
             self._committed = update.version
             return replace(
                 report,
@@ -233,7 +234,7 @@ class WeightPublisher:
         base = self._committed
         if self._encoding == "dense" or base is None or base.epoch != version.epoch or base >= version:
             return None
-        return base if self._trials.due() else None
+        return base if self._comparisons.due() else None
 
     def _prepare(
         self, version: Version, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, deadline: float
@@ -394,12 +395,11 @@ class AdapterPublisher:
         return await self.push(version, tensors, config, deadline_s=deadline_s)
 
 
-class DeltaTrials:
-    """Decides when comparing with the version before is worth its time. Pure.
+class Trials:
+    """Decide when to try again what may be in vain: to compare with the version before, or to hand a file over. Pure.
 
-    Comparing is left out for a while if deltas came out larger than half a dense copy: for one version after a first
-    comparison in vain, for two after the next, then four, up to sixteen. A delta that was worth it ends that. Ranks that
-    note the same outcomes decide the same.
+    After a try in vain, one version is left out; after the next one two, then four, up to sixteen. A try that was worth it
+    ends that. Ranks that note the same outcomes decide the same.
     """
 
     def __init__(self) -> None:
@@ -407,14 +407,14 @@ class DeltaTrials:
         self._pause = 1
 
     def due(self) -> bool:
-        """Return whether to compare for the next version; called once per version."""
+        """Return whether to try with the next version; call it once per version."""
         if self._left_out:
             self._left_out -= 1
             return False
         return True
 
     def note(self, *, worth: bool) -> None:
-        """Take in whether a comparison led to a delta."""
+        """Note whether a try was worth its time."""
         if worth:
             self._pause = 1
             return

@@ -22,6 +22,7 @@ from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from weightsync.publish.shards import HOST_DIRECTORY, KeptFile
 from weightsync.publisher import WeightPublisher
+from weightsync.service.upload import Upload
 
 pytestmark = pytest.mark.slow
 
@@ -285,10 +286,41 @@ async def test_a_push_that_is_repeated_counts_once_as_a_comparison_in_vain(
     assert compared == [True, False, True, True], "one version is left out after one comparison in vain"
 
 
-@pytest.mark.skipif(KeptFile(1, HOST_DIRECTORY).path is None, reason="no shared memory to keep files in")
+needs_shared_memory = pytest.mark.skipif(KeptFile(1, HOST_DIRECTORY).path is None, reason="no shared memory for files")
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Files that the service took from its host's memory: one entry each."""
+    found: list[int] = []
+    copy = Upload.copy
+
+    def count(upload: Upload, ticket: object, source: int, end: int) -> None:
+        copy(upload, ticket, source, end)
+        if end == upload.size:
+            found.append(end)
+
+    monkeypatch.setattr(Upload, "copy", count)
+    return found
+
+
+@needs_shared_memory
+async def test_files_are_offered_again_after_the_service_could_not_take_one(tmp_path: Path, copies: list[int]) -> None:
+    async with running_stack(tmp_path, local_dir=None) as stack:
+        publisher = WeightPublisher(stack.channel, RUN, local=True)
+        taken = []
+        for number in range(1, 5):
+            await publisher.update(Version(1, number), model(number), deadline_s=DEADLINE_S)
+            taken.append(len(copies))
+            stack.runs.config.local_dir = HOST_DIRECTORY  # the cause has passed
+        assert taken == [0, 0, 1, 2], "one version is left out after the first refusal"
+        await publisher.close()
+
+
+@needs_shared_memory
 @pytest.mark.parametrize("service_reads", [True, False])
 async def test_on_one_host_files_are_handed_over_and_chunks_go_where_they_are_not_taken(
-    service_reads: bool, tmp_path: Path
+    service_reads: bool, tmp_path: Path, copies: list[int]
 ) -> None:
     before = set(HOST_DIRECTORY.glob("sluice-push-*"))
     local_dir = HOST_DIRECTORY if service_reads else None
@@ -303,7 +335,7 @@ async def test_on_one_host_files_are_handed_over_and_chunks_go_where_they_are_no
             nudge(tensors, number)
         assert [report.kind for report in reports] == ["anchor", "delta", "delta"]
         assert all(report.bytes_sent > 0 for report in reports)
-        assert (publisher._directory is not None) == service_reads, "files are offered as long as they are taken"
+        assert len(copies) == (3 if service_reads else 0)
         await publisher.close()
         assert set(HOST_DIRECTORY.glob("sluice-push-*")) <= before
 

@@ -19,7 +19,7 @@ from weightsync.format.chunks import push_request
 from weightsync.format.manifest import ManifestError, entry_name
 from weightsync.publish.ranks import assign_slices, total_bytes
 from weightsync.publish.shards import Diff, KeptCopy, KeptFile, local_slices, sweep, tensor_bytes
-from weightsync.publisher import DeltaTrials
+from weightsync.publisher import Trials
 
 WHOLE = 1 << 40
 """A limit on encoded bytes that nothing here reaches."""
@@ -240,7 +240,7 @@ def test_slices_that_leave_a_hole_are_found_before_anything_is_sent() -> None:
 
 
 def test_trials_in_vain_become_rare_and_one_that_pays_ends_the_pause() -> None:
-    trials = DeltaTrials()
+    trials = Trials()
     tried = []
     for version in range(40):
         if trials.due():

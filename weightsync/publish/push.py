@@ -150,7 +150,7 @@ class VersionPush:
         directory: Shared memory in which the service may find files; None: send chunks.
 
     Attributes:
-        sees_files: Whether the service took every file that it was offered.
+        handed_over: Whether the service took the file that it was offered; None if it was offered none.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class VersionPush:
         self._payloads, self._ranks = list(payloads), ranks
         self._chunk_bytes, self._directory = chunk_bytes, directory
         self._bytes_sent = 0
-        self.sees_files = directory is not None
+        self.handed_over: bool | None = None
 
     async def run(self) -> PushReport:
         """Push and commit. Repeat a broken transfer once, from where it broke; push a delta without its base as an anchor.
@@ -232,9 +232,10 @@ class VersionPush:
             if await self._to.committed():
                 return shard
             if self._directory is not None:
-                if await transfer.hand_over(self._directory, payload.local):
+                self.handed_over = await transfer.hand_over(self._directory, payload.local)
+                if self.handed_over:
                     return shard
-                self.sees_files = False
+                self._directory = None
             await transfer.send_chunks(resume=resume)
         finally:
             self._bytes_sent += transfer.bytes_sent
