@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -314,6 +315,23 @@ async def test_files_are_offered_again_after_the_service_could_not_take_one(tmp_
             taken.append(len(copies))
             stack.runs.config.local_dir = HOST_DIRECTORY  # the cause has passed
         assert taken == [0, 0, 1, 2], "one version is left out after the first refusal"
+        await publisher.close()
+
+
+@needs_shared_memory
+async def test_a_delta_is_handed_over_where_there_is_room_for_it_alone(
+    tmp_path: Path, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_stack(tmp_path, dense_delay_s=60) as stack:
+        publisher, tensors = WeightPublisher(stack.channel, RUN, local=True), model()
+        await publisher.update(Version(1, 1), tensors, deadline_s=DEADLINE_S)
+        nudge(tensors, 1)
+        size = (await publisher.update(Version(1, 2), tensors, deadline_s=DEADLINE_S)).bytes_sent
+        nudge(tensors, 1)
+        room = os.statvfs_result((1, 1, 2 * size, 2 * size, 2 * size, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _: room)
+        await publisher.update(Version(1, 3), tensors, deadline_s=DEADLINE_S)
+        assert len(copies) == 3
         await publisher.close()
 
 

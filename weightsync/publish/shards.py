@@ -53,7 +53,7 @@ HOST_DIRECTORY = Path("/dev/shm")  # noqa: S108  shared memory by its Linux name
 _PREFIX = "sluice-push-"
 
 _SPARE_COPIES = 3
-"""Copies of the file that must fit into shared memory beside it: an engine on the host stages two, and one is spare."""
+"""Copies that must fit into shared memory beside the kept one: an engine on the host stages two, and one is spare."""
 
 _METADATA = {"format": "pt"}
 """What transformers expects in the header of a file of weights."""
@@ -299,7 +299,7 @@ class KeptCopy:
         header = render_header(self._entries, _METADATA)
         self._begin = len(header)
         self.dense_bytes = sum(entry.size for entry in self._entries)
-        self._file = KeptFile(len(header) + self.dense_bytes, directory)
+        self._file = KeptFile(len(header) + self.dense_bytes, directory, spare_copies=_SPARE_COPIES)
         self._file.bytes[: len(header)] = np.frombuffer(header, dtype=np.uint8)
 
     @property
@@ -426,7 +426,7 @@ class KeptFile:
         spare_copies: Files of this size for which there must be room beside it.
     """
 
-    def __init__(self, size: int, directory: Path | None = None, *, spare_copies: int = _SPARE_COPIES) -> None:
+    def __init__(self, size: int, directory: Path | None = None, *, spare_copies: int = 0) -> None:
         descriptor, path = -1, None
         if directory is not None:
             sweep(directory)
