@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
@@ -235,13 +237,20 @@ def expect(condition: bool, otherwise: str) -> None:
 
 def rubbish(store: Path) -> list[Path]:
     """Files of a store that no version needs."""
-    return [
-        path for part in (".incoming", ".building", ".trash") for path in (store / part).rglob("*") if path.is_file()
-    ]
+    return [path for part in (".incoming", ".building", ".trash") for path in _files_in(store / part)]
+
+
+def _files_in(directory: Path) -> list[Path]:
+    """Files below a directory that a live process may be emptying, which `Path.rglob` does not survive."""
+    return [Path(parent, name) for parent, _, names in os.walk(directory) for name in names]
 
 
 def _bytes_in(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    size = 0
+    for path in _files_in(directory):
+        with contextlib.suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size
 
 
 def eventually(condition: Callable[[], bool], otherwise: str) -> None:
