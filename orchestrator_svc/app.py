@@ -243,59 +243,39 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
     def __init__(self, name: str, run: Run, status: RunStatus, pool: ReplicaPool) -> None:
         self._name, self._run, self._status, self._pool = name, run, status, pool
 
-    async def GetRun(  # noqa: N802 - gRPC names the methods
-        self, request: pb.GetRunRequest, context: Context
-    ) -> pb.GetRunResponse:
+    async def GetRun(self, request: pb.GetRunRequest, _context: Context) -> pb.GetRunResponse:  # noqa: N802 - gRPC's name
         """Describe the run."""
-        del context
         self._check_run(request.run)
         return pb.GetRunResponse(run=self._status.describe())
 
-    async def WatchRun(  # noqa: N802 - gRPC names the methods
-        self, request: pb.WatchRunRequest, context: Context
-    ) -> AsyncIterator[pb.WatchRunResponse]:
+    async def WatchRun(self, request: pb.WatchRunRequest, _context: Context) -> AsyncIterator[pb.WatchRunResponse]:  # noqa: N802 - gRPC's name
         """Stream the run's events until it has ended."""
-        del context
         self._check_run(request.run)
         async for event in self._status.events.follow(request.from_sequence_no):
             yield pb.WatchRunResponse(event=event)
 
-    async def PauseRun(  # noqa: N802 - gRPC names the methods
-        self, request: pb.PauseRunRequest, context: Context
-    ) -> pb.PauseRunResponse:
+    async def PauseRun(self, request: pb.PauseRunRequest, _context: Context) -> pb.PauseRunResponse:  # noqa: N802 - gRPC's name
         """Start no more groups."""
-        del context
         self._check_run(request.run)
         self._run.pause()
         return pb.PauseRunResponse(run=self._status.describe())
 
-    async def ResumeRun(  # noqa: N802 - gRPC names the methods
-        self,
-        request: pb.ResumeRunRequest,
-        context: Context,
-    ) -> pb.ResumeRunResponse:
+    async def ResumeRun(self, request: pb.ResumeRunRequest, _context: Context) -> pb.ResumeRunResponse:  # noqa: N802 - gRPC's name
         """Start groups again."""
-        del context
         self._check_run(request.run)
         self._run.resume()
         return pb.ResumeRunResponse(run=self._status.describe())
 
-    async def StopRun(  # noqa: N802 - gRPC names the methods
-        self, request: pb.StopRunRequest, context: Context
-    ) -> pb.StopRunResponse:
+    async def StopRun(self, request: pb.StopRunRequest, _context: Context) -> pb.StopRunResponse:  # noqa: N802 - gRPC's name
         """End the run in order."""
-        del context
         self._check_run(request.run)
         self._run.stop(request.reason)
         return pb.StopRunResponse(run=self._status.describe())
 
-    async def RegisterReplica(  # noqa: N802 - gRPC names the methods
-        self,
-        request: pb.RegisterReplicaRequest,
-        context: Context,
+    async def RegisterReplica(  # noqa: N802 - gRPC's name
+        self, request: pb.RegisterReplicaRequest, _context: Context
     ) -> pb.RegisterReplicaResponse:
         """Use a replica that announces itself."""
-        del context
         self._check_run(request.run)
         for field, value in (("replica", request.replica), ("address", request.address)):
             if not value or len(value) > _NAME_CHARACTERS or not value.isprintable():
@@ -307,13 +287,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             raise SluiceError.invalid_argument("address", str(error)) from error
         return pb.RegisterReplicaResponse(lease=lease)
 
-    async def Heartbeat(  # noqa: N802 - gRPC names the methods
-        self,
-        request: pb.HeartbeatRequest,
-        context: Context,
-    ) -> pb.HeartbeatResponse:
+    async def Heartbeat(self, request: pb.HeartbeatRequest, _context: Context) -> pb.HeartbeatResponse:  # noqa: N802 - gRPC's name
         """Renew a replica's lease."""
-        del context
         self._check_run(request.run)
         lease = Duration()
         try:
@@ -324,13 +299,10 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
             ) from error
         return pb.HeartbeatResponse(lease=lease)
 
-    async def ListTrajectories(  # noqa: N802 - gRPC names the methods
-        self,
-        request: pb.ListTrajectoriesRequest,
-        context: Context,
+    async def ListTrajectories(  # noqa: N802 - gRPC's name
+        self, request: pb.ListTrajectoriesRequest, _context: Context
     ) -> pb.ListTrajectoriesResponse:
         """List the last trajectories, newest first."""
-        del context
         self._check_run(request.run)
         return self._status.history.page(request)
 
