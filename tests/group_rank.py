@@ -38,13 +38,13 @@ def lead(data: RankLink, tensor: RankLink, silent: RankLink) -> None:
     rows = [row(name, length) for name, length in (("a", 9), ("b", 5), ("c", 4))]
     broken: list[bool] = []
     ranks = RankGroup(data, on_broken=lambda: broken.append(True))
-    with ranks.on_all_ranks("train", rows) as dealt:
-        NOTES["data"] = [each.trajectory_id for each in dealt.rows]
-    with RankGroup(tensor).on_all_ranks("train", rows) as dealt:
-        NOTES["tensor"] = [each.trajectory_id for each in dealt.rows]
+    with ranks.on_all_ranks("train", rows) as assignment:
+        NOTES["data"] = [each.trajectory_id for each in assignment.rows]
+    with RankGroup(tensor).on_all_ranks("train", rows) as assignment:
+        NOTES["tensor"] = [each.trajectory_id for each in assignment.rows]
     time.sleep(1.2 * TIMEOUT_S)  # a run that pauses: nobody is in a collective meanwhile
-    with ranks.on_all_ranks("train", rows[:1]) as dealt:
-        NOTES["after a pause"] = [each.trajectory_id for each in dealt.rows]
+    with ranks.on_all_ranks("train", rows[:1]) as assignment:
+        NOTES["after a pause"] = [each.trajectory_id for each in assignment.rows]
     try:
         with ranks.on_all_ranks("save", may_fail=True):
             Path("/not/there/at/all").touch()

@@ -81,7 +81,7 @@ def test_a_trainer_deals_out_by_what_its_steps_forward(tmp_path):
     dealt = {}
     for preset, form in objectives.items():
         policy = learner(tiny_model(tmp_path / preset), tmp_path / preset, objective={"preset": preset, **form})
-        dealt[preset] = policy._deal(rows, 2)
+        dealt[preset] = policy._balance(rows, 2)
     assert [len({1, 2} & set(share)) for share in dealt["aipo"]] == [1, 1], "a row without an advantage is left out"
     assert dealt["grpo"] == [[0], [1, 2]], "its proximal policy is computed all the same"
 

@@ -1,7 +1,7 @@
 """Write checkpoints beside training: copy the state at once, write the files in a background thread.
 
     step_8/
-        state/rank-00000-00000.safetensors ...   weights, optimizers and random state; each rank writes its share
+        state/rank-00000-00000.safetensors ...   weights, optimizers and random state; each rank writes a part
         hf/                                      a directory that transformers and vLLM load
         manifest.json                            protobuf-JSON of CheckpointManifest, written last
 
@@ -189,7 +189,7 @@ class Saver:
                 " deadlines.save_s if it is only slow"
             ) from error
 
-    def load(self, directory: Path, engines: Mapping[str, TrainEngine]) -> CheckpointManifest:
+    def load(self, directory: Path, engines: Mapping[str, TrainEngine]) -> None:
         """Verify a checkpoint and put its state back: the same on any number of ranks, in any layout.
 
         Raises:
@@ -197,13 +197,12 @@ class Saver:
             ValueError: if it is of other engines, models or optimizers; the state is undefined then.
         """
 
-        def check() -> CheckpointManifest:
+        def check() -> None:
             manifest = read_manifest(directory / MANIFEST)
             if manifest is None:
                 raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a whole checkpoint")
             files = [file for file in manifest.files if file.path.startswith(f"{STATE}/")]
             check_files(files[self._ranks.index :: self._ranks.size], directory)
-            return manifest
 
         def first_recovers() -> None:
             self.wait()
@@ -212,11 +211,10 @@ class Saver:
 
         try:
             agree(self._ranks, first_recovers)  # before anyone looks for the manifest
-            manifest = agree(self._ranks, check)
+            agree(self._ranks, check)
         except OtherRankError as error:
             raise CheckpointDamagedError(str(error)) from error
         restore_state(engines, directory / STATE, self._ranks.index)
-        return manifest
 
     def _assigned(self, target: Path, state: LiveState, before: Callable[[], None]) -> dict[TensorSlice, torch.Tensor]:
         """Return the live slices that this rank is to write; the directory exists when this returns."""
@@ -264,16 +262,16 @@ class Saver:
     def _write(self, snapshot: _Snapshot) -> CheckpointManifest:
         ranks = self._writing_ranks
         try:
-            own = _agreed(ranks, partial(self._write_share, snapshot))
-            shares = ranks.exchange(own.SerializeToString())
-            complete = _agreed(ranks, lambda: self._complete(snapshot, shares) if ranks.index == 0 else b"")
+            own = _agreed(ranks, partial(self._write_own, snapshot))
+            parts = ranks.exchange(own.SerializeToString())
+            complete = _agreed(ranks, lambda: self._complete(snapshot, parts) if ranks.index == 0 else b"")
         except BaseException:
             if ranks.index == 0:
                 remove_tree(_building(snapshot.target))
             raise
         return CheckpointManifest.FromString(ranks.exchange(complete)[0])
 
-    def _write_share(self, snapshot: _Snapshot) -> CheckpointManifest:
+    def _write_own(self, snapshot: _Snapshot) -> CheckpointManifest:
         building = _building(snapshot.target)
         try:
             paths = write_slices(snapshot.slices, building / STATE, self._writing_ranks.index)
@@ -281,13 +279,18 @@ class Saver:
             snapshot.read.set()
         return CheckpointManifest(files=describe_files(paths, building))
 
-    def _complete(self, snapshot: _Snapshot, shares: list[bytes]) -> bytes:
-        """Write what the first rank writes when all shares are on disk: the export, the manifest, the name."""
+    def _complete(self, snapshot: _Snapshot, parts: list[bytes]) -> bytes:
+        """Write what the first rank writes when the parts of all ranks are on disk: the export, the manifest, the name."""
         building, complete = _building(snapshot.target), CheckpointManifest()
         complete.CopyFrom(snapshot.manifest)
-        for share in shares:
-            complete.files.extend(CheckpointManifest.FromString(share).files)
-        _check_shared(complete, building)
+        for part in parts:
+            complete.files.extend(CheckpointManifest.FromString(part).files)
+        for file in complete.files:
+            if not (building / file.path).is_file():
+                raise OSError(
+                    f"another rank wrote {file.path}, but it is not below {building} here: put output_dir on a file system"
+                    " that all hosts share"
+                )
         if snapshot.export is not None:
             snapshot.export(building / STATE, building / EXPORT)
             exported = [path for path in (building / EXPORT).rglob("*") if path.is_file()]
@@ -302,11 +305,7 @@ class Saver:
 
 
 def _agreed(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do `agree`, with the failure of another rank as one of the disk: callers then say which rank and what to do.
-
-    Raises:
-        OSError: if another rank failed.
-    """
+    """Do `agree`; raise OSError if another rank failed, so that callers report it like a failure of this rank's disk."""
     try:
         return agree(ranks, work)
     except OtherRankError as error:
@@ -316,14 +315,6 @@ def _agreed(ranks: Ranks, work: Callable[[], T]) -> T:
 def _building(target: Path) -> Path:
     """Return the directory in which a checkpoint is built."""
     return target.with_name(f".{target.name}.partial")
-
-
-def _check_shared(manifest: CheckpointManifest, directory: Path) -> None:
-    for file in manifest.files:
-        if not (directory / file.path).is_file():
-            raise OSError(
-                f"another rank wrote {file.path}, but it is not below {directory} here: put output_dir on a file system that all hosts share"
-            )
 
 
 def _put_in_place(building: Path, target: Path) -> None:
@@ -370,7 +361,7 @@ class EngineCheckpoints:
         """Write a checkpoint, and wait until it is on disk; see `begin_save`.
 
         Raises:
-            OSError: if a rank could not write its share, or half an hour was not enough.
+            OSError: if a rank could not write its part, or half an hour was not enough.
         """
         writing = self.begin_save(directory, dtype=dtype)
         self._saver.wait()

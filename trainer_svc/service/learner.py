@@ -202,7 +202,7 @@ class Learner:
         self._is_base = False
         self._advised: set[int] = set()
         self._abandoned = threading.Event()
-        self._deal = partial(balance)
+        self._balance = partial(balance)
 
     @property
     def update(self) -> PolicyUpdate:
@@ -254,7 +254,7 @@ class Learner:
         manifest = self._choose(checkpoint)
         origin = origin_of(manifest)
         name = "" if manifest is None else manifest.checkpoint.name
-        with self.ranks.on_all_ranks("restore", epoch=epoch, checkpoint=name, **self._standing()):
+        with self.ranks.on_all_ranks("restore", epoch=epoch, checkpoint=name, **self._position()):
             if manifest is None:
                 self._restore_base()
             else:
@@ -267,7 +267,7 @@ class Learner:
         return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
     def apply(self, batch: Batch) -> Applied:
-        """Train on a batch: filter, share out, update, record. The version advances even if every step was skipped."""
+        """Train on a batch: filter, distribute, update, record. The version advances even if every step was skipped."""
         start = perf_counter()
         objective = self.update.objective.resolved
         filtered = filter_stale(batch, self.version, self.checkpoints.lineage, partial(trainable, objective=objective))
@@ -275,9 +275,9 @@ class Learner:
         if filtered.sequences:
             staleness = partial(self.checkpoints.lineage.staleness, now=self.version)
             sequences = with_batch_facts(filtered.sequences, objective, staleness)
-            with self.ranks.on_all_ranks("train", sequences, deal=self._deal) as dealt:
-                updated, rows = self.train(dealt.rows)
-            trained = rows.numpy()[np.argsort(list(chain(*dealt.places)))]
+            with self.ranks.on_all_ranks("train", sequences, assign=self._balance) as assignment:
+                updated, rows = self.train(assignment.rows)
+            trained = rows.numpy()[np.argsort(list(chain(*assignment.places)))]
             self._advise(updated.metrics, filtered, batch)
         applied = Applied(
             filtered,
@@ -340,7 +340,7 @@ class Learner:
         Raises:
             SluiceError: DEADLINE_EXCEEDED if that push takes longer.
         """
-        with self.ranks.on_all_ranks("encode", deadline_s=deadline_s, **self._standing()):
+        with self.ranks.on_all_ranks("encode", deadline_s=deadline_s, **self._position()):
             return publisher.encode(self.engine, self.version, dtype=self.publish_dtype, deadline_s=deadline_s)
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
@@ -359,7 +359,7 @@ class Learner:
         if existing is not None:
             done.set_result(existing.checkpoint)
             return done
-        with self.ranks.on_all_ranks("save", may_fail=True, journal_position=journal_position, **self._standing()):
+        with self.ranks.on_all_ranks("save", may_fail=True, journal_position=journal_position, **self._position()):
             writing = self.snapshot(journal_position)
         writing.add_done_callback(lambda written: self._saved(written, done))
         return done
@@ -413,7 +413,7 @@ class Learner:
             )
         return manifest
 
-    def _standing(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Return what only the leading rank counts, for the ranks that follow."""
         return {"version": str(self.version), "last_batch_id": self.last_batch_id}
 
@@ -430,7 +430,7 @@ class Learner:
         self._make_abandonable(update.engines.values())
         # Rows without an advantage are not forwarded in the steps, but are in the passes before them.
         left_out = not (update.objective.resolved.runs_estimator or update.objective.resolved.needs_proximal)
-        self._deal = partial(
+        self._balance = partial(
             balance,
             cost=Cost.of(self.engine.network.model.config.get_text_config()),
             fold=self.config.fold_prompts,
@@ -475,7 +475,7 @@ def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
 
 
 class FollowingRank:
-    """Every rank except the first: carries out the commands of rank 0 in their order, until it says stop or is gone.
+    """Carry out the commands of rank 0 in their order, on every other rank, until rank 0 says stop or is gone.
 
     Commands that compute run in the compute thread, publications beside them.
 
@@ -488,13 +488,6 @@ class FollowingRank:
     def __init__(self, learner: Learner, link: RankLink, publisher: PolicyPublisher) -> None:
         self._learner, self._link, self._publisher = learner, link, publisher
         self._offer: Offer | None = None
-        self._commands: dict[str, Callable[[Command], object]] = {
-            "load": lambda _: learner.load(),
-            "restore": self._restore,
-            "train": lambda _: learner.train(link.receive_rows()),
-            "encode": self._encode,
-            "save": self._save,
-        }
 
     async def run(self, compute: ComputeThread) -> None:
         """Carry out commands until rank 0 says stop.
@@ -510,7 +503,7 @@ class FollowingRank:
     def _compute(self) -> None:
         while (command := self._link.next("compute"))["do"] != "stop":
             try:
-                self._commands[command["do"]](command)
+                self._carry_out(command)
             except BaseException as error:
                 if command["may_fail"] and isinstance(error, Exception):
                     log.warning("a command failed that may fail", command=command["do"], error=str(error))
@@ -519,22 +512,23 @@ class FollowingRank:
                     raise
             self._link.done()
 
-    def _restore(self, command: Command) -> None:
-        self._stand_at(command)
-        self._learner.restore(command["epoch"], command["checkpoint"])
-
-    def _encode(self, command: Command) -> None:
-        self._stand_at(command)
-        self._offer = self._learner.encode(self._publisher, command["deadline_s"])
-
-    def _save(self, command: Command) -> None:
-        self._stand_at(command)
-        self._learner.snapshot(command["journal_position"])  # rank 0 learns of a failure and reports it
-
-    def _stand_at(self, command: Command) -> None:
-        """Take over what only rank 0 counts."""
-        self._learner.version = Version.parse(command["version"])
-        self._learner.last_batch_id = command["last_batch_id"]
+    def _carry_out(self, command: Command) -> None:
+        learner = self._learner
+        if "version" in command:  # rank 0 alone counts these
+            learner.version, learner.last_batch_id = Version.parse(command["version"]), command["last_batch_id"]
+        match command["do"]:
+            case "load":
+                learner.load()
+            case "restore":
+                learner.restore(command["epoch"], command["checkpoint"])
+            case "train":
+                learner.train(self._link.receive_rows())
+            case "encode":
+                self._offer = learner.encode(self._publisher, command["deadline_s"])
+            case "save":
+                learner.snapshot(command["journal_position"])  # rank 0 learns of a failure and reports it
+            case unknown:
+                raise RuntimeError(f"rank 0 gave the unknown command {unknown!r}: run the same release on every rank")
 
     async def _publish(self) -> None:
         """Push this rank's part whenever rank 0 pushes its own. Rank 0 learns of every failure and decides about retries."""

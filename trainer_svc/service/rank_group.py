@@ -30,8 +30,8 @@ from trainer_svc.parallel.mesh import Mesh
 
 __all__ = [
     "OUT_OF_STEP",
+    "Assignment",
     "Command",
-    "Dealt",
     "RankFailedError",
     "RankGroup",
     "RankLink",
@@ -43,15 +43,15 @@ __all__ = [
 OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
 """Errors after which ranks do different things: one is gone, or it is not known how far the others are."""
 
-Deal: TypeAlias = Callable[[Rows[Sequence], int], list[list[int]]]
+Assign: TypeAlias = Callable[[Rows[Sequence], int], list[list[int]]]
 """Takes rows and the number of data-parallel ranks; returns the places of each rank's rows."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
-    """Rows as they are shared out.
+class Assignment:
+    """Which data-parallel rank trains which rows.
 
     Attributes:
         rows: This rank's rows.
@@ -90,27 +90,27 @@ class RankGroup:
         do: str,
         rows: Rows[Sequence] | None = None,
         *,
-        deal: Deal = balance,
+        assign: Assign = balance,
         may_fail: bool = False,
         **arguments: Any,  # noqa: ANN401  JSON values
-    ) -> Iterator[Dealt]:
+    ) -> Iterator[Assignment]:
         """Have every rank do something: the others carry out the command, this one the body of the block.
 
         Args:
             do: Name of the command.
-            rows: Rows to share out among the data-parallel ranks.
-            deal: Decides which rank gets which rows.
+            rows: Rows to distribute over the data-parallel ranks.
+            assign: Decides which rank gets which rows.
             may_fail: Whether the ranks stay together after a failure of the body, because it is a failure of all.
             arguments: What else the others must know: JSON values.
 
         Yields:
-            How the rows are shared out.
+            Which rows are whose.
 
         Raises:
             SluiceError: UNAVAILABLE RANK_LOST if another rank failed or did not answer in time.
         """
         if self._link is None:
-            yield Dealt(list(rows or ()), [list(range(len(rows or ())))])
+            yield Assignment(list(rows or ()), [list(range(len(rows or ())))])
             return
         if self.broken is not None:
             raise self.broken
@@ -118,9 +118,9 @@ class RankGroup:
         try:
             command = {"do": do, "rows": rows is not None, "may_fail": may_fail, **arguments}
             number = self._link.post("compute", command)
-            dealt = Dealt([], []) if rows is None else _share_out(self._link, rows, deal)
+            assignment = Assignment([], []) if rows is None else _distribute(self._link, rows, assign)
             try:
-                yield dealt
+                yield assignment
             except Exception as error:
                 if not may_fail:
                     raise
@@ -160,11 +160,11 @@ class RankGroup:
         return self.broken
 
 
-def _share_out(link: RankLink, rows: Rows[Sequence], deal: Deal) -> Dealt:
-    places = deal(rows, link.dims.data_parallel)
-    shares = [[rows[place] for place in share] for share in places]
-    link.send_rows(shares)
-    return Dealt(shares[link.dims.data_rank(link.rank)], places)
+def _distribute(link: RankLink, rows: Rows[Sequence], assign: Assign) -> Assignment:
+    places = assign(rows, link.dims.data_parallel)
+    by_rank = [[rows[place] for place in part] for part in places]
+    link.send_rows(by_rank)
+    return Assignment(by_rank[link.dims.data_rank(link.rank)], places)
 
 
 def _explain(error: BaseException, link: RankLink) -> SluiceError:
@@ -281,10 +281,10 @@ class RankLink:
             RuntimeError: if rank 0 is gone.
         """
         store = self._stores["compute"]
-        told = f"rank {self.rank}: {failure}" if failure else ""
-        if told:
-            store.set(_FAILURE, told)
-        store.set(_done(self._numbers["compute"], self.rank), told)
+        reason = f"rank {self.rank}: {failure}" if failure else ""
+        if reason:
+            store.set(_FAILURE, reason)
+        store.set(_done(self._numbers["compute"], self.rank), reason)
 
     def failure(self) -> str:
         """Return why a rank ended, if it could say so; empty if none did."""
@@ -311,16 +311,16 @@ class RankLink:
         for key in (*keys, f"compute/{number}"):
             store.delete_key(key)
 
-    def send_rows(self, shares: Rows[Rows[Sequence]]) -> None:
+    def send_rows(self, by_rank: Rows[Rows[Sequence]]) -> None:
         """Send each rank the rows of its data-parallel rank.
 
         Args:
-            shares: Rows by data-parallel rank.
+            by_rank: Rows by data-parallel rank.
 
         Raises:
             RuntimeError: if a rank is gone, or does not receive them within the group's timeout.
         """
-        encoded = [torch.frombuffer(bytearray(encode_rows(share)), dtype=torch.uint8) for share in shares]
+        encoded = [torch.frombuffer(bytearray(encode_rows(rows)), dtype=torch.uint8) for rows in by_rank]
         pending: list[dist.Work | None] = []
         for rank in self.others:
             data = encoded[self.dims.data_rank(rank)]
@@ -395,10 +395,16 @@ def decode_rows(data: bytes) -> list[Sequence]:
     Raises:
         ValueError: if the bytes are not encoded rows.
     """
-    plain = _plain(data)
-    lengths = [row.pop("tokens") for row in plain]
+    try:
+        (length,) = struct.unpack_from("<Q", data)  # the header, which the library reads from paths only
+        plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ROWS])
+        lengths = [row.pop("tokens") for row in plain]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"these bytes are not encoded rows: {error}") from error
     tensors = load(data)
-    for name, column in _columns(tensors):
+    for name, column in tensors.items():
+        if name.startswith(HOLDERS):
+            continue
         holders = tensors[HOLDERS + name].tolist() if HOLDERS + name in tensors else range(len(plain))
         parts = column.split([lengths[place] for place in holders])
         for place, part in zip(holders, parts, strict=True):
@@ -406,22 +412,6 @@ def decode_rows(data: bytes) -> list[Sequence]:
     for row in plain:
         row["versions"] = _spans_in(row["versions"])
     return [Sequence(**row) for row in plain]
-
-
-def _columns(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, column) for name, column in tensors.items() if not name.startswith(HOLDERS))
-
-
-def _plain(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON in a safetensors header, which the library reads from paths only."""
-    try:
-        (length,) = struct.unpack_from("<Q", data)
-        rows = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][ROWS])
-    except (struct.error, ValueError, KeyError) as error:
-        raise ValueError(f"these bytes are not encoded rows: {error}") from error
-    if not isinstance(rows, list):
-        raise TypeError("these bytes are not encoded rows")
-    return rows
 
 
 def _spans_out(spans: tuple[VersionSpan, ...]) -> list[tuple[int, int, int]]:
