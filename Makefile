@@ -21,7 +21,7 @@ define pip_install_locked
 	$(BIN)/pip install --quiet --no-deps --extra-index-url $(PYTORCH_CPU_INDEX) -r $(1)
 endef
 
-.PHONY: help install install-dev install-bench quickstart real test test-fast lint format proto proto-check clean
+.PHONY: help install install-dev install-bench quickstart picture real test test-fast lint format proto proto-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -49,6 +49,9 @@ install-bench: .venv-bench/.installed ## what `sluice bench trainer` compares wi
 
 quickstart: install ## train a small model by RL from nothing, with vLLM, in minutes (SEED=1, LR=0)
 	$(BIN)/sluice quickstart --seed $(SEED) $(if $(LR),--lr $(LR))
+
+picture: install ## run the quickstart, and draw docs/images/quickstart.svg and reward.png from it
+	$(BIN)/python docs/images/draw_quickstart.py --seed $(SEED)
 
 real: install ## train a real pretrained model (SmolLM2-135M) on sums, in a quarter of an hour (SEED=1, LR=0)
 	$(BIN)/sluice quickstart --task sums --seed $(SEED) $(if $(LR),--lr $(LR))
