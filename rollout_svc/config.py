@@ -59,7 +59,11 @@ class RolloutDeadlines(Section):
     """How long a replica waits before an operation counts as failed."""
 
     start_s: float = Field(600.0, gt=0, description="Seconds to load the model.")
-    apply_s: float = Field(120.0, gt=0, description="Seconds for each step of a weight update.")
+    apply_s: float = Field(
+        120.0,
+        gt=0,
+        description="Seconds for each of the three steps of a weight update: prepare; pause and load; go back if that fails.",
+    )
     pause_s: float = Field(600.0, gt=0, description="Seconds that a pause in mode WAIT waits for requests to end.")
     pull_s: float = Field(600.0, gt=0, description="Seconds to fetch and stage one version.")
 

@@ -42,7 +42,7 @@ MODES = {
     rollout_pb2.WEIGHT_POLICY_MODE_TARGET: PolicyMode.TARGET,
 }
 _APPLY_STEPS = 3
-"""Steps of an update (prepare, pause, load), each of which may take `deadlines.apply_s`."""
+"""Steps of an apply (prepare; pause and load; go back if that fails), each of which may take `deadlines.apply_s`."""
 
 WIRE_MODES = {mode: wire for wire, mode in MODES.items()}
 
@@ -196,7 +196,7 @@ class ReplicaWeights:
         """
         deadlines = self._config.deadlines
         try:
-            return await self._following.update_to(version, deadlines.pull_s + deadlines.apply_s)
+            return await self._following.update_to(version, deadlines.pull_s + _APPLY_STEPS * deadlines.apply_s)
         except PolicyHeldError as error:
             raise SluiceError.failed_precondition("POLICY_HELD", str(error)) from error
 

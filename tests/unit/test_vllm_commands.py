@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout_svc.engines.base import EngineError, PauseMode
+from rollout_svc.engines.model_files import BaseModel
 from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.weights import VllmWeights
+from sluice.versions import Version
+from weightsync.staged import StagedVersion
 
 
 class FailingLlm:
@@ -72,3 +79,50 @@ async def test_an_engine_that_cannot_pause_serves_on() -> None:
         await engine.pause(PauseMode.WAIT)
     assert engine.status().healthy
     assert not engine.status().paused
+
+
+class SlowLlm(FailingLlm):
+    """A vLLM whose every call takes a while, one named call longer."""
+
+    def __init__(self, call_s: float, *, pause_s: float = 0.0) -> None:
+        super().__init__(failing="")
+        self.engine_core = SimpleNamespace(pause_scheduler_async=self._slow(pause_s or call_s))
+        self.collective_rpc = self.start_weight_update = self.update_weights = self._slow(call_s)
+        self.finish_weight_update = self.resume_generation = self._slow(call_s)
+
+    def _slow(self, seconds: float) -> Callable[..., Awaitable[Any]]:
+        async def call(*_: object, **__: object) -> list[tuple[str, float]]:
+            await asyncio.sleep(seconds)
+            return [("ok", 0.0)]
+
+        return call
+
+
+DEADLINE_S = 0.4
+
+
+def engine_to_update(llm: FailingLlm) -> VllmEngine:
+    engine = engine_with(llm)
+    engine._weights = VllmWeights(clear_cache=False, double_buffer=True, patch=False, deadline_s=DEADLINE_S)
+    engine._weights.base = BaseModel((Path("model.safetensors"),), {})
+    return engine
+
+
+@pytest.mark.parametrize("llm", [SlowLlm(0.15), SlowLlm(0.01, pause_s=60.0), SlowLlm(0.35)])
+async def test_the_calls_of_an_update_share_its_deadlines(llm: FailingLlm) -> None:
+    """Each call ends in time; together they would take several times what an update may take."""
+    engine = engine_to_update(llm)
+    begun = time.monotonic()
+    with pytest.raises(EngineError):
+        await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
+    assert time.monotonic() - begun < 3 * DEADLINE_S
+
+
+async def test_an_update_that_waits_for_another_command_is_cancelled_at_once() -> None:
+    engine = engine_to_update(SlowLlm(0.0))
+    async with engine._commands:
+        waiting = asyncio.create_task(engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, "")))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting}, timeout=5)
+        assert waiting.cancelled()

@@ -57,7 +57,8 @@ class VllmOptions:
         patch: On an accelerator, bring in only the values that differ from the version before; see
             `weightsync.vllm.patch` on how far that is tested.
         start_deadline_s: How long loading may take.
-        phase_deadline_s: How long each step of an update may take before the engine counts as broken.
+        phase_deadline_s: How long each of the three steps of an update may take (prepare; pause and load; go back if that
+            fails) before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
         start_method: "auto" forks on CPU at the first start and spawns later, when the process may serve sockets; "fork"
             forks at every start. Both spawn where gRPC is in use in this process: a fork of it may hang.
@@ -342,7 +343,8 @@ class VllmEngine(LoraEngine):
             EngineError: if the version could not be applied. The old version keeps serving, unless `status` says that
                 the engine is not healthy: then call `restart`. Nothing is sampled from a part of a version.
         """
-        return await run_to_end(asyncio.ensure_future(self._apply(staged)))
+        async with self._commands:  # a caller that gives up while it waits for the lock leaves at once
+            return await run_to_end(asyncio.ensure_future(self._apply(staged)))
 
     async def reload_base(self) -> ApplyReport:
         """Return to the base model on disk, as version (0, 0).
@@ -350,7 +352,8 @@ class VllmEngine(LoraEngine):
         Raises:
             EngineError: as `apply` does.
         """
-        return await run_to_end(asyncio.ensure_future(self._apply(None)))
+        async with self._commands:
+            return await run_to_end(asyncio.ensure_future(self._switch(None)))
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
         """Compare the live weights of every worker with a version's files, between steps.
@@ -374,12 +377,11 @@ class VllmEngine(LoraEngine):
                 log.warning("live weights of unknown form", count=len(found.unchecked), first=found.unchecked[0])
             return found.tensors
 
-    async def _apply(self, staged: StagedVersion | None) -> ApplyReport:
-        async with self._commands:
-            if staged is not None and self._weights.staged == staged and not self._weights.suspect:
-                self._serve_weights()  # from an adapter back to its base, which has not changed
-                return ApplyReport(staged.version, 0.0, 0.0)
-            return await self._switch(staged)
+    async def _apply(self, staged: StagedVersion) -> ApplyReport:
+        if self._weights.staged == staged and not self._weights.suspect:
+            self._serve_weights()  # from an adapter back to its base, which has not changed
+            return ApplyReport(staged.version, 0.0, 0.0)
+        return await self._switch(staged)
 
     async def _switch(self, staged: StagedVersion | None) -> ApplyReport:
         llm = self._llm

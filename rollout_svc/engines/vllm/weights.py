@@ -30,6 +30,9 @@ ALIVE_CHECK_S = 0.1
 PREPARE_CHECK_S = 0.002
 """Seconds between two checks of a build in the workers. Each check waits for the end of a step anyway."""
 
+LAST_CHECK = 0.9
+"""Part of the deadline after which a build is given up: the rest is for the reply to the last check, so that a slow build is
+not taken for an engine that hangs."""
 
 COMPARE_S = 0.01
 """Seconds of comparison between two steps; at least one part of a tensor is compared."""
@@ -66,7 +69,7 @@ class VllmWeights:
         clear_cache: Whether the keys and values of requests in progress are computed again after a switch.
         double_buffer: Whether a version is built beside the one that samples, if the workers can.
         patch: Whether only the changed values are loaded on an accelerator, if the workers can.
-        deadline_s: Deadline of each step of a switch, in seconds.
+        deadline_s: Seconds for each of the three steps of a switch: prepare; pause and load; go back if that fails.
 
     Attributes:
         base: The model on disk; set when the engine has started.
@@ -109,11 +112,12 @@ class VllmWeights:
             EngineError: if the version could not be loaded; the one before keeps serving.
             HalfLoadedError: if the model is in an unknown state; sampling stays paused.
         """
+        end = self._end()
         try:
-            await check(llm, files, self._deadline_s)
+            await check(llm, files, end)
             prepare_s = 0.0
             if self._double_buffer or self._patch:
-                prepare_s = await prepare(llm, files, self._deadline_s, patch=self._patch)
+                prepare_s = await prepare(llm, files, end, patch=self._patch)
         except HalfLoadedError:
             raise
         except EngineError as error:
@@ -126,42 +130,50 @@ class VllmWeights:
         return ApplyReport(files.version, pause_s, prepare_s + copy_s)
 
     async def _pause_and_load(self, llm: Llm, files: WeightFiles, *, resume: bool) -> tuple[float, float]:
+        end = self._end()
         pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
-        await step(llm, "pausing", pause, self._deadline_s)
+        await step(llm, "pausing", pause, left(end))
         begun = time.perf_counter()  # the step in progress at the call has returned its tokens
+        refused: EngineError | None = None
         try:
-            copy_s = await self._load_or_go_back(llm, files)
-        except HalfLoadedError:
-            raise
-        except EngineError:
-            await self._resume(llm, resume)
-            raise
-        await self._resume(llm, resume)
+            copy_s = await self._load(llm, files, end)
+        except StepTimeoutError:
+            raise  # the call may still change the model: only a restart helps
+        except HalfLoadedError as error:
+            end, refused, copy_s = self._end(), error, 0.0
+            await self._go_back(llm, end)
+        except EngineError as error:
+            end, refused, copy_s = self._end(), error, 0.0
+        if resume:
+            await step(llm, "resuming", llm.resume_generation(), left(end))
+        if refused is not None:
+            raise EngineError(f"{refused}; version {self.version} keeps serving") from refused
+        self.version, self.suspect = files.version, False
         return time.perf_counter() - begun, copy_s
 
-    async def _resume(self, llm: Llm, wanted: bool) -> None:
-        if wanted:
-            await step(llm, "resuming", llm.resume_generation(), self._deadline_s)
-
-    async def _load_or_go_back(self, llm: Llm, files: WeightFiles) -> float:
-        """Load a version. On failure, try once more, then load the version before. Raise HalfLoadedError if that fails, too."""
+    async def _load(self, llm: Llm, files: WeightFiles, end: float) -> float:
+        """Load a version; try once more if it fails half-way."""
         try:
-            copy_s = await load(llm, files, self._deadline_s)
-        except HalfLoadedError as first:
-            log.warning("update failed, trying again", version=str(files.version), error=str(first))
-            try:
-                copy_s = await load(llm, files, self._deadline_s)
-            except EngineError as second:
-                await self._go_back(llm)
-                raise EngineError(f"{second}; version {self.version} keeps serving") from second
-        self.version, self.suspect = files.version, False
-        return copy_s
+            return await load(llm, files, end)
+        except StepTimeoutError:
+            raise
+        except HalfLoadedError as error:
+            log.warning("update failed, trying again", version=str(files.version), error=str(error))
+            return await load(llm, files, end)
 
-    async def _go_back(self, llm: Llm) -> None:
+    async def _go_back(self, llm: Llm, end: float) -> None:
         try:
-            await load(llm, self.files(self.staged), self._deadline_s)
+            await load(llm, self.files(self.staged), end)
         except EngineError as error:
             raise HalfLoadedError(f"neither the new nor the old version could be loaded: {error}") from error
+
+    def _end(self) -> float:
+        return time.monotonic() + self._deadline_s
+
+
+def left(end: float) -> float:
+    """Return the seconds until a time of `time.monotonic`."""
+    return max(0.0, end - time.monotonic())
 
 
 async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
@@ -175,7 +187,7 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
     end = time.monotonic() + deadline_s
     try:
         while not task.done() and time.monotonic() < end and not llm.errored:
-            await asyncio.wait({task}, timeout=ALIVE_CHECK_S)
+            await asyncio.wait({task}, timeout=min(ALIVE_CHECK_S, left(end)))
         if task.done():
             return task.result()
     except Exception as error:
@@ -184,22 +196,23 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
         task.cancel()
     if llm.errored:
         raise HalfLoadedError(f"{name} failed: the engine's process died; restart the engine")
-    raise StepTimeoutError(f"{name} did not end within {deadline_s:.0f} s; restart the engine")
+    raise StepTimeoutError(f"{name} did not end within {deadline_s:.1f} s; restart the engine")
 
 
-async def check(llm: Llm, files: WeightFiles, deadline_s: float) -> None:
+async def check(llm: Llm, files: WeightFiles, end: float) -> None:
     """Let every worker check the files before any of them changes its model.
 
     Raises:
         EngineError: if a worker refuses them; nothing has changed.
     """
     work = llm.collective_rpc("sluice_check", kwargs=files.arguments())
-    refused = next((why for kind, why in await step(llm, "checking the weights", work, deadline_s) if kind != "ok"), "")
+    replies = await step(llm, "checking the weights", work, left(end))
+    refused = next((why for kind, why in replies if kind != "ok"), "")
     if refused:
         raise EngineError(f"version {files.version} was not loaded: {refused}")
 
 
-async def prepare(llm: Llm, files: WeightFiles, deadline_s: float, *, patch: bool) -> float:
+async def prepare(llm: Llm, files: WeightFiles, end: float, *, patch: bool) -> float:
     """Let the workers build a version while they sample, if they can. Then `load` has little to do.
 
     Returns:
@@ -210,14 +223,14 @@ async def prepare(llm: Llm, files: WeightFiles, deadline_s: float, *, patch: boo
     """
     name = "preparing the weights"
     arguments = files.arguments() | {"patch": patch}
-    replies = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), deadline_s)
-    end = time.monotonic() + deadline_s
+    last_check = time.monotonic() + LAST_CHECK * left(end)
+    replies = await step(llm, name, llm.collective_rpc("sluice_prepare", kwargs=arguments), left(end))
     while all(kind in {"ok", "pending"} for kind, _ in replies):
-        replies = await step(llm, name, llm.collective_rpc("sluice_prepared"), deadline_s)
+        if time.monotonic() > last_check:
+            raise EngineError(f"version {files.version} was not prepared in time; raise rollout.deadlines.apply_s")
+        replies = await step(llm, name, llm.collective_rpc("sluice_prepared"), left(end))
         if all(kind == "ok" for kind, _ in replies):
             return max(float(seconds) for _, seconds in replies)
-        if time.monotonic() > end:
-            raise EngineError(f"version {files.version} was not prepared within {deadline_s:.0f} s")
         await asyncio.sleep(PREPARE_CHECK_S)
     kind, why = next(reply for reply in replies if reply[0] not in {"ok", "pending"})
     if kind == "refused":
@@ -227,13 +240,13 @@ async def prepare(llm: Llm, files: WeightFiles, deadline_s: float, *, patch: boo
     return 0.0
 
 
-async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
+async def load(llm: Llm, files: WeightFiles, end: float) -> float:
     """Load a version into a paused engine and label it.
 
     Args:
         llm: vLLM's ``AsyncLLM``, paused so that no step runs.
         files: What to load.
-        deadline_s: For each of the calls.
+        end: Time of `time.monotonic` by which all calls must have ended.
 
     Returns:
         Seconds that the copy took in the slowest worker that replies.
@@ -245,12 +258,12 @@ async def load(llm: Llm, files: WeightFiles, deadline_s: float) -> float:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest  # noqa: PLC0415 - loaded by start()
 
     request = WeightTransferUpdateRequest(update_info=files.arguments())
-    await step(llm, "opening the update", llm.start_weight_update(), deadline_s)
-    await step(llm, "loading the weights", llm.update_weights(request), deadline_s)
-    replies = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), deadline_s)
+    await step(llm, "opening the update", llm.start_weight_update(), left(end))
+    await step(llm, "loading the weights", llm.update_weights(request), left(end))
+    replies = await step(llm, "asking for the outcome", llm.collective_rpc("sluice_status"), left(end))
     error = next((reply for reply in replies if reply[0] != "ok"), None)
     label = None if error else str(files.version)
-    await step(llm, "closing the update", llm.finish_weight_update(label), deadline_s)
+    await step(llm, "closing the update", llm.finish_weight_update(label), left(end))
     if error is not None:
         refused = all(kind == "refused" for kind, _ in replies)  # if only some refused, the others have loaded it
         raise (EngineError if refused else HalfLoadedError)(f"version {files.version} was not loaded: {error[1]}")
