@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import gc
 import json
@@ -187,8 +188,22 @@ def _launch(
     # The scheduler reports its load once per step. Statistics per token would cost this process a tenth of its time.
     llm.log_stats = llm.output_processor.log_stats = False
     llm.logger_manager = recorder
-    segments = frozenset(SHARED_MEMORY.glob("vllm_dist_*")) - before
+    segments = mapped_segments(os.getpid()) - before
     return VllmProcesses(llm, recorder, config, on_cpu, thread, segments)
+
+
+def mapped_segments(process: int) -> frozenset[Path]:
+    """Return the segments of vLLM that a process or one of its descendants has mapped, not those of other replicas."""
+    segments, family = set(), [process]
+    for pid in family:
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                path = Path(line.split(maxsplit=5)[-1])
+                if path.parent == SHARED_MEMORY and path.name.startswith("vllm_dist_"):
+                    segments.add(path)
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                family += map(int, children.read_text().split())
+    return frozenset(segments)
 
 
 @contextmanager
