@@ -1,16 +1,19 @@
-"""Watches the engine and restarts it on the version that it served if it dies."""
+"""Watches the engine, restarts it on the version that it served if it dies, and gives it to whoever needs it while it serves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 import structlog
 
+from rollout_svc.engines.adapters import LoraEngine
 from rollout_svc.engines.base import EngineError, InferenceEngine
 from sluice.rpc import SluiceError
 from sluice.versions import Version
+from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
 __all__ = ["EngineSupervisor"]
 
@@ -32,7 +35,7 @@ class Restartable(Protocol):
 
 
 class EngineSupervisor:
-    """Restarts one engine whenever it dies.
+    """Restarts one engine whenever it dies. For the receiver of weights it is the engine (`weightsync.staged.Engine`).
 
     Args:
         engine: A started engine.
@@ -65,6 +68,55 @@ class EngineSupervisor:
         if self._recovering or not self.current.status().healthy:
             raise SluiceError.unavailable("ENGINE_RECOVERING", "the engine restarts; retry", BACKOFF_S)
         return self.current
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Return whether the engine serves LoRA adapters."""
+        return isinstance(self.current, LoraEngine) and self.current.lora_limits is not None
+
+    @property
+    def lora(self) -> LoraEngine:
+        """Return the engine if it serves adapters and can take requests.
+
+        Raises:
+            SluiceError: FAILED_PRECONDITION if it serves none; UNAVAILABLE while it restarts.
+        """
+        engine = self.serving
+        if not isinstance(engine, LoraEngine) or engine.lora_limits is None:
+            raise SluiceError.failed_precondition(
+                "NO_ADAPTERS", "this replica serves no adapters: start it with rollout.lora.enabled = true"
+            )
+        return engine
+
+    def held(self) -> HeldVersions | None:
+        """Return what the engine holds; None while it restarts and cannot say."""
+        status = self.current.status()
+        if self._recovering or not status.healthy:
+            return None
+        adapters = [each.version for each in self.current.adapters()] if isinstance(self.current, LoraEngine) else []
+        return HeldVersions(status.version, status.weights, frozenset(adapters))
+
+    async def apply(self, staged: StagedVersion) -> ApplyReport:
+        """Switch the engine to a staged version.
+
+        Raises:
+            ApplyError: if it does not serve.
+        """
+        with _apply_errors(staged.version):
+            return await self.serving.apply(staged)
+
+    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
+        """Let new requests run on an adapter.
+
+        Raises:
+            ApplyError: if it does not serve.
+        """
+        with _apply_errors(staged.version):
+            return await self.lora.apply_adapter(staged)
+
+    # --- restarts -------------------------------------------------------------------------------------------------
 
     async def watch_forever(self, restart: Callable[[Callable[[], Awaitable[Version]]], Awaitable[Version]]) -> None:
         """Check the engine regularly and restart it when it died.
@@ -100,3 +152,12 @@ class EngineSupervisor:
             self._recovering = False
             self._on_change(True)
             log.info("engine serves again", version=str(version))
+
+
+@contextmanager
+def _apply_errors(version: Version) -> Iterator[None]:
+    """Turn an engine's failure into the receiver's ApplyError."""
+    try:
+        yield
+    except (EngineError, SluiceError) as error:
+        raise ApplyError(f"version {version} was not applied: {error}") from error

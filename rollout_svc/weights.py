@@ -12,7 +12,7 @@ import grpc
 import structlog
 
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engines.adapters import AdaptersFullError, LoraEngine
+from rollout_svc.engines.adapters import AdaptersFullError
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.supervision import EngineSupervisor
 from sluice.config import CommonConfig
@@ -28,9 +28,9 @@ from weightsync.receiver import (
     UpdateTimings,
     WeightReceiver,
 )
-from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
+from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["ReplicaWeights", "SupervisedEngine", "WeightsStatus"]
+__all__ = ["ReplicaWeights", "WeightsStatus"]
 
 T = TypeVar("T")
 
@@ -60,64 +60,6 @@ class WeightsStatus:
     last_update: UpdateTimings | None = None
 
 
-class SupervisedEngine:
-    """An engine under supervision, as its receiver sees it (`weightsync.staged.Engine`).
-
-    Args:
-        engine: The engine.
-        serves_adapters: Whether it serves LoRA adapters.
-    """
-
-    def __init__(self, engine: EngineSupervisor, *, serves_adapters: bool) -> None:
-        self.serves_adapters = serves_adapters
-        self._engine = engine
-
-    def held(self) -> HeldVersions | None:
-        """Return what the engine holds; None while it is started again and cannot say."""
-        engine = self._engine.current
-        status = engine.status()
-        if self._engine.recovering or not status.healthy:
-            return None
-        adapters = [each.version for each in engine.adapters()] if isinstance(engine, LoraEngine) else []
-        return HeldVersions(status.version, status.weights, frozenset(adapters))
-
-    async def apply(self, staged: StagedVersion) -> ApplyReport:
-        """Switch the engine to a staged version.
-
-        Raises:
-            ApplyError: if it does not serve.
-        """
-        try:
-            return await self._engine.serving.apply(staged)
-        except (EngineError, SluiceError) as error:
-            raise ApplyError(f"version {staged.version} was not applied: {error}") from error
-
-    async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
-        """Let new requests run on an adapter.
-
-        Raises:
-            ApplyError: if it does not serve.
-        """
-        try:
-            return await lora_engine(self._engine).apply_adapter(staged)
-        except (EngineError, SluiceError) as error:
-            raise ApplyError(f"version {staged.version} was not applied: {error}") from error
-
-
-def lora_engine(supervisor: EngineSupervisor) -> LoraEngine:
-    """Return the engine if it serves adapters and can take requests.
-
-    Raises:
-        SluiceError: FAILED_PRECONDITION if it serves none; UNAVAILABLE while it is started again.
-    """
-    engine = supervisor.serving
-    if not isinstance(engine, LoraEngine) or engine.lora_limits is None:
-        raise SluiceError.failed_precondition(
-            "NO_ADAPTERS", "this replica serves no adapters: start it with rollout.lora.enabled = true"
-        )
-    return engine
-
-
 class ReplicaWeights:
     """Keeps the engine on the version that its policy asks for.
 
@@ -143,7 +85,7 @@ class ReplicaWeights:
                 common.run,
                 config.replica,
                 config.stage_dir,
-                SupervisedEngine(engine, serves_adapters=config.lora.enabled),
+                engine,
                 options=ReceiverOptions(
                     apply_deadline_s=_APPLY_STEPS * config.deadlines.apply_s,
                     pull=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
@@ -245,9 +187,7 @@ class ReplicaWeights:
         Raises:
             SluiceError: NOT_FOUND, or FAILED_PRECONDITION if it cannot be served beside the weights that are in.
         """
-        engine = self._lora_engine
-
-        deadlines = self._config.deadlines
+        engine, deadlines = self._engine.lora, self._config.deadlines
         try:
             await self._following.with_adapter(
                 version, partial(engine.load_named, name), deadlines.pull_s + deadlines.apply_s
@@ -266,7 +206,7 @@ class ReplicaWeights:
             SluiceError: FAILED_PRECONDITION if this replica serves no adapters, UNAVAILABLE if the engine failed.
         """
         try:
-            await self._lora_engine.unload_named(name)
+            await self._engine.lora.unload_named(name)
         except EngineError as error:
             raise SluiceError.unavailable("ADAPTER_FAILED", f"{error}; its requests end with the engine") from error
 
@@ -299,7 +239,3 @@ class ReplicaWeights:
 
     async def _exclusively(self, action: Callable[[], Awaitable[T]]) -> T:
         return await (self._receiver.run_exclusive(action) if self._receiver is not None else action())
-
-    @property
-    def _lora_engine(self) -> LoraEngine:
-        return lora_engine(self._engine)

@@ -111,13 +111,12 @@ class HeldVersions:
 
 
 class Engine(Protocol):
-    """An engine as its receiver sees it. It alone knows what it serves, and recovers from a failed apply by itself.
+    """An engine as its receiver sees it. It alone knows what it serves, and recovers from a failed apply by itself."""
 
-    Attributes:
-        serves_adapters: Whether it serves LoRA adapters.
-    """
-
-    serves_adapters: bool
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether it serves LoRA adapters."""
+        ...
 
     def held(self) -> HeldVersions | None:
         """Return what it holds; None while it is being started again and cannot say."""

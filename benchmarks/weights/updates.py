@@ -23,7 +23,6 @@ from rollout_svc.engines.base import GenerationRequest, InferenceEngine, Samplin
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from rollout_svc.supervision import EngineSupervisor
-from rollout_svc.weights import SupervisedEngine
 from sluice.versions import Version
 from weightsync.receiver import PolicyMode, WeightReceiver
 from weightsync.staged import StagedVersion, TensorSpec
@@ -189,7 +188,7 @@ async def measure_throughput(
         service = await stack.enter_async_context(
             weight_service(directory, f"--keep={rounds * updates + 2}", local=True)
         )
-        held = SupervisedEngine(EngineSupervisor(engine, 0, print), serves_adapters=False)
+        held = EngineSupervisor(engine, 0, print)
         receiver = await stack.enter_async_context(receiving(service.target, shared, held, local=True))
         receiver.set_policy(PolicyMode.HOLD, owner=OWNER, ttl_s=TTL_S)
         await _push_all(service, model, rounds * updates + 1)
