@@ -97,6 +97,8 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def prepare(self, paths: list[str], names: list[str], *, patch: bool) -> Answer:
         """Begin to build a version while the engine samples: ("ok", None), ("unsupported", why) or ("refused", why).
 
+        The first call builds the modules of the second model on a CPU, which holds the engine up; see `NextModel`.
+
         Args:
             paths: The version's files.
             names: Every tensor that must be in them.
@@ -235,6 +237,9 @@ class NextModel:
     On a CPU a weight is not only copied but packed for the matrix kernels, which takes many times as long as the copy. A thread
     does that beside the engine's steps, so that the pause only swaps references. It costs the memory of the weights once more.
     An accelerator copies in place instead: its memory is scarcer, and CUDA graphs hold on to addresses.
+
+    The modules are built at the first update, between two steps: vLLM's registry of layers and torch's default data type belong
+    to the process, so that a thread would change them under a step. That takes about 1 ms a layer, once: 35 ms for 30 layers.
 
     Args:
         vllm_config: The engine's configuration.
