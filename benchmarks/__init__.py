@@ -1,1 +1,48 @@
-"""Benchmarks that `sluice bench` runs; each prints ratios measured side by side."""
+"""`sluice bench NAME`: every benchmark prints what it measures and ends with one line of JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sluice.config import Command, ConfigError
+from sluice.telemetry import configure_logging
+
+__all__ = ["COMMAND"]
+
+BENCHMARKS = {
+    "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
+    "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths"),
+    "pause": ("benchmarks.pauses", "a request that lives through updates, and the pause against an in-place copy"),
+    "trainer": (
+        "benchmarks.trainer",
+        "one GRPO update against TRL and a plain loop; two processes against one; memory",
+    ),
+    "fused_logprob": (
+        "benchmarks.fused_logprob",
+        "memory, time and accuracy of the fused output layer against plain autograd",
+    ),
+    "weightsync": ("benchmarks.weightsync", "the weight path: transfers, deltas, pauses, fan-out"),
+}
+"""Module and one line per benchmark; the module has ``run(argv) -> Mapping``, whose ``ratios`` are the result."""
+
+
+def run(argv: list[str]) -> int:
+    """Run one benchmark and print its JSON line."""
+    if not argv or argv[0] in {"--help", "-h"}:
+        width = max(map(len, BENCHMARKS))
+        print("usage: sluice bench NAME [ARGUMENTS]\n")
+        print("\n".join(f"  {name:<{width}}  {line}" for name, (_, line) in BENCHMARKS.items()))
+        return 0
+    name, *arguments = argv
+    if name not in BENCHMARKS:
+        raise ConfigError(f"no benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")
+    configure_logging("bench", "warning")  # a line per call would be measured too
+    result: Mapping[str, Any] = importlib.import_module(BENCHMARKS[name][0]).run(arguments)
+    print(json.dumps({"bench": name, **result}))
+    return 0
+
+
+COMMAND = Command("bench", "measure a part of the system side by side with its alternative", run)

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import MODEL_2M, free_port, make_model, service
-from benchmarks.long_tail import QUESTION, lengths
-from benchmarks.overlap import EngineSpeed, Workload, finish_times
+from benchmarks.overlap import QUESTION, EngineSpeed, Workload, finish_times, lengths
 from orchestrator_svc.report import read_metrics
 from sluice.client import RolloutClient
 from sluice.v1 import tokens_pb2
@@ -87,7 +86,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
 
 def _orchestrator_settings(options: argparse.Namespace, answer_tokens: Sequence[int]) -> dict[str, Any]:
     return {
-        "environment": "benchmarks.long_tail:LongTail",
+        "environment": "benchmarks.overlap:LongTail",
         "environment-args": {"answer_tokens": list(answer_tokens), "sessions": options.rounds * len(LEVELS)},
         "batch-size": options.batch,
         "group-size": options.group,

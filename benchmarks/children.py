@@ -1,14 +1,19 @@
-"""Models and services that benchmarks start and end."""
+"""What benchmarks start and end: models, services, work in a process of its own; and how much memory a process takes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import psutil
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import SecurityConfig
@@ -16,7 +21,10 @@ from sluice.rpc.access import free_ports
 from sluice.rpc.channel import wait_until_serving
 from sluice.tasks import discard_outcome
 
-__all__ = ["free_port", "make_model", "service"]
+__all__ = ["PeakMemory", "free_port", "in_child", "make_model", "service"]
+
+_Words = ParamSpec("_Words")
+_Result = TypeVar("_Result")
 
 MODEL_2M = ModelShape(hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768)
 """2.6 million parameters, the size that the figures in the documentation are for."""
@@ -31,6 +39,12 @@ def make_model(directory: Path, shape: ModelShape = MODEL_2M, *, seed: int = 0) 
 def free_port() -> int:
     """Return a TCP port on loopback that was free a moment ago."""
     return free_ports(1)[0]
+
+
+def in_child(work: Callable[_Words, _Result], *words: _Words.args, **options: _Words.kwargs) -> _Result:
+    """Run in a process of its own, so that this one keeps neither its threads nor its memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(work, *words, **options).result()
 
 
 @contextlib.asynccontextmanager
@@ -48,9 +62,9 @@ async def service(
     Args:
         name: The service.
         arguments: Words of its command line.
-        health: ``host:port`` that it will serve at; waited for.
-        log: File that takes its output.
-        start_s: How long it may take to serve.
+        health: Its ``host:port``; the block begins when it serves there.
+        log: File for its output.
+        start_s: Seconds until it must serve.
         cpus: Cores that it may use; None leaves all.
         environment: Its environment variables; None inherits ours.
 
@@ -102,3 +116,25 @@ async def _healthy(child: asyncio.subprocess.Process, target: str, log: Path, st
 
 def _tail(log: Path, lines: int = 20) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+class PeakMemory:
+    """The largest resident set since `restart`, above what the process held when this object was made.
+
+    Make it after the imports and before the model is loaded, so that weights count and libraries do not.
+    """
+
+    def __init__(self) -> None:
+        self._before = psutil.Process().memory_info().rss
+
+    @staticmethod
+    def restart() -> None:
+        """Forget the peak so far; see proc(5), clear_refs."""
+        Path("/proc/self/clear_refs").write_text("5")
+
+    @property
+    def bytes(self) -> int:
+        """The peak above the start, in bytes."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+        return peak_kib * 1024 - self._before

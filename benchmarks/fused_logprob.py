@@ -8,18 +8,16 @@ sides take turns within each round; a ratio is the median over rounds.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.trainer_sides.side import PeakMemory
+from benchmarks.children import PeakMemory, in_child
 from trainer_svc.engine.logprob import Entropy, fused_logprobs, logprobs_of_logits
 
 __all__ = ["measure_accuracy", "measure_fused_logprob", "run"]
@@ -45,7 +43,7 @@ class _Inputs(NamedTuple):
 
 
 def run(argv: list[str]) -> Mapping[str, Any]:
-    """Measure and print; returns what the JSON line holds."""
+    """Measure and print; return the content of the JSON line."""
     parser = argparse.ArgumentParser(prog="sluice bench fused_logprob", description=__doc__)
     parser.add_argument("--vocabulary", type=int, default=151_936, help="token ids; by default Qwen3's")
     parser.add_argument("--tokens", type=int, default=2048, help="loss tokens of a micro-batch")
@@ -98,7 +96,7 @@ def measure_fused_logprob(
     found: dict[str, list[tuple[int, float]]] = {name: [] for name in SIDES}
     for number in range(1, rounds + 1):
         for name, measurements in found.items():
-            measurements.append(_in_child(_measure, name, sizes))
+            measurements.append(in_child(_measure, name, sizes))
         line = "  ".join(f"{name} {each[-1][0] / 1e6:.0f} MB {each[-1][1]:.2f} s" for name, each in found.items())
         print(f"fused log-probability, round {number}: {line}", flush=True)
     memory, seconds = (
@@ -144,11 +142,6 @@ def measure_accuracy(vocabulary: int = 151_936, *, tokens: int = 64, width: int 
             found[name] = {which: float(f"{gap:.2g}") for which, gap in zip(RESULTS, gaps, strict=True)}
             print(f"{name}: {found[name]}", flush=True)
     return found
-
-
-def _in_child(work: Callable[..., tuple[int, float]], *arguments: Any) -> tuple[int, float]:  # noqa: ANN401
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(work, *arguments).result()
 
 
 def _measure(side: str, sizes: _Sizes) -> tuple[int, float]:

@@ -1,6 +1,7 @@
-"""The least time that a run needs at a staleness bound, given its lengths and the speed of its two sides alone.
+"""The workload of `sluice bench async`, and the least time that a run needs for it at a staleness bound.
 
-The orchestrator's own scheduler decides what starts and what makes a batch; around it an engine that shares its speed
+`lengths` draws long-tailed lengths of answers, `LongTail` is the environment that asks for them. `finish_times` computes the bound
+from the lengths and the speed of each side alone: the orchestrator's own scheduler decides what starts and what makes a batch; around it an engine that shares its speed
 among the samples under way, and a trainer that takes one batch after the other. Publishing, transport, scoring and
 record keeping take no time, and neither side slows the other.
 """
@@ -9,14 +10,74 @@ from __future__ import annotations
 
 import bisect
 import math
+import random
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
+from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage, StalenessBound
 from sluice.versions import BASE, Version
 
-__all__ = ["EngineSpeed", "Workload", "finish_times"]
+__all__ = ["QUESTION", "EngineSpeed", "LongTail", "Workload", "finish_times", "lengths"]
+
+QUESTION = "go on"
+
+
+def lengths(count: int, *, seed: int, median: int, p99: int, longest: int) -> list[int]:
+    """Draw lognormal lengths in tokens, the same for the same seed.
+
+    Args:
+        count: Number of lengths.
+        seed: Seed of the draws.
+        median: Half of them are shorter.
+        p99: One in a hundred is longer.
+        longest: Longer ones are cut to this.
+    """
+    rng = random.Random(f"long_tail/{seed}")  # noqa: S311 - a workload, not a secret
+    sigma = math.log(p99 / median) / NormalDist().inv_cdf(0.99)
+    return [min(longest, max(1, round(median * rng.lognormvariate(0, sigma)))) for _ in range(count)]
+
+
+class LongTail:
+    """Asks for texts of given lengths, in a given order, once for each session that the benchmark measures.
+
+    Args:
+        answer_tokens: Length of each answer of a session, in order of dispatch.
+        sessions: How often the whole order is asked.
+    """
+
+    name = "long_tail"
+
+    def __init__(self, answer_tokens: Sequence[int], sessions: int) -> None:
+        self._answer_tokens = list(answer_tokens) * sessions
+
+    def tasks(self, split: str, seed: int) -> list[Task]:
+        """Return the tasks, placed so that the stream, which shuffles them by the seed, gives them in the wanted order."""
+        from orchestrator_svc.dispatch import TaskStream  # noqa: PLC0415 - brings gRPC, which scoring processes do not need
+
+        del split
+        count = len(self._answer_tokens)
+        places = TaskStream([Task(str(number)) for number in range(count)], seed)
+        tasks: dict[int, Task] = {}
+        for position, tokens in enumerate(self._answer_tokens):
+            tasks[int(places.at(position).task_id)] = Task(f"{position:05d}", max_tokens=tokens)
+        return [tasks[place] for place in range(count)]
+
+    def messages(self, task: Task) -> Sequence[Message]:
+        """Return the same question for all."""
+        del task
+        return [{"role": "user", "content": QUESTION}]
+
+    def score(self, task: Task, completion: str) -> float:
+        """Return the share of lower-case letters: differs from sample to sample, so that every sample is trained."""
+        del task
+        return sum(character.islower() for character in completion) / max(1, len(completion))
+
+
+# The bound.
+
 
 EPOCH = 1
 QUEUED = 2

@@ -12,19 +12,18 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.trainer_sides.side import BATCH, NO_DEGENERATE, UPDATE, UPDATE_S
+from benchmarks.children import in_child
+from benchmarks.trainer_workload import BATCH, NO_DEGENERATE, UPDATE, UPDATE_S, Workload, prepare
 from sluice.config import ConfigError
 
 __all__ = ["run"]
@@ -57,7 +56,9 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     """
     options = _parser().parse_args(argv)
     if options.gpu:
-        return _gpu(options)
+        from benchmarks.trainer_ours import measure_gpu  # noqa: PLC0415 - the other parts do not need the trainer
+
+        return measure_gpu(options.tokens, rounds=options.rounds, compiled=options.compile)
     parts = options.only or list(PARTS)
     if "update" in parts and not (BENCH_PACKAGES / "trl").is_dir() and importlib.util.find_spec("trl") is None:
         raise ConfigError(
@@ -66,10 +67,11 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     ratios: dict[str, float] = {}
     details: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
-        facts = _in_child(_prepare, options, Path(scratch))
+        workload = Workload(groups=options.groups, degenerate=options.degenerate)
+        facts = in_child(prepare, Path(scratch), workload, options.seed)
         print(f"batch: {facts}", flush=True)
         for part in parts:
-            measured = PARTS[part](options, Path(scratch))
+            measured = asyncio.run(PARTS[part](options, Path(scratch)))
             ratios |= measured.pop("ratios")
             details[part] = measured
     return {"ratios": ratios, "batch": facts, **details}
@@ -97,63 +99,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(options: argparse.Namespace, directory: Path) -> dict[str, float]:
-    from benchmarks.trainer_sides.workload import Workload, prepare  # noqa: PLC0415 - only the child imports torch
-
-    return prepare(directory, Workload(groups=options.groups, degenerate=options.degenerate), options.seed)
-
-
-def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    return asyncio.run(_measure_update(options, directory))
-
-
-def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    return asyncio.run(_measure_scaling(options, directory))
-
-
-def _fused(_: argparse.Namespace, __: Path) -> dict[str, Any]:
-    from benchmarks.fused_logprob import measure_fused_logprob  # noqa: PLC0415
-
-    measured = dict(measure_fused_logprob())
-    ratios = {name: measured.pop(name) for name in list(measured) if name.endswith("_over_naive")}
-    return {"ratios": ratios, **measured}
-
-
-def _gpu(options: argparse.Namespace) -> dict[str, Any]:
-    from benchmarks.trainer_sides.gpu import measure_gpu  # noqa: PLC0415
-
-    return measure_gpu(options.tokens, rounds=options.rounds, compiled=options.compile)
-
-
-def _in_child(work: Callable[[argparse.Namespace, Path], dict[str, Any]], *arguments: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Run in a process of its own, so that this one keeps neither its threads nor its memory."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(work, *arguments).result()
-
-
-PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
-    "update": _update,
-    "scaling": _scaling,
-    "fused": _fused,
-}
-
-
-async def _measure_update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+async def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Let ours in three forms, TRL and the plain loop take turns."""
     given = {"ours": options.token_budget, "trl_grpo": options.micro_batch, "plain": options.micro_batch}
     threads = options.threads
     sizes = {module: size or await _chosen_size(module, directory, threads) for module, size in given.items()}
     print(f"per forward pass: {sizes}", flush=True)
 
-    def side(name: str, module: str, **options: Any) -> _Side:  # noqa: ANN401 - those of _side
-        return _side(name, module, directory, threads, size=sizes[module], **options)
-
+    ours = _Side(name="ours", module="ours", threads=threads, size=sizes["ours"])
     sides = (
-        side("ours", "ours"),
-        side("trl", "trl_grpo"),
-        side("plain", "plain"),
-        side("ours_without_skipping", "ours", batch=NO_DEGENERATE),
-        side("ours_packing_alone", "ours", batch=NO_DEGENERATE, extra=("--no-folding",)),
+        ours,
+        replace(ours, name="trl", module="trl_grpo", size=sizes["trl_grpo"]),
+        replace(ours, name="plain", module="plain", size=sizes["plain"]),
+        replace(ours, name="ours_without_skipping", batch=NO_DEGENERATE),
+        replace(ours, name="ours_packing_alone", batch=NO_DEGENERATE, extra=("--no-folding",)),
     )
     found = await _take_turns(sides, directory, options.rounds)
     return _report(found, sizes)
@@ -163,8 +122,9 @@ async def _chosen_size(module: str, directory: Path, threads: int) -> int:
     """Return the smallest size with which an update takes hardly longer than with the best; stop at the first slower one."""
     seconds: dict[int, float] = {}
     for size in SIZES[module]:
-        async with _started(_side(f"{module}_{size}", module, directory, threads, size=size), directory) as side:
-            seconds[size] = (await side.update())["seconds"]
+        side = _Side(name=f"{module}_{size}", module=module, threads=threads, size=size)
+        async with _started(side, directory) as started:
+            seconds[size] = (await started.update())["seconds"]
         print(f"{module}, {size} per forward pass: {seconds[size]:.2f} s", flush=True)
         if seconds[size] > NEARLY * min(seconds.values()):
             break  # with more of them there is more padding, and TRL's largest take minutes
@@ -200,12 +160,13 @@ def _report(found: Mapping[str, _Measured], sizes: Mapping[str, int]) -> dict[st
     }
 
 
-async def _measure_scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+async def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Let one process, two copies of the model and two halves of one model take turns."""
+    one = _Side(name="one", module="ours", threads=1, size=SCALING_BUDGET)
     sides = (
-        _side("one", "ours", directory, 1, size=SCALING_BUDGET),
-        _side("two_copies", "ours", directory, 1, size=SCALING_BUDGET, processes=2, extra=("--replicate", "2")),
-        _side("two_shards", "ours", directory, 1, size=SCALING_BUDGET, processes=2),
+        one,
+        replace(one, name="two_copies", processes=2, extra=("--replicate", "2")),
+        replace(one, name="two_shards", processes=2),
     )
     found = await _take_turns(sides, directory, options.rounds)
     return {
@@ -216,6 +177,21 @@ async def _measure_scaling(options: argparse.Namespace, directory: Path) -> dict
         "seconds": {name: round(median(each.seconds), 2) for name, each in found.items()},
         "first_loss": {name: each.first_loss for name, each in found.items()},
     }
+
+
+async def _fused(_: argparse.Namespace, __: Path) -> dict[str, Any]:
+    from benchmarks.fused_logprob import measure_fused_logprob  # noqa: PLC0415 - it needs the trainer
+
+    measured = measure_fused_logprob()
+    ratios = {name: measured.pop(name) for name in list(measured) if name.endswith("_over_naive")}
+    return {"ratios": ratios, **measured}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, Path], Coroutine[Any, Any, dict[str, Any]]]] = {
+    "update": _update,
+    "scaling": _scaling,
+    "fused": _fused,
+}
 
 
 def _speed_up(one: _Measured, two: _Measured) -> float:
@@ -248,86 +224,76 @@ class _Measured:
         self.last = answer
 
 
-def _side(
-    name: str,
-    module: str,
-    directory: Path,
-    threads: int,
-    *,
-    size: int,
-    batch: str = BATCH,
-    processes: int = 1,
-    extra: Sequence[str] = (),
-) -> _Side:
-    """Return how to start a module of `benchmarks.trainer_sides` as a side.
-
-    Args:
-        name: Its name in the report.
-        module: The module.
-        directory: The directory that `prepare` filled.
-        threads: Compute threads of each of its processes.
-        size: Sequences per forward pass; ours: tokens.
-        batch: File of the batch in the directory.
-        processes: Number of processes; torchrun starts more than one.
-        extra: More words of its command line.
-    """
-    paths = [str(BENCH_PACKAGES), os.environ.get("PYTHONPATH", "")] if module == "trl_grpo" else []
-    environment = {
-        # Threads that spin while they wait would slow down the side that computes.
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "passive",
-        "GOMP_SPINCOUNT": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-    }
-    if paths:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [*launch, "-m", f"benchmarks.trainer_sides.{module}", "--model", str(directory / "model")]
-    command += ["--batch", str(directory / batch), "--threads", str(threads), "--micro-batch", str(size), *extra]
-    return _Side(name, command, environment)
-
-
 async def _take_turns(sides: Sequence[_Side], directory: Path, rounds: int) -> dict[str, _Measured]:
     """Run one update of each side that does not count, then rounds of one update each.
 
-    Args:
-        sides: The sides; all are loaded at once, and one computes at a time.
-        directory: Where their logs go.
-        rounds: Counted updates of each side.
+    All sides are loaded at once, and one computes at a time.
     """
     async with AsyncExitStack() as stack:
         started = [await stack.enter_async_context(_started(side, directory)) for side in sides]
-        found = {each.side.name: _Measured((await each.update())["loss"]) for each in started}
+        found = {each.name: _Measured((await each.update())["loss"]) for each in started}
         for number in range(rounds):
             for each in started:
                 answer = await each.update()
-                found[each.side.name].add(answer)
-                print(f"round {number}, {each.side.name}: {answer}", flush=True)
+                found[each.name].add(answer)
+                print(f"round {number}, {each.name}: {answer}", flush=True)
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
     """How to start a side.
 
     Attributes:
         name: Its name in the report.
-        command: Words after the interpreter.
-        environment: Variables on top of ours.
+        module: The program: `benchmarks.trainer_<module>`.
+        threads: Compute threads of each of its processes.
+        size: Sequences per forward pass; ours: tokens.
+        batch: File of the batch, of those that `prepare` wrote.
+        processes: Number of processes; torchrun starts more than one.
+        extra: More words of its command line.
     """
 
     name: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
+    module: str
+    threads: int
+    size: int
+    batch: str = BATCH
+    processes: int = 1
+    extra: Sequence[str] = ()
+
+    def command(self, directory: Path) -> list[str]:
+        """Return the words after the interpreter."""
+        command = ["-m", f"benchmarks.trainer_{self.module}", "--model", str(directory / "model")]
+        command += ["--batch", str(directory / self.batch), "--threads", str(self.threads)]
+        command += ["--micro-batch", str(self.size), *self.extra]
+        if self.processes == 1:
+            return command
+        return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}", *command]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return its environment variables, on top of ours."""
+        environment = {
+            # Threads that spin while they wait would slow down the side that computes.
+            "OMP_NUM_THREADS": str(self.threads),
+            "OMP_WAIT_POLICY": "passive",
+            "GOMP_SPINCOUNT": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+        }
+        if self.module == "trl_grpo":
+            paths = (str(BENCH_PACKAGES), os.environ.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return environment
 
 
 class _SideProcess:
     """A started side."""
 
-    def __init__(self, side: _Side, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.side, self._process, self._log = side, process, log
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.name, self._process, self._log = name, process, log
 
     async def update(self) -> dict[str, Any]:
         """Have it make one optimizer step, and return what it measured.
@@ -336,7 +302,7 @@ class _SideProcess:
             RuntimeError: with the end of its log, if it ends or takes too long.
         """
         if self._process.stdin is None:
-            raise RuntimeError(f"{self.side.name} has no input")
+            raise RuntimeError(f"{self.name} has no input")
         self._process.stdin.write(f"{UPDATE}\n".encode())
         await self._process.stdin.drain()
         return await self.read(UPDATE_S)
@@ -344,7 +310,7 @@ class _SideProcess:
     async def read(self, deadline_s: float) -> dict[str, Any]:
         """Return the next answer."""
         if self._process.stdout is None:
-            raise RuntimeError(f"{self.side.name} has no output")
+            raise RuntimeError(f"{self.name} has no output")
         try:
             async with asyncio.timeout(deadline_s):
                 while line := await self._process.stdout.readline():
@@ -352,8 +318,8 @@ class _SideProcess:
                         answer: dict[str, Any] = json.loads(line)
                         return answer
         except TimeoutError:
-            raise RuntimeError(f"{self.side.name} did not answer within {deadline_s:.0f} s:\n{self._tail()}") from None
-        raise RuntimeError(f"{self.side.name} ended:\n{self._tail()}")
+            raise RuntimeError(f"{self.name} did not answer within {deadline_s:.0f} s:\n{self._tail()}") from None
+        raise RuntimeError(f"{self.name} ended:\n{self._tail()}")
 
     def _tail(self, lines: int = 20) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
@@ -366,7 +332,7 @@ async def _started(side: _Side, directory: Path) -> AsyncIterator[_SideProcess]:
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *side.command,
+            *side.command(directory),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=output,
@@ -374,7 +340,7 @@ async def _started(side: _Side, directory: Path) -> AsyncIterator[_SideProcess]:
             limit=LINE_LIMIT,
         )
     try:
-        started = _SideProcess(side, process, log)
+        started = _SideProcess(side.name, process, log)
         await started.read(START_S)
         yield started
     finally:

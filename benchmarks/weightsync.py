@@ -7,27 +7,58 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
+import contextlib
 import os
+import statistics
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.children import in_child, make_model
+from benchmarks.weight_stack import (
+    StagedOnly,
+    WeightStack,
+    bare_server,
+    grpc_hops,
+    model_200m,
+    random_weights,
+    receiving,
+    serves,
+    tcp_hops,
+    weight_service,
+)
 from sluice.telemetry import configure_logging
+from sluice.versions import Version
 
 __all__ = ["run"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where receivers stage
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Directories of one part.
+
+    Attributes:
+        models: For models, which parts share.
+        disk: For services.
+        shared: In shared memory, for staged versions.
+    """
+
+    models: Path
+    disk: Path
+    shared: Path
+
+
 def run(argv: list[str]) -> Mapping[str, Any]:
-    """Measure and print; returns what the JSON line holds."""
+    """Measure and print; return the content of the JSON line."""
     parser = argparse.ArgumentParser(prog="sluice bench weightsync", description=__doc__)
-    parser.add_argument(
-        "--only", choices=tuple(MEASURES), action="append", help="measure this part alone; may be repeated"
-    )
+    parser.add_argument("--only", choices=tuple(PARTS), action="append", help="measure only this part; may be repeated")
     parser.add_argument("--rounds", type=int, default=5, help="transfers of each way")
     parser.add_argument("--steps", type=int, default=50, help="training steps before a difference is taken")
     parser.add_argument("--measured", type=int, default=3, help="steps whose differences are coded")
@@ -43,43 +74,75 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch,
         tempfile.TemporaryDirectory(prefix="sluice-bench-", dir=SHARED_MEMORY) as shared,
     ):
-        for part in options.only or MEASURES:
-            for directory in (Path(scratch, part), Path(shared, part)):
-                directory.mkdir()
-            # Each part in a process of its own: none inherits threads or memory, and vLLM forks before gRPC runs.
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                arguments = (options, Path(scratch), Path(scratch, part), Path(shared, part))
-                measured = process.submit(_in_child, part, *arguments).result()
-            ratios |= measured.pop("ratios", {})
-            details[part] = measured
+        for part in options.only or PARTS:
+            place = _Place(Path(scratch), Path(scratch, part), Path(shared, part))
+            place.disk.mkdir()
+            place.shared.mkdir()
+            # A process for each part: none inherits threads or memory, and vLLM forks before gRPC runs.
+            details[part] = in_child(_measure, part, options, place)
+            ratios |= details[part].pop("ratios", {})
     bounds = [each["over_bound"] for name, each in details.items() if name.startswith("throughput")]
     if bounds:
         ratios["tokens_with_updates_over_bound"] = min(bounds)
     return {"ratios": ratios, **details}
 
 
-def _in_child(part: str, *arguments: Any) -> dict[str, Any]:  # noqa: ANN401 - those of every measure
+def _measure(part: str, options: argparse.Namespace, place: _Place) -> dict[str, Any]:
     configure_logging("bench", "warning")
-    return MEASURES[part](*arguments)
+    return asyncio.run(PARTS[part](options, place))
 
 
-def _dense(options: argparse.Namespace, _: Path, directory: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.transfers import measure_dense  # noqa: PLC0415 - torch and gRPC only for what is measured
+async def _dense(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
+    """From the trainer's memory to a verified file beside the engine, against bare transfers of the same bytes."""
+    data = memoryview(torch.randint(0, 256, (2 * options.elements,), dtype=torch.uint8).numpy())
+    seconds: dict[str, list[float]] = {"raw_grpc": [], "raw_tcp": [], "sockets": [], "shared_memory": []}
+    async with (
+        bare_server(place.disk) as (grpc_port, tcp_port),
+        weight_service(place.disk, "--keep=1") as sockets,
+        weight_service(place.disk, "--keep=1", local=True, name="local") as local,
+        receiving(sockets.target, place.shared / "sockets", StagedOnly()) as over_sockets,
+        receiving(local.target, place.shared / "local", StagedOnly(), local=True) as over_memory,
+    ):
+        for number in range(1, options.rounds + 1):
+            weights = random_weights(options.elements, seed=number)
+            version, file = Version(number, 0), place.shared / "bare.bin"  # each epoch begins with an anchor
+            seconds["raw_grpc"].append(await grpc_hops(grpc_port, data, file))
+            seconds["raw_tcp"].append(await asyncio.to_thread(tcp_hops, tcp_port, data, file))
+            for name, stack, receiver in (
+                ("sockets", sockets, over_sockets),
+                ("shared_memory", local, over_memory),
+            ):
+                begun = await stack.push(version, weights)
+                await serves([receiver], version)
+                seconds[name].append(time.perf_counter() - begun)
+            print(f"dense, round {number}: " + "  ".join(f"{name} {each[-1]:.2f} s" for name, each in seconds.items()))
+    ratios = {
+        f"{name}_over_raw_{yardstick}": statistics.median(
+            bare / ours for bare, ours in zip(seconds[f"raw_{yardstick}"], seconds[way], strict=True)
+        )
+        for name, way in (("dense", "sockets"), ("shared_memory", "shared_memory"))
+        for yardstick in ("grpc", "tcp")
+    }
+    return {
+        "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "dense_s": {name: [round(value, 3) for value in each] for name, each in seconds.items()},
+        "dense_bytes": sum(tensor.nbytes for tensor in weights.values()),
+    }
 
-    return dict(asyncio.run(measure_dense(directory, shared, elements=options.elements, rounds=options.rounds)))
 
+async def _delta(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
+    from benchmarks.weight_deltas import measure_deltas  # noqa: PLC0415 - the trainer only for what is measured
 
-def _delta(options: argparse.Namespace, scratch: Path, *_: Path) -> dict[str, Any]:
-    from benchmarks.weights.deltas import measure_deltas  # noqa: PLC0415
-    from benchmarks.weights.stack import model_200m  # noqa: PLC0415
-
-    threads = len(os.sched_getaffinity(0))
     found: dict[str, Any] = {}
     ratios: dict[str, float] = {}
     for lr in options.lr:
         name = f"{lr:.0e}".replace("e-0", "e_").replace("e-", "e_")
         sizes = measure_deltas(
-            model_200m(scratch / "model"), lr, steps=options.steps, measured=options.measured, threads=threads
+            model_200m(place.models / "model"),
+            lr,
+            steps=options.steps,
+            measured=options.measured,
+            threads=len(os.sched_getaffinity(0)),
         )
         found[name] = {kind: each.summary() for kind, each in sizes.items()}
         for kind, summary in found[name].items():
@@ -90,45 +153,99 @@ def _delta(options: argparse.Namespace, scratch: Path, *_: Path) -> dict[str, An
     return {"ratios": ratios | {"worst_tensor_over_dense": worst}, "by_learning_rate": found}
 
 
-def _pause(_: argparse.Namespace, scratch: Path, __: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.stack import model_200m  # noqa: PLC0415
-    from benchmarks.weights.updates import measure_pauses  # noqa: PLC0415
+async def _pause(_: argparse.Namespace, place: _Place) -> dict[str, Any]:
+    from benchmarks.pauses import measure_pauses  # noqa: PLC0415 - the engines only for what is measured
 
-    measured = asyncio.run(measure_pauses(model_200m(scratch / "model"), shared, updates=5, concurrency=16))
+    measured = await measure_pauses(model_200m(place.models / "model"), place.shared, updates=5, concurrency=16)
     print(measured, flush=True)
-    return dict(measured)
+    return measured
 
 
-def _throughput_2m(_: argparse.Namespace, scratch: Path, directory: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.children import MODEL_2M, make_model  # noqa: PLC0415
-
-    return _throughput(make_model(scratch / "model-2m", MODEL_2M), directory, shared, concurrency=64)
+async def _throughput_2m(_: argparse.Namespace, place: _Place) -> dict[str, Any]:
+    return await _throughput(make_model(place.models / "model-2m"), place, concurrency=64)
 
 
-def _throughput_200m(_: argparse.Namespace, scratch: Path, directory: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.stack import model_200m  # noqa: PLC0415
-
-    return _throughput(model_200m(scratch / "model"), directory, shared, concurrency=16)
+async def _throughput_200m(_: argparse.Namespace, place: _Place) -> dict[str, Any]:
+    return await _throughput(model_200m(place.models / "model"), place, concurrency=16)
 
 
-def _throughput(model: Path, directory: Path, shared: Path, concurrency: int) -> dict[str, Any]:
-    from benchmarks.weights.updates import measure_throughput  # noqa: PLC0415
+async def _throughput(model: Path, place: _Place, concurrency: int) -> dict[str, Any]:
+    from benchmarks.pauses import Windows, measure_throughput  # noqa: PLC0415
 
-    found = asyncio.run(
-        measure_throughput(model, directory, shared, concurrency=concurrency, interval_s=2.0, updates=4, rounds=3)
-    )
+    windows = Windows(interval_s=2.0, updates=4, rounds=3)
+    found = await measure_throughput(model, place.disk, place.shared, windows, concurrency=concurrency)
     print(f"{model.name}: {found}", flush=True)
-    return dict(found)
+    return found
 
 
-def _fanout(options: argparse.Namespace, _: Path, directory: Path, shared: Path) -> dict[str, Any]:
-    from benchmarks.weights.transfers import measure_fanout  # noqa: PLC0415
-
-    measure = measure_fanout(directory, shared, elements=options.fanout_elements, counts=(1, 4, 16), rounds=3)
-    return dict(asyncio.run(measure))
+RELAYS = 2
+RECEIVERS = (1, 4, 16)
+FANOUT_ROUNDS = 3
 
 
-MEASURES: dict[str, Callable[[argparse.Namespace, Path, Path, Path], dict[str, Any]]] = {
+async def _fanout(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
+    """Median seconds from push to the last receiver, by way and number of receivers.
+
+    Every receiver has a staging directory of its own, as on a host of its own, except in "one_host".
+    """
+    seconds: dict[str, float] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        root = await stack.enter_async_context(weight_service(place.disk, "--keep=1"))
+        relays = [
+            await stack.enter_async_context(
+                weight_service(place.disk, "--keep=1", f"--upstream={root.target}", name=f"relay-{index}")
+            )
+            for index in range(RELAYS)
+        ]
+        ways = {"direct": [root.target], "relays": [relay.target for relay in relays], "one_host": [root.target]}
+        epoch = 1
+        for way, targets in ways.items():
+            for count in RECEIVERS:
+                hosts = [place.shared / (f"host-{index}" if way != "one_host" else "host") for index in range(count)]
+                trial = _Trial(root, targets, hosts, epoch, options.fanout_elements)
+                epoch += FANOUT_ROUNDS
+                seconds[f"{way}_{count}"] = round(await _until_all(trial), 3)
+                print(f"{count} receivers, {way}: {seconds[f'{way}_{count}']:.2f} s", flush=True)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Receivers, and the versions that they are sent.
+
+    Attributes:
+        root: Takes the versions in.
+        targets: Addresses that the receivers pull from, in turn.
+        stage_dirs: One per receiver.
+        epoch: Epoch of the first version.
+        elements: bf16 weights of a version.
+    """
+
+    root: WeightStack
+    targets: Sequence[str]
+    stage_dirs: Sequence[Path]
+    epoch: int
+    elements: int
+
+
+async def _until_all(trial: _Trial) -> float:
+    taken = []
+    async with contextlib.AsyncExitStack() as stack:
+        receivers = [
+            await stack.enter_async_context(
+                receiving(trial.targets[index % len(trial.targets)], host, StagedOnly(), replica=f"replica-{index}")
+            )
+            for index, host in enumerate(trial.stage_dirs)
+        ]
+        for number in range(FANOUT_ROUNDS):
+            version = Version(trial.epoch + number, 0)  # each epoch begins with an anchor
+            begun = await trial.root.push(version, random_weights(trial.elements, seed=number))
+            await serves(receivers, version)
+            taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace, _Place], Coroutine[Any, Any, dict[str, Any]]]] = {
     "dense": _dense,
     "delta": _delta,
     "pause": _pause,

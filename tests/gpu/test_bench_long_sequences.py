@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.trainer_sides.gpu import QWEN3_06B, measure_lengths
+from benchmarks.trainer_ours import QWEN3_06B, measure_lengths
 
 pytestmark = [
     pytest.mark.gpu,

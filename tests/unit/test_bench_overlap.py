@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.long_tail import LongTail, lengths
-from benchmarks.overlap import EngineSpeed, Workload, finish_times
+from benchmarks.overlap import EngineSpeed, LongTail, Workload, finish_times, lengths
 from orchestrator_svc.dispatch import TaskStream
 
 UNSHARED = EngineSpeed({1: 1.0, 64: 64.0})

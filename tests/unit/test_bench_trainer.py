@@ -7,10 +7,10 @@ import torch
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM
 
-from benchmarks.command import run
-from benchmarks.trainer_sides.ours import config, sequence
-from benchmarks.trainer_sides.plain import _loss
-from benchmarks.trainer_sides.workload import GROUP_SIZE, Row, UpdateBatch, Workload
+from benchmarks import run
+from benchmarks.trainer_ours import config, sequence
+from benchmarks.trainer_plain import _loss
+from benchmarks.trainer_workload import GROUP_SIZE, Row, UpdateBatch, Workload
 from sluice.config import ConfigError
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective

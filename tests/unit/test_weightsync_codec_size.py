@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.weights.entropy import entropy_bound_bytes
+from benchmarks.weight_deltas import entropy_bound_bytes
 from weightsync.codec import Encoding, apply, encode
 
 COUNT = 1 << 20

@@ -1,11 +1,11 @@
 """How well deltas code the versions of a real training run: the trainer's own engine, AdamW, policy-gradient steps.
 
-Bytes are set against a dense bf16 copy, against two simpler codes, and against the entropy of the gaps between changed
-weights and of their steps.
+The bytes are compared with a dense bf16 copy, with two simpler codes, and with the entropy of the changes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ import zstandard
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
-from benchmarks.weights.entropy import entropy_bound_bytes
 from sluice.render import ChatRenderer
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
@@ -26,8 +25,9 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import PolicyUpdate
 from weightsync.codec import Encoding, encode
+from weightsync.codec.streams import WIDTHS, changed_positions, patterns, step_codes
 
-__all__ = ["DeltaSizes", "measure_deltas"]
+__all__ = ["DeltaSizes", "entropy_bound_bytes", "measure_deltas"]
 
 LETTERS = 12
 """Of each string that the policy is to reverse."""
@@ -165,3 +165,33 @@ def _measure_tensor(new: NDArray[np.uint8], base: NDArray[np.uint8]) -> DeltaSiz
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     array: NDArray[np.uint8] = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return array
+
+
+def entropy_bound_bytes(new: NDArray[np.uint8], base: NDArray[np.uint8], dtype: str) -> float:
+    """Return the least size of a difference in bytes, if the changes were independent of each other (Shannon 1948).
+
+    It is the entropy of which of n elements changed, `n H(p)` bits for a share p of them, plus that of their steps. A code that
+    knows more, such as which rows change, may be below it.
+
+    Args:
+        new: Dense little-endian bytes, one dimension, contiguous.
+        base: Bytes of the same slice in the version before.
+        dtype: BF16, F16 or F32.
+
+    Raises:
+        ValueError: for another type.
+    """
+    if dtype not in WIDTHS:
+        raise ValueError(f"{dtype} has no delta encoding; the bound is defined for {', '.join(WIDTHS)}")
+    left, right = patterns(new, WIDTHS[dtype]), patterns(base, WIDTHS[dtype])
+    positions = changed_positions(left, right)
+    counts = np.unique(step_codes(left[positions], right[positions]), return_counts=True)[1]
+    where = [positions.size, left.size - positions.size]
+    return (_total_bits(np.array(where)) + _total_bits(counts)) / 8
+
+
+def _total_bits(counts: NDArray[np.int64]) -> float:
+    """Return the bits of a sequence whose symbols occur this often."""
+    total = int(counts.sum())
+    present = counts[counts > 0]
+    return math.fsum(present * np.log2(total / present))

@@ -16,17 +16,18 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.trainer_sides.side import (
+from benchmarks.children import PeakMemory
+from benchmarks.trainer_workload import (
     ADAM_EPS,
     BETAS,
     CLIP,
     GRAD_CLIP,
+    GROUP_SIZE,
     LEARNING_RATE,
     Commands,
-    PeakMemory,
+    UpdateBatch,
     side_arguments,
 )
-from benchmarks.trainer_sides.workload import GROUP_SIZE, UpdateBatch
 
 MOST_UPDATES = 100_000
 """The trainer needs a number of steps; the commands end it earlier."""

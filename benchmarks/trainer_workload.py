@@ -1,24 +1,62 @@
-"""The model and the batch that all sides get: prompts shared by groups, ragged completions, groups of equal rewards.
+"""What the sides of `sluice bench trainer` share: model, batch, hyper-parameters, command line and commands.
 
-`prepare` runs in a process of its own, so that what it leaves in memory disturbs nobody.
+A side is a program: it loads the model and the batch, and makes one update for each command. Prompts are shared by groups,
+completions are ragged, and the rewards of some groups are all equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.trainer_sides.side import BATCH, NO_DEGENERATE
+from benchmarks.children import PeakMemory
 from sluice.cli.init_model import SPECIAL_TOKENS, ModelShape, init_model
 
-__all__ = ["GROUP_SIZE", "MODEL", "Row", "UpdateBatch", "Workload", "prepare"]
+__all__ = [
+    "ADAM_EPS",
+    "BATCH",
+    "BETAS",
+    "CLIP",
+    "GRAD_CLIP",
+    "GROUP_SIZE",
+    "LEARNING_RATE",
+    "NO_DEGENERATE",
+    "UPDATE",
+    "UPDATE_S",
+    "Commands",
+    "Row",
+    "UpdateBatch",
+    "Workload",
+    "prepare",
+    "side_arguments",
+]
+
+LEARNING_RATE = 1e-5
+BETAS = (0.9, 0.95)
+ADAM_EPS = 1e-8
+CLIP = 0.2
+"""The ratio is clipped to [1 - CLIP, 1 + CLIP]."""
+GRAD_CLIP = 1.0
+
+BATCH = "batch.safetensors"
+NO_DEGENERATE = "no_degenerate.safetensors"
+"""The two files that `prepare` writes: the batch, and the same tokens with rewards that differ within every group."""
+
+UPDATE = "update"
+UPDATE_S = 300.0
+"""Seconds that an update may take."""
 
 GROUP_SIZE = 8
 """Samples of one prompt."""
@@ -234,3 +272,49 @@ def _logprobs(model: torch.nn.Module, batch: UpdateBatch) -> torch.Tensor:
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(row.completion) + 1).logits[0, :-1]
         found.append(torch.log_softmax(logits, -1).gather(1, row.completion.unsqueeze(1)).squeeze(1))
     return torch.cat(found)
+
+
+# The programs.
+
+
+def side_arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return the command line that every side takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
+    parser.add_argument("--batch", type=Path, required=True, help="file of an UpdateBatch")
+    parser.add_argument("--threads", type=int, required=True, help="compute threads")
+    parser.add_argument("--micro-batch", type=int, default=0, help="sequences per forward pass; ours: tokens")
+    return parser
+
+
+class Commands:
+    """A side's end of the pipe: commands come on standard input, answers go to standard output, one JSON object a line.
+
+    What libraries print goes to standard error from now on.
+    """
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        sys.stdout.flush()
+        os.dup2(2, 1)
+
+    def serve(self, memory: PeakMemory, update: Callable[[], dict[str, Any]]) -> None:
+        """Make an update for each command, and answer with what it returns, its seconds and its peak memory."""
+        while self.wait():
+            memory.restart()
+            start, busy = time.perf_counter(), time.process_time()
+            facts = update()
+            self.answer(
+                seconds=time.perf_counter() - start,
+                cpu_seconds=time.process_time() - busy,
+                peak_bytes=memory.bytes,
+                **facts,
+            )
+
+    def wait(self) -> bool:
+        """Block until the next command to update; return False when no more will come."""
+        return sys.stdin.readline().strip() == UPDATE
+
+    def answer(self, **measured: Any) -> None:  # noqa: ANN401 - numbers and strings
+        """Send one line."""
+        self._answers.write(json.dumps(measured) + "\n")

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.trainer_sides.side import (
+from benchmarks.children import PeakMemory
+from benchmarks.trainer_workload import (
     ADAM_EPS,
     BETAS,
     CLIP,
     GRAD_CLIP,
     LEARNING_RATE,
     Commands,
-    PeakMemory,
+    Row,
+    UpdateBatch,
     side_arguments,
 )
-from benchmarks.trainer_sides.workload import Row, UpdateBatch
 
 
 def main() -> None:
@@ -33,22 +34,10 @@ def main() -> None:
     )
     rows = list(UpdateBatch.load(arguments.batch).rows())
     commands.answer(ready=True)
-    while commands.wait():
-        memory.restart()
-        start, busy = time.perf_counter(), time.process_time()
-        loss, cells = _update(model, optimizer, rows, arguments.micro_batch)
-        commands.answer(
-            seconds=time.perf_counter() - start,
-            cpu_seconds=time.process_time() - busy,
-            loss=loss,
-            forward_tokens=cells,
-            peak_bytes=memory.bytes,
-        )
+    commands.serve(memory, lambda: _update(model, optimizer, rows, arguments.micro_batch))
 
 
-def _update(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Sequence[Row], size: int
-) -> tuple[float, int]:
+def _update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: Sequence[Row], size: int) -> dict[str, Any]:
     """Make one optimizer step; return the loss and the forwarded tokens, padding included."""
     loss, cells = 0.0, 0
     for start in range(0, len(rows), size):
@@ -59,7 +48,7 @@ def _update(
     torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP, foreach=True)
     optimizer.step()
     optimizer.zero_grad()
-    return loss, cells
+    return {"loss": loss, "forward_tokens": cells}
 
 
 def _loss(model: torch.nn.Module, rows: Sequence[Row], batch_size: int) -> tuple[torch.Tensor, int]:

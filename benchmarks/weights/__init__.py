@@ -1,1 +1,0 @@
-"""The weight path measured: `sluice bench weightsync`."""
