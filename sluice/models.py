@@ -1,8 +1,8 @@
 """Whether the model, dataset or module that a setting names is there and whole, found before anything is loaded.
 
-A directory is judged by its names and headers. What is no directory is the id of a model on the Hugging Face hub, which is asked
-once and without a long wait: the libraries that load models ask for each file, and try again for half a minute each, before they
-report that there is no such model or no network.
+A directory is checked by the names and headers of its files. Any other name is the id of a model on the Hugging Face hub. The hub is
+asked once, with a short timeout, because the libraries that load models retry each file for half a minute before they report that
+there is no such model or no network.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def check_model(model: str, setting: str = "model") -> None:
     """Refuse a name that is neither a directory with a model nor has the form of a hub id. The hub is not asked.
 
     Args:
-        model: What the setting names.
-        setting: Its name, for the message.
+        model: The value of the setting.
+        setting: The name of the setting, for the message.
 
     Raises:
-        ConfigError: with what is wrong.
+        ConfigError: with the reason and the remedy.
     """
     if not model:
         raise ConfigError(
@@ -52,17 +52,12 @@ def check_model(model: str, setting: str = "model") -> None:
             raise ConfigError(f"{setting}: {path.resolve()} holds no Hugging Face model: it has no config.json")
     elif not _HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"{setting}: there is no directory {path.resolve()}, and {model!r} is no hub id such as Qwen/Qwen3-0.6B"
+            f"{setting}: there is no directory {path.resolve()}, and {model!r} is not a hub id such as Qwen/Qwen3-0.6B"
         )
 
 
 def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -> None:
-    """Refuse a directory with incomplete weights or without a tokenizer; accept every hub id.
-
-    Args:
-        model: What the setting names.
-        setting: Its name, for the message.
-        tokenizer: Whether its tokenizer is read.
+    """Refuse a directory with incomplete weights, or without a tokenizer if one is needed; accept every hub id.
 
     Raises:
         ConfigError: with what is missing or damaged.
@@ -74,14 +69,14 @@ def check_files(model: str, setting: str = "model", *, tokenizer: bool = True) -
     for what, patterns in needed.items():
         if not any(any(path.glob(pattern)) for pattern in patterns):
             raise ConfigError(
-                f"{setting}: {path} holds no {what} ({', '.join(patterns)}): give the directory of a whole model, as"
+                f"{setting}: {path} holds no {what} ({', '.join(patterns)}): give the directory of a complete model, as"
                 " save_pretrained of model and tokenizer writes it"
             )
     _check_weights(path, setting)
 
 
 def _check_weights(path: Path, setting: str) -> None:
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  what only looks at settings need not have it
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415  not needed to look at settings
 
     shards = set(path.glob("*.safetensors"))
     index = path / INDEX
@@ -93,7 +88,7 @@ def _check_weights(path: Path, setting: str) -> None:
                 pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(
-            f"{setting}: the weights in {path} are not whole ({reason_of(error)}): copy or download them again (with git, by"
+            f"{setting}: the weights in {path} are incomplete ({reason_of(error)}): copy or download them again (with git:"
             " `git lfs pull`)"
         ) from error
 
@@ -139,10 +134,6 @@ class ModelSizes:
 def sizes_on_disk(model: str, setting: str = "model") -> ModelSizes | None:
     """Return the sizes of a model in a directory; None for a hub id. The hub is not asked.
 
-    Args:
-        model: What the setting names.
-        setting: Its name, for the message.
-
     Raises:
         ConfigError: if its config.json cannot be read.
     """
@@ -160,16 +151,13 @@ def sizes_on_disk(model: str, setting: str = "model") -> ModelSizes | None:
 
 
 def check_hub(model: str, setting: str = "model") -> None:
-    """Refuse the id of a model that the hub lacks, or a hub that cannot be reached; accept a directory or a cached model.
+    """Refuse a model that the hub does not have, or if the hub cannot be reached; accept a directory or a cached model.
 
-    One request, of at most `HF_HUB_ETAG_TIMEOUT` seconds (10). A hub that is merely busy is left to whoever loads the model.
-
-    Args:
-        model: What the setting names.
-        setting: Its name, for the message.
+    This is one request of at most `HF_HUB_ETAG_TIMEOUT` seconds (10). If the hub is only busy, the libraries that load the model
+    retry.
 
     Raises:
-        ConfigError: with what the hub says, and the remedy.
+        ConfigError: with the answer of the hub, and the remedy.
     """
     if Path(model).is_dir():
         return
@@ -182,18 +170,18 @@ def check_hub(model: str, setting: str = "model") -> None:
             return
         _ask(model, setting, "model", "config.json")
     except HFValidationError as error:
-        raise ConfigError(f"{setting}: {model!r} is no directory and no hub id: {reason_of(error)}") from error
+        raise ConfigError(f"{setting}: {model!r} is neither a directory nor a hub id: {reason_of(error)}") from error
     except EntryNotFoundError as error:
         raise ConfigError(
-            f"{setting}: {model} of the hub has no config.json: name a model that transformers loads"
+            f"{setting}: {model} has no config.json on the hub: name a model that transformers can load"
         ) from error
 
 
 def check_hub_dataset(name: str, setting: str = "data") -> None:
-    """Refuse the id of a dataset that the hub lacks, or a hub that cannot be reached; see `check_hub`.
+    """Refuse a dataset that the hub does not have, or if the hub cannot be reached; see `check_hub`.
 
     Raises:
-        ConfigError: with what the hub says, and the remedy.
+        ConfigError: with the answer of the hub, and the remedy.
     """
     from datasets.config import HF_DATASETS_CACHE  # noqa: PLC0415  as above
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError  # noqa: PLC0415
@@ -203,17 +191,17 @@ def check_hub_dataset(name: str, setting: str = "data") -> None:
     try:
         _ask(name, setting, "dataset", "README.md")
     except HFValidationError as error:
-        raise ConfigError(f"{setting}: {name!r} is no directory and no hub id: {reason_of(error)}") from error
-    except EntryNotFoundError:  # the dataset is there, without that file
+        raise ConfigError(f"{setting}: {name!r} is neither a directory nor a hub id: {reason_of(error)}") from error
+    except EntryNotFoundError:  # the dataset exists, without a README
         return
 
 
 def _ask(name: str, setting: str, kind: str, file: str) -> None:
-    """Ask the hub for a file once.
+    """Ask the hub once whether it has a file.
 
     Raises:
-        ConfigError: if it cannot be had.
-        EntryNotFoundError: of huggingface_hub, if what is named has no such file.
+        ConfigError: if the model or dataset cannot be read.
+        EntryNotFoundError: of huggingface_hub, if it exists without this file.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # noqa: PLC0415  HTTPError of its HTTP library
@@ -224,19 +212,19 @@ def _ask(name: str, setting: str, kind: str, file: str) -> None:
         RepositoryNotFoundError,
     )
 
-    absent = f"{setting}: {name} is no directory here and not in the cache, and"
+    absent = f"{setting}: {name} is neither a directory here nor in the cache, and"
     if constants.is_offline_mode():
-        raise ConfigError(f"{absent} HF_HUB_OFFLINE forbids to ask the hub")
+        raise ConfigError(f"{absent} HF_HUB_OFFLINE is set: unset it, or name a directory")
     try:
         get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind), timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except GatedRepoError as error:
         raise ConfigError(
-            f"{setting}: {name} is gated: ask for access on its page, and log in with `hf auth login`"
+            f"{setting}: {name} is gated: request access on its page, and log in with `hf auth login`"
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"{setting}: {name} is no directory here, and the hub has no such {kind} (or hides it): correct the name, or log in"
-            " with `hf auth login`"
+            f"{setting}: {name} is not a directory here, and the hub has no such {kind}, or it is private: correct the name, or"
+            " log in with `hf auth login`"
         ) from error
     except EntryNotFoundError:
         raise
@@ -244,21 +232,17 @@ def _ask(name: str, setting: str, kind: str, file: str) -> None:
         return
     except HTTPError as error:
         raise ConfigError(
-            f"{absent} {constants.ENDPOINT} cannot be reached ({reason_of(error)}): name a directory, or see to the network"
+            f"{absent} {constants.ENDPOINT} cannot be reached ({reason_of(error)}): check the network, or name a directory"
         ) from error
 
 
 def importable(module: str) -> bool:
-    """Return whether a module's package is installed, on PYTHONPATH, or in the working directory of the services.
-
-    Args:
-        module: Its dotted name.
-    """
+    """Return whether the package of a dotted name is installed, on PYTHONPATH, or in the working directory of the services."""
     package = module.partition(".")[0]
     if not package.isidentifier():
         return False
     try:
         found = importlib.util.find_spec(package)
-    except ValueError:  # one that was imported without a finder, such as `__main__`
+    except ValueError:  # it was imported without a finder, such as `__main__`
         return True
     return found is not None or PathFinder.find_spec(package, [str(Path.cwd())]) is not None

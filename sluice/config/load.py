@@ -68,6 +68,9 @@ _KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)(_[A-Z0-9_]+)?$|_PORT(_\d+_(TCP|U
 """Variables in which Kubernetes describes its Services to each pod. A Service named sluice-* must not stop the pod."""
 
 
+UNSET = object()
+
+
 @dataclass(frozen=True)
 class Layer:
     """One source of settings.
@@ -81,26 +84,14 @@ class Layer:
     data: dict[str, Any]
 
     def value(self, path: Iterable[Any]) -> Value:
-        """Return the value at a path.
-
-        Raises:
-            LookupError: if this layer does not set it.
-        """
+        """Return the value at a path; `UNSET` if this layer does not set it."""
         value: Value = self.data
         for key in path:
             try:
                 value = value[key]
-            except TypeError as error:
-                raise LookupError(f"there is no table at {key!r}") from error
+            except (LookupError, TypeError):
+                return UNSET
         return value
-
-    def contains(self, path: Iterable[Any]) -> bool:
-        """Return whether this layer sets the value at the path."""
-        try:
-            self.value(path)
-        except LookupError:
-            return False
-        return True
 
 
 def canonical(key: str) -> str:
@@ -118,16 +109,7 @@ def nest(path: Iterable[str], value: Value) -> dict[str, Any]:
 
 
 def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer:
-    """Read a TOML file.
-
-    Args:
-        model: The class of the settings.
-        path: The file.
-        section: The table that the whole file belongs to; None if the file has tables of its own.
-
-    Raises:
-        ConfigError: if it cannot be read, is not TOML or has an unknown key.
-    """
+    """Read a TOML file. With `section` the whole file belongs to that table; otherwise it has tables of its own."""
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -138,13 +120,9 @@ def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer
         data = {section: data}
     data = _canonical_table(model, data)
     for unknown in unknown_keys(model, data):
-        raise ConfigError(f"{path}: unknown key {'.'.join(unknown)!r}{_suggest(model, unknown)}")
+        in_list = any(part.isdecimal() for part in unknown[:-1])  # which has no dotted path to suggest
+        raise ConfigError(f"{path}: unknown key {'.'.join(unknown)!r}{'' if in_list else suggestion(model, unknown)}")
     return Layer(str(path), data)
-
-
-def _suggest(model: type[BaseModel], unknown: tuple[str, ...]) -> str:
-    """Return a suggestion; empty inside a list of tables, which has no dotted path."""
-    return "" if any(part.isdecimal() for part in unknown[:-1]) else suggestion(model, unknown)
 
 
 def _canonical_table(annotation: FieldType, value: Value) -> Value:
@@ -220,16 +198,7 @@ class CommandLine:
 
 
 def parse_command_line(model: type[BaseModel], argv: Sequence[str], service: str | None) -> CommandLine:
-    """Parse a command line.
-
-    Args:
-        model: The class of the settings.
-        argv: The words.
-        service: The table of flags that name no top-level key; None if every flag names its table.
-
-    Raises:
-        ConfigError: if a word is not understood, a flag is unknown or a file is wrong.
-    """
+    """Parse a command line. A flag that names no top-level key belongs to the table of `service`, if there is one."""
     line = CommandLine()
     words = list(argv)
     while words:
@@ -257,33 +226,23 @@ def _file_name(word: str, words: list[str]) -> Path:
 
 def _read_flag(line: CommandLine, model: type[BaseModel], word: str, words: list[str], service: str | None) -> None:
     name, separator, text = word.removeprefix("--").partition("=")
-    path = _path(model, name, service)
+    first, *rest = FLAG_ALIASES.get(canonical(name), canonical(name)).split(".")
+    first = SECTION_ALIASES.get(first, first)
+    path = (first, *rest)
+    if service is not None and first not in model.model_fields:
+        path = (service, *path)
     try:
         annotation = resolve(model, path)
-    except ConfigError as error:
-        raise ConfigError(f"--{name}: {error}") from error
-    if not separator and words and words[0].startswith("@") and (nested_models(annotation) or len(path) == 1):
-        line.files.append(file_layer(model, _file_name(words.pop(0), words), ".".join(path)))
-        return
-    if not separator:
-        text = _value(name, annotation, words)
-    try:
-        value = parse_text(annotation, text)
+        if not separator and words and words[0].startswith("@") and (nested_models(annotation) or len(path) == 1):
+            line.files.append(file_layer(model, _file_name(words.pop(0), words), ".".join(path)))
+            return
+        value = parse_text(annotation, text if separator else _value(annotation, words))
     except ConfigError as error:
         raise ConfigError(f"--{name}: {error}") from error
     line.flags = deep_merge(line.flags, nest(path, value))
 
 
-def _path(model: type[BaseModel], name: str, service: str | None) -> tuple[str, ...]:
-    name = canonical(name)
-    first, *rest = FLAG_ALIASES.get(name, name).split(".")
-    first = SECTION_ALIASES.get(first, first)
-    if service is not None and first not in model.model_fields:
-        return (service, first, *rest)
-    return (first, *rest)
-
-
-def _value(name: str, annotation: FieldType, words: list[str]) -> str:
+def _value(annotation: FieldType, words: list[str]) -> str:
     """Return the word after a flag; ``true`` if a boolean flag, or a flag of a free-form table, stands alone."""
     follows = bool(words) and not words[0].startswith(("--", "@"))
     if is_flag(annotation) and not (follows and words[0].lower() in _BOOLEANS):
@@ -291,7 +250,7 @@ def _value(name: str, annotation: FieldType, words: list[str]) -> str:
     if is_open(annotation) and not follows:
         return "true"
     if not follows:
-        raise ConfigError(f"--{name} needs a value: `--{name} VALUE` or `--{name}=VALUE`")
+        raise ConfigError("needs a value: write it after the flag, as `--flag VALUE` or `--flag=VALUE`")
     return words.pop(0)
 
 
@@ -304,7 +263,7 @@ class RunConfig(CommonConfig):
             """One attribute per service, found at run time."""
 
     def section(self, service: str) -> Section:
-        """The table of a service.
+        """Return the table of a service.
 
         Raises:
             ConfigError: if the service is not installed here.
@@ -316,7 +275,7 @@ class RunConfig(CommonConfig):
 
 
 def run_config_class() -> type[RunConfig]:
-    """`RunConfig` with one field per installed service.
+    """Return `RunConfig` with one field per installed service.
 
     Raises:
         ConfigError: if a service's package breaks the convention of `sluice.config`.
@@ -448,7 +407,7 @@ def _validated(model: type[_Section], layers: Sequence[Layer]) -> _Section:
 def _describe(problem: ErrorDetails, layers: Sequence[Layer]) -> str:
     location = problem["loc"]
     name = ".".join(str(part) for part in location) or "settings"
-    source = next((f" (from {layer.label})" for layer in layers if location and layer.contains(location)), "")
+    source = next((f" (from {layer.label})" for layer in layers if location and layer.value(location) is not UNSET), "")
     value = problem.get("input")
     given = f"; got {value!r}" if isinstance(value, str | int | float | bool) else ""
     if any(is_secret_name(str(part)) for part in location):
@@ -461,7 +420,7 @@ def _secrets(model: type[BaseModel], layers: Sequence[Layer]) -> Iterator[str]:
     typed = [path for path, field in leaf_paths(model) if SecretStr in alternatives(field.annotation)]
     for layer in layers:
         yield from secret_values(layer.data)
-        yield from (str(layer.value(path)) for path in typed if layer.contains(path))
+        yield from (str(value) for value in map(layer.value, typed) if value is not UNSET)
 
 
 class Options(argparse.ArgumentParser):

@@ -179,13 +179,13 @@ def test_a_directory_without_a_model_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", EMPTY[:-1], b"version https://git-lfs.github.com/spec/v1"])
 def test_weights_that_are_truncated_or_were_never_fetched_are_reported(model: Path, content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"weights in .* are not whole .* `git lfs pull`"):
+    with pytest.raises(ConfigError, match=r"weights in .* are incomplete .* `git lfs pull`"):
         run(words(model))
 
 
 def test_a_missing_shard_is_reported(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
-    with pytest.raises(ConfigError, match=r"weights in .* are not whole \(No such file.*model-2\.safetensors"):
+    with pytest.raises(ConfigError, match=r"weights in .* are incomplete \(No such file.*model-2\.safetensors"):
         run(words(model))
 
 

@@ -58,8 +58,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
 @pytest.mark.parametrize(
     ("status", "code", "told"),
     [
-        (404, "RepoNotFound", "teacher: nobody/nothing is no directory here, and the hub has no such model"),
-        (403, "GatedRepo", "is gated: ask for access on its page"),
+        (404, "RepoNotFound", "teacher: nobody/nothing is not a directory here, and the hub has no such model"),
+        (403, "GatedRepo", "is gated: request access on its page"),
         (404, "EntryNotFound", r"has no config\.json"),
     ],
 )
@@ -92,14 +92,14 @@ def test_a_dataset_needs_no_readme_but_must_exist(hub: type[Hub]) -> None:
     hub.status, hub.code = 404, "EntryNotFound"
     check_hub_dataset("nobody/rows")
     hub.code = "RepoNotFound"
-    with pytest.raises(ConfigError, match="data: nobody/rows is no directory here, and the hub has no such dataset"):
+    with pytest.raises(ConfigError, match="data: nobody/rows is not a directory here, and the hub has no such dataset"):
         check_hub_dataset("nobody/rows")
     assert hub.asked == 2
 
 
 def test_an_unreachable_hub_is_reported_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     point_to("http://127.0.0.1:1", tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1 cannot be reached .*see to the network"):
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:1 cannot be reached .*check the network"):
         check_hub("nobody/nothing")
-    with pytest.raises(ConfigError, match="is no directory and no hub id"):
+    with pytest.raises(ConfigError, match="is neither a directory nor a hub id"):
         check_hub("no--body/nothing")

@@ -166,7 +166,7 @@ def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
     rows = write_rows(tmp_path / "rows.jsonl", [chat("a", "b")])
     words = ["--model", "nobody/nothing", "--data", str(rows), "--output", str(tmp_path / "out")]
     with pytest.raises(
-        ConfigError, match="nobody/nothing is no directory here and not in the cache, and HF_HUB_OFFLINE forbids"
+        ConfigError, match="nobody/nothing is neither a directory here nor in the cache, and HF_HUB_OFFLINE is set"
     ):
         SFT.run(words)
 
@@ -252,5 +252,5 @@ def test_a_model_of_other_shapes_than_it_says_is_told_in_one_line(model_dir, tmp
         SFT.run(words)
     whole = (other / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(whole[:100])
-    with pytest.raises(ConfigError, match=r"^model: the weights in .*/other are not whole \(.*header"):
+    with pytest.raises(ConfigError, match=r"^model: the weights in .*/other are incomplete \(.*header"):
         SFT.run(words)
