@@ -22,13 +22,23 @@ from sluice.openai.requests import (
     Body,
     ChatRequest,
     CompletionRequest,
-    GenerationBody,
     chat_request,
     completion_requests,
 )
-from sluice.openai.responses import ChatResponses, CompletionResponses, Responses, StopStringFilter, usage
+from sluice.openai.responses import (
+    ChatResponses,
+    CompletionResponses,
+    DisconnectedError,
+    Events,
+    EventStream,
+    Numbered,
+    Responses,
+    StopStringFilter,
+    merged,
+    usage,
+    while_connected,
+)
 from sluice.openai.server import HEALTH_PATH, RequestGuard
-from sluice.openai.stream import DisconnectedError, Events, EventStream, Numbered, merged, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.access import TokenCheck
 from sluice.telemetry import CONTENT_TYPE, metrics_text
@@ -98,29 +108,29 @@ def _add_generation(app: FastAPI, servicer: RolloutServicer, model_name: str) ->
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, http: Request) -> Response:
-        return await generate(http, body, [chat_request(body)], ChatResponses(body, token_text))
+        return await generate(http, [chat_request(body)], ChatResponses(body, token_text))
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, http: Request) -> Response:
-        return await generate(http, body, completion_requests(body), CompletionResponses(body, token_text))
+        return await generate(http, completion_requests(body), CompletionResponses(body, token_text))
 
     async def generate(
-        http: Request, body: GenerationBody, requests: Sequence[rollout_pb2.GenerateRequest], responses: Responses
+        http: Request, requests: Sequence[rollout_pb2.GenerateRequest], responses: Responses
     ) -> Response:
         """Sample for one HTTP request, until its client disconnects."""
+        body = responses.body
         if body.model is not None:
             _require_model(body.model, model_name)
         head = {"created": int(time.time()), "model": model_name}
         respond = _stream if body.stream else _whole
         try:
-            return await while_connected(http.receive, respond(servicer, body, requests, responses, head))
+            return await while_connected(http.receive, respond(servicer, requests, responses, head))
         except DisconnectedError:
             return Response(status_code=DISCONNECTED)
 
 
 async def _whole(
     servicer: RolloutServicer,
-    body: GenerationBody,
     requests: Sequence[rollout_pb2.GenerateRequest],
     responses: Responses,
     head: dict[str, Any],
@@ -129,7 +139,7 @@ async def _whole(
     choices: list[dict[str, Any]] = []
     for result in results:
         for sample in result.samples:
-            text = StopStringFilter(body.stops).after(sample.text, sample.stop_string, last=True)
+            text = StopStringFilter(responses.body.stops).after(sample.text, sample.stop_string, last=True)
             choice = responses.choice(len(choices), sample, text)
             choices.append(choice | responses.choice_fields(result.prompt_token_ids))
     counts = usage(
@@ -144,7 +154,6 @@ async def _whole(
 
 async def _stream(
     servicer: RolloutServicer,
-    body: GenerationBody,
     requests: Sequence[rollout_pb2.GenerateRequest],
     responses: Responses,
     head: dict[str, Any],
@@ -157,8 +166,7 @@ async def _stream(
         if message[1].HasField("chunk"):
             break
     head |= {"id": responses.prefix + first[0][1].opening.request_id, "object": responses.part}
-    events = Events(head, responses, body.n or 1, body.stops, include_usage=body.include_usage)
-    return EventStream(events.encode(_chained(first, messages)))
+    return EventStream(Events(head, responses).encode(_chained(first, messages)))
 
 
 async def _generate_all(

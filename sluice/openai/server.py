@@ -1,14 +1,20 @@
-"""An HTTP server in the event loop that serves gRPC, with the same TLS and rules for addresses, and the checks around each request."""
+"""An HTTP server in the event loop that serves gRPC, with the same TLS and rules for addresses, and the checks around each request.
+
+A web page can make the browser of the user send requests to a server on this machine. Two checks refuse them: what changes
+something must be sent as JSON, and a server without tokens checks `Host` and `Origin`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 import ssl
 import time
 import uuid
 from collections.abc import Collection, Iterator
+from urllib.parse import urlsplit
 
 import grpc
 import structlog
@@ -17,10 +23,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.openai.browser import BrowserCheck, require_json
 from sluice.openai.errors import error_response, too_large
-from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, access
-from sluice.rpc.access import TokenCheck
+from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
+from sluice.rpc.access import UNIX, TokenCheck, check_exposure, is_local
 from sluice.rpc.calls import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
 
 __all__ = ["HEALTH_PATH", "HttpServer", "RequestGuard"]
@@ -41,6 +46,11 @@ HEALTH_PATH = "/health"
 
 SERVICE = "openai"
 """Name of the service in the metrics. Their method is the path, their code the HTTP status."""
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that neither change anything nor start a computation."""
+
+JSON = "application/json"
 
 MAX_REQUEST_ID = 128
 RETRY_AFTER_S = 1.0
@@ -70,8 +80,8 @@ class HttpServer:
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, security: SecurityConfig) -> None:
-        self._host = LOOPBACK if host.startswith(access.UNIX) else host.strip("[]")
-        access.check_exposure(ServerConfig(host=self._host, port=port), security)
+        self._host = LOOPBACK if host.startswith(UNIX) else host.strip("[]")
+        check_exposure(ServerConfig(host=self._host, port=port), security)
         self._port, self._security = port, security
         self._uvicorn = _Server(
             uvicorn.Config(
@@ -160,7 +170,8 @@ class RequestGuard:
     """
 
     def __init__(self, app: ASGIApp, tokens: TokenCheck, paths: Collection[str], most: int, host: str) -> None:
-        self._browser = BrowserCheck(host)
+        self._bound = host.strip("[]").lower()
+        self._loopback = is_local(self._bound)
         self._app, self._tokens, self._paths, self._most = app, tokens, frozenset(paths), most
         self._in_flight = 0
 
@@ -193,13 +204,58 @@ class RequestGuard:
         if scope["path"] == HEALTH_PATH:
             return
         if self._tokens.open:
-            self._browser.verify(headers)
-        self._tokens.verify(headers.get("authorization"), "agent")
-        require_json(scope["method"], headers)
+            self._check_origin(headers)
+        else:
+            self._tokens.verify(headers.get("authorization"), "agent")
+        # A page can make a browser send a form or plain text to any server. To send JSON, the browser first asks the server
+        # by CORS, and ours never agrees.
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] not in SAFE_METHODS and kind != JSON:
+            raise SluiceError(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "JSON_REQUIRED",
+                f"send the header `content-type: {JSON}`, even without a body",
+            )
         if self._in_flight > self._most:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_REQUESTS", f"{self._most} requests are in progress; retry after the delay", RETRY_AFTER_S
             )
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Refuse a request that a page of another site made, by `Host` and `Origin`.
+
+        An attacker may let a name of theirs resolve to this machine (DNS rebinding): then `Host` has that name. `Origin` names
+        the page that made the browser send the request.
+
+        Raises:
+            SluiceError: PERMISSION_DENIED.
+        """
+        host, origin = headers.get("host", ""), headers.get("origin")
+        # A server that is bound to the network may have names that it does not know; then only the origin is checked.
+        if self._loopback and not self._is_ours(f"//{host}"):
+            reason, message = (
+                "HOST_NOT_ALLOWED",
+                f"the request is addressed to {host[:100]!r}: use localhost or 127.0.0.1",
+            )
+        elif origin is not None and not self._is_ours(origin):
+            reason, message = (
+                "ORIGIN_NOT_ALLOWED",
+                f"the page {origin[:100]!r} may not use this server: use one of this machine",
+            )
+        else:
+            return
+        remedy = "or protect the server by tokens (security.admin_token_file)"
+        raise SluiceError(grpc.StatusCode.PERMISSION_DENIED, reason, f"{message}, {remedy}")
+
+    def _is_ours(self, url: str) -> bool:
+        try:
+            name = (urlsplit(url).hostname or "").lower()
+            if name == self._bound or is_local(name):
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:  # not a URL, or a name that we do not know
+            return False
+        return not self._loopback
 
 
 class _Call:
