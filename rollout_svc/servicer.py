@@ -1,13 +1,18 @@
 """RolloutService: admits requests, samples with the engine, and answers repeated requests from a cache."""
+# ruff: noqa: N802  (gRPC names the methods)
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import grpc
+import xxhash
 
 from rollout_svc.config import LimitsConfig
 from rollout_svc.engines.adapters import LoraEngine, UnknownAdapterError
@@ -20,15 +25,18 @@ from rollout_svc.engines.base import (
     InferenceEngine,
     ModelInfo,
 )
-from rollout_svc.response_cache import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, TextStream
 from rollout_svc.wire import MAX_NAME, chunk_message, generate_response, generation_request, loaded_adapters
 from sluice.rpc import MAX_SAMPLES, SluiceError
-from sluice.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.tasks import discard_outcome
+from sluice.v1 import rollout_pb2 as pb
+from sluice.v1 import rollout_pb2_grpc
 from sluice.versions import Version
 
-__all__ = ["RolloutServicer"]
+__all__ = ["ResponseCache", "RolloutServicer"]
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 DEFAULT_COALESCE_S = 0.02
 
@@ -82,23 +90,19 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Return the ids of the requests in progress."""
         return [request.request_id for request in self._in_progress.values()]
 
-    async def Generate(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.GenerateRequest, rollout_pb2.GenerateResponse],
-    ) -> rollout_pb2.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """Sample and respond when all samples have ended."""
         del context
         return await self.generate(request)
 
-    async def generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
+    async def generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
         """Handle the RPC; the HTTP port calls this, too."""
         if not request.request_id:
             return await self._generate(request)
         content = request.SerializeToString(deterministic=True)
         return await self._responses.once(request.request_id, content, lambda: self._generate(request))
 
-    async def _generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
+    async def _generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
         async with self._admitted(request) as wanted:
             try:
                 result = await _sample(self._engine.current, wanted)
@@ -107,26 +111,22 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         decode = self._tokenizer.decode if request.return_text else None
         return generate_response(wanted, result, self._tokenizer.digest, decode)
 
-    async def GenerateStream(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.GenerateStreamRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.GenerateStreamRequest, rollout_pb2.GenerateStreamResponse],
-    ) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
+    async def GenerateStream(
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Sample and send tokens as they are sampled."""
         del context
         async with contextlib.aclosing(self.stream(request)) as messages:
             async for message in messages:
                 yield message
 
-    async def stream(
-        self, request: rollout_pb2.GenerateStreamRequest
-    ) -> AsyncGenerator[rollout_pb2.GenerateStreamResponse, None]:
+    async def stream(self, request: pb.GenerateStreamRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Handle the RPC; the HTTP port calls this, too. Closing the iterator aborts the sampling."""
         coalesce = _coalesce_s(request)
         texts: dict[int, TextStream] = {}
         async with self._admitted(request.request) as wanted:
-            yield rollout_pb2.GenerateStreamResponse(
-                opening=rollout_pb2.StreamOpening(
+            yield pb.GenerateStreamResponse(
+                opening=pb.StreamOpening(
                     request_id=wanted.request_id,
                     prompt_token_ids=wanted.prompt_ids,
                     tokenizer_digest=self._tokenizer.digest,
@@ -145,17 +145,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
 
-    async def GetModel(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.GetModelRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.GetModelRequest, rollout_pb2.GetModelResponse],
-    ) -> rollout_pb2.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describe the served model."""
         del request, context
         engine = self._engine.current
         info = engine.info
         lora = engine.lora_limits if isinstance(engine, LoraEngine) else None
-        return rollout_pb2.GetModelResponse(
+        return pb.GetModelResponse(
             model=info.model,
             vocabulary_size=info.vocabulary_size,
             max_model_len=info.max_model_len,
@@ -170,19 +166,15 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             max_adapter_rank=lora.max_rank if lora else 0,
         )
 
-    async def Tokenize(  # noqa: N802 - gRPC's name
-        self,
-        request: rollout_pb2.TokenizeRequest,
-        context: grpc.aio.ServicerContext[rollout_pb2.TokenizeRequest, rollout_pb2.TokenizeResponse],
-    ) -> rollout_pb2.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Return the token ids of text or messages."""
         del context
-        return rollout_pb2.TokenizeResponse(
+        return pb.TokenizeResponse(
             token_ids=await self._tokenizer.tokenize(request), tokenizer_digest=self._tokenizer.digest
         )
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, request: rollout_pb2.GenerateRequest) -> AsyncIterator[GenerationRequest]:
+    async def _admitted(self, request: pb.GenerateRequest) -> AsyncIterator[GenerationRequest]:
         """Check a request and reserve its place in the queue for as long as the block runs. Yield the engine's request."""
         engine, n = self._engine.serving, self._places(request)
         self.samples += n
@@ -218,7 +210,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         if self.draining:
             raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one", RETRY_AFTER_S)
 
-    def _places(self, request: rollout_pb2.GenerateRequest) -> int:
+    def _places(self, request: pb.GenerateRequest) -> int:
         """Return the number of places in the queue that a request needs.
 
         Raises:
@@ -244,7 +236,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return n
 
 
-def _coalesce_s(request: rollout_pb2.GenerateStreamRequest) -> float:
+def _coalesce_s(request: pb.GenerateStreamRequest) -> float:
     if not request.HasField("coalesce"):
         return DEFAULT_COALESCE_S
     seconds = request.coalesce.seconds + request.coalesce.nanos / 1e9
@@ -286,3 +278,90 @@ async def _sample_stream(
 
 def _copies(request: GenerationRequest) -> bool:
     return request.sampling.temperature == 0 and request.n > 1
+
+
+class ResponseCache:
+    """Responses by request id, from the start of a request until some time after its end: a retry gets the first response.
+
+    Args:
+        ttl_s: How long a response is kept, in seconds.
+        most: Maximum number of responses; the oldest are removed first.
+        most_bytes: Maximum size of all responses; the oldest are removed first.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, ttl_s: float, most: int, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ttl_s, self._most, self._most_bytes, self._clock = ttl_s, most, most_bytes, clock
+        self._bytes = 0
+        self._kept: OrderedDict[str, tuple[float, bytes, pb.GenerateResponse]] = OrderedDict()
+        self._running: dict[str, tuple[bytes, asyncio.Task[pb.GenerateResponse], int]] = {}
+
+    async def once(
+        self, request_id: str, content: bytes, make: Callable[[], Awaitable[pb.GenerateResponse]]
+    ) -> pb.GenerateResponse:
+        """Return the response to a request: a kept one, that of the same request in progress, or a new one.
+
+        Sampling is cancelled when no caller waits for it any more.
+
+        Args:
+            request_id: The id that the caller chose.
+            content: The serialised request; a retry must have the same.
+            make: Samples and returns the response.
+
+        Raises:
+            SluiceError: ALREADY_EXISTS if the id was used for another request.
+        """
+        content = xxhash.xxh3_128_digest(content)
+        self._forget_old()
+        if request_id in self._kept:
+            _, kept_content, answer = self._kept[request_id]
+            _require_same(request_id, content, kept_content)
+            return answer
+        running = self._running.get(request_id)
+        if running is None:
+            task = asyncio.ensure_future(_run(make))
+            discard_outcome(task)  # its last waiter may leave while it fails
+            waiters = 0
+        else:
+            running_content, task, waiters = running
+            _require_same(request_id, content, running_content)
+        self._running[request_id] = (content, task, waiters + 1)
+        try:
+            answer = await asyncio.shield(task)
+        finally:
+            self._leave(request_id, task)
+        if request_id not in self._kept:  # the first of several waiters keeps it
+            self._kept[request_id] = (self._clock() + self._ttl_s, content, answer)
+            self._bytes += answer.ByteSize()
+            self._forget_old()
+        return answer
+
+    def _leave(self, request_id: str, task: asyncio.Task[pb.GenerateResponse]) -> None:
+        content, _, waiters = self._running[request_id]
+        if waiters > 1:
+            self._running[request_id] = (content, task, waiters - 1)
+            return
+        del self._running[request_id]
+        if not task.done():
+            task.cancel()
+
+    def _forget_old(self) -> None:
+        now = self._clock()
+        while self._kept:
+            oldest = next(iter(self._kept))
+            ends, _, answer = self._kept[oldest]
+            if ends > now and len(self._kept) <= self._most and self._bytes <= self._most_bytes:
+                return
+            del self._kept[oldest]
+            self._bytes -= answer.ByteSize()
+
+
+async def _run(make: Callable[[], Awaitable[pb.GenerateResponse]]) -> pb.GenerateResponse:
+    return await make()
+
+
+def _require_same(request_id: str, content: bytes, before: bytes) -> None:
+    if content != before:
+        raise SluiceError.already_exists(
+            "REQUEST_ID_REUSED", f"request_id {request_id!r} was used for a request with other fields: choose a new id"
+        )

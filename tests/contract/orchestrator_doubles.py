@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from orchestrator_svc.config import OrchestratorConfig
-from rollout_svc.response_cache import ResponseCache
+from rollout_svc.servicer import ResponseCache
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import (

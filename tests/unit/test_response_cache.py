@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from rollout_svc.response_cache import ResponseCache
+from rollout_svc.servicer import ResponseCache
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2
 
