@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,7 @@ from orchestrator_svc.config import OrchestratorConfig, ReplicasConfig, RewardCo
 from orchestrator_svc.envs.base import SingleTurnEnvironment
 from orchestrator_svc.envs.loading import check_there, load_environment, locate
 from sluice.config import Command, ConfigError, Section, SecurityConfig, load_command
+from sluice.engines import EngineName
 from sluice.models import check_files, check_model
 from sluice.telemetry import configure_logging
 from sluice.versions import BASE
@@ -61,7 +62,7 @@ class EvalConfig(Section):
     address: str = Field(
         "", description="Address of a running rollout server, as host:port, instead of `model`; give one of the two."
     )
-    engine: Literal["vllm", "transformers"] = Field("vllm", description="What samples from `model`.")
+    engine: EngineName = Field("vllm", description="What samples from `model`.")
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and continuation together; none takes the model's own."
     )

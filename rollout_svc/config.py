@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from pydantic import Field, field_validator
 
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
 from sluice.config.allocation import Allocation
+from sluice.engines import ENGINES, EngineName
 from sluice.models import check_model
 
 __all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDeadlines"]
@@ -20,13 +20,6 @@ __all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDead
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments of vLLM whose product is the number of processes of an engine."""
-
-
-ENGINES: Mapping[str, str] = {
-    "vllm": "rollout_svc.engines.vllm",
-    "transformers": "rollout_svc.engines.slots",
-}
-"""The package of each engine, a `rollout_svc.engines.EnginePackage`. A new engine is a package, a line here and a name in `RolloutConfig.engine`."""
 
 
 class LimitsConfig(Section):
@@ -101,9 +94,7 @@ class LoraConfig(Section):
 class RolloutConfig(Section):
     """The table `[rollout]`."""
 
-    engine: Literal["vllm", "transformers"] = Field(
-        "vllm", description="The engine: vllm, or plain transformers without vLLM."
-    )
+    engine: EngineName = Field("vllm", description="The engine: vllm, or plain transformers without vLLM.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of vLLM's engine by their names in vLLM, such as tensor_parallel_size or quantization.",
@@ -195,12 +186,14 @@ class RolloutConfig(Section):
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""
         check_model(run.model)
-        if importlib.util.find_spec(self.engine) is None:
+        engine = ENGINES[self.engine]
+        if importlib.util.find_spec(engine.library) is None:
             others = " or ".join(sorted(ENGINES.keys() - {self.engine}))
             raise ConfigError(
-                f"rollout.engine is {self.engine}, which is not installed here: install it, or set rollout.engine to {others}"
+                f"rollout.engine is {self.engine}, but {engine.library} is not installed here: install it, or set rollout.engine to"
+                f" {others}"
             )
-        importlib.import_module(ENGINES[self.engine]).check(run, self)
+        importlib.import_module(engine.package).check(run, self)
 
 
 CONFIG = RolloutConfig

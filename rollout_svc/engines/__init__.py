@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from rollout_svc.config import ENGINES, RolloutConfig
+from rollout_svc.config import RolloutConfig
 from rollout_svc.engines.base import InferenceEngine
 from sluice.config import CommonConfig
+from sluice.engines import ENGINES
 
 __all__ = ["EnginePackage", "build_engine"]
 
@@ -38,5 +39,5 @@ def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> I
     Raises:
         ConfigError: as `EnginePackage.build`.
     """
-    package: EnginePackage = importlib.import_module(ENGINES[config.engine])
+    package: EnginePackage = importlib.import_module(ENGINES[config.engine].package)
     return package.build(model, config, max_staleness)

@@ -26,6 +26,7 @@ from rich.text import Text
 from sluice.cli import rl
 from sluice.cli.report import PLOT_FILE, plot_run, read_steps
 from sluice.config import ConfigError, Options, whole_number
+from sluice.engines import ENGINES
 from sluice.host_files import write_whole
 from sluice.supervise.plan import shared_cores
 from sluice.supervise.restart_policy import RestartLimits
@@ -466,7 +467,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=whole_number(1, MOST_STEPS), help="RL steps (default: the example's)")
     add("--sft-steps", type=whole_number(1, MOST_STEPS), help="warm-up steps (default: the example's)")
     add("--prompts", type=whole_number(1, MOST_STEPS), help="held-out prompts per evaluation (default: the example's)")
-    add("--engine", choices=("vllm", "transformers"), help="what samples (default: the example's)")
+    add("--engine", choices=tuple(ENGINES), help="what samples (default: the example's)")
     add("--example", type=Path, help="the example's directory (default: examples/TASK)")
     add("--output-dir", type=Path, default=Path("outputs"), help="where the directory of the run is made")
     add("--plain", action="store_true", help="one line per step instead of the live view")

@@ -17,9 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from sluice.engines import ENGINES
+
 __all__ = [
     "ROLES",
-    "ROLLOUT_BACKENDS",
     "TRAINER_BACKENDS",
     "VISIBLE",
     "Allocation",
@@ -30,7 +31,6 @@ __all__ = [
     "visible_devices",
 ]
 
-ROLLOUT_BACKENDS = ("vllm", "transformers")
 TRAINER_BACKENDS = ("fsdp",)
 
 ROLES = {"rollout": "rollout", "trainer": "trainer", "actor": "trainer"}
@@ -173,7 +173,7 @@ def _side(text: str) -> Side:
     if match is None:
         raise AllocationError(f"cannot read {text.strip()!r} as a side of an allocation: {_EXAMPLE}")
     side = Side(_dimensions(match["dimensions"]), (match["backend"] or "").lower())
-    if side.backend and side.backend not in (*ROLLOUT_BACKENDS, *TRAINER_BACKENDS):
+    if side.backend and side.backend not in (*ENGINES, *TRAINER_BACKENDS):
         raise AllocationError(f"backend {side.backend!r} is not supported: {_supported()}")
     return side
 
@@ -197,7 +197,7 @@ def _dimensions(text: str) -> Dimensions:
 
 def _role(side: Side) -> str:
     """Return the role of a side's backend; empty without a backend."""
-    if side.backend in ROLLOUT_BACKENDS:
+    if side.backend in ENGINES:
         return "rollout"
     return "trainer" if side.backend else ""
 
@@ -210,8 +210,9 @@ def _rollout(side: Side) -> Side:
                 f"rollout replicas have no {NAMES[letter]} parallelism ({letter}{size} in {side}): give them d and t alone,"
                 " and the trainer a side of its own, as in `d2t2+d2p2`"
             )
-    if side.backend == "transformers" and side.dimensions.tensor > 1:
-        raise AllocationError(f"the transformers engine has one device per replica ({side}): use vllm, or t1")
+    if side.dimensions.tensor > 1 and side.backend and not ENGINES[side.backend].several_devices:
+        others = " or ".join(name for name, engine in ENGINES.items() if engine.several_devices)
+        raise AllocationError(f"the {side.backend} engine has one device per replica ({side}): use {others}, or t1")
     return side
 
 
@@ -220,7 +221,7 @@ def _trainer(side: Side) -> Side:
 
 
 def _supported() -> str:
-    return f"rollout runs on {' or '.join(ROLLOUT_BACKENDS)}, the trainer on {' or '.join(TRAINER_BACKENDS)}"
+    return f"rollout runs on {' or '.join(ENGINES)}, the trainer on {' or '.join(TRAINER_BACKENDS)}"
 
 
 def _letters() -> str:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from sluice.config.allocation import Allocation, Dimensions, Side
 from sluice.config.schema import CommonConfig, ConfigError, Section
+from sluice.engines import ENGINES
 
 __all__ = ["allocated", "allocation_of", "check_tables_fit", "decided"]
 
@@ -116,7 +117,7 @@ def _rollout(rollout: Section, side: Side, source: str) -> Section:
             raise _contradiction(source, side.backend, "rollout.engine", engine)
         engine = side.backend
     tensor = side.dimensions.tensor
-    if engine != "vllm" and tensor > 1:
+    if tensor > 1 and not ENGINES[engine].several_devices:
         raise _contradiction(source, f"t{tensor}", "rollout.engine", f"{engine}, which has one device per replica")
     for name, size in (("tensor_parallel_size", tensor), ("pipeline_parallel_size", 1), ("data_parallel_size", 1)):
         if arguments.get(name, size) != size:
@@ -193,7 +194,7 @@ def _merge(trainer: Any, rollout: Any, *, cuda: bool) -> dict[str, tuple[object,
     lora = getattr(trainer, "lora", None)
     if not getattr(lora, "rank", 0):
         return {}
-    on_cuda = cuda and (rollout.engine == "vllm" or rollout.device != "cpu")
+    on_cuda = cuda and (rollout.device != "cpu" or not ENGINES[rollout.engine].reads_device)
     if on_cuda:
         return {"lora.merge": (False, "the engine is on CUDA, where it serves adapters at full speed")}
     return {"lora.merge": (True, "the engine is on a CPU, where it samples with an adapter at a third of its speed")}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
 from sluice.config.allocation import VISIBLE
+from sluice.engines import ENGINES
 from sluice.rpc.access import LOOPBACK, free_ports
 from sluice.rpc.channel import wait_until_serving
 from sluice.supervise import ranks
@@ -153,7 +154,7 @@ def _trainer_processes(run: RunConfig) -> int:
 
 
 def _engine_processes(run: RunConfig) -> int:
-    if run.rollout.engine != "vllm":
+    if not ENGINES[run.rollout.engine].several_devices:
         return 1
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     return math.prod(int(run.rollout.engine_args.get(name, 1)) for name in names)

@@ -1,0 +1,42 @@
+"""The engines that a replica can sample with.
+
+A line in `ENGINES` and the package that it names make an engine known everywhere: to the settings and their reference, allocations,
+`sluice eval`, the quickstart, the dry run and the placement of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+__all__ = ["ENGINES", "Engine", "EngineName"]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the rest of Sluice must know of an engine before it starts.
+
+    Attributes:
+        package: Its package, a `rollout_svc.engines.EnginePackage`.
+        library: The Python module that must be installed.
+        several_devices: Whether one replica can use several devices, by `rollout.engine_args`; else it has one.
+        reads_device: Whether `rollout.device` chooses its device; else it takes CUDA where there is a device.
+    """
+
+    package: str
+    library: str
+    several_devices: bool = False
+    reads_device: bool = True
+
+
+ENGINES: Mapping[str, Engine] = {
+    "vllm": Engine("rollout_svc.engines.vllm", "vllm", several_devices=True, reads_device=False),
+    "transformers": Engine("rollout_svc.engines.slots", "transformers"),
+}
+
+if TYPE_CHECKING:
+    EngineName: TypeAlias = str
+else:
+    EngineName = Literal[tuple(ENGINES)]
+"""The type of a setting that names an engine."""
