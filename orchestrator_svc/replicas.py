@@ -551,6 +551,7 @@ class PolicyEngine:
                 f"{request.request_id}/{sample.index}+{len(sample.token_ids)}" if request.request_id else ""
             )
             more.token_ids.ids[:] = [*prompt_ids, *sample.token_ids]
+            more.continued_tokens = len(sample.token_ids)
             if request.sampling.HasField("seed"):
                 # The samples of one request share its seed and differ by their index, which a request of one loses.
                 more.sampling.seed = derived_seed(request.sampling.seed, sample.index, len(sample.token_ids))
@@ -570,7 +571,7 @@ def append_sample(sample: rollout_pb2.GeneratedSample, more: rollout_pb2.Generat
     append_spans(sample.version_spans, more.version_spans, len(sample.token_ids))
     sample.token_ids.extend(more.token_ids)
     sample.logprobs.extend(more.logprobs)
-    sample.text += more.text
+    sample.text = more.text  # the replica has decoded all tokens together
     sample.finish_reason = more.finish_reason
     sample.stop_string = more.stop_string
 

@@ -27,7 +27,7 @@ from rollout_svc.engines.base import (
 )
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, TextStream
-from rollout_svc.wire import MAX_NAME, chunk_message, generate_response, generation_request, loaded_adapters
+from rollout_svc.wire import MAX_NAME, generation_request, loaded_adapters, sample_message
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2 as pb
@@ -108,8 +108,16 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 result = await _sample(self._engine.current, wanted)
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
-        decode = self._tokenizer.decode if request.return_text else None
-        return generate_response(wanted, result, self._tokenizer.digest, decode)
+        continued = _continued(request, wanted)
+        decode = self._tokenizer.decode if request.return_text else lambda _: ""
+        return pb.GenerateResponse(
+            request_id=wanted.request_id,
+            prompt_token_ids=wanted.prompt_ids,
+            samples=[sample_message(each, decode([*continued, *each.token_ids])) for each in result.samples],
+            tokenizer_digest=self._tokenizer.digest,
+            prompt_logprobs=result.prompt_logprobs,
+            cached_prompt_tokens=result.cached_prompt_tokens,
+        )
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Context
@@ -139,9 +147,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                     async for chunk in chunks:
                         text = ""
                         if request.request.return_text:
-                            decoder = texts.setdefault(chunk.index, self._tokenizer.text_stream())
-                            text = decoder.after(chunk.token_ids, last=chunk.finish_reason is not None)
-                        yield chunk_message(chunk, text)
+                            if chunk.index not in texts:
+                                texts[chunk.index] = self._tokenizer.text_stream(_continued(request.request, wanted))
+                            text = texts[chunk.index].after(chunk.token_ids, last=chunk.finish_reason is not None)
+                        delta = sample_message(chunk, text)
+                        yield pb.GenerateStreamResponse(chunk=pb.StreamChunk(delta=delta, offset=chunk.offset))
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
 
@@ -234,6 +244,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 RETRY_AFTER_S,
             )
         return n
+
+
+def _continued(request: pb.GenerateRequest, wanted: GenerationRequest) -> list[int]:
+    """Return the last tokens of the prompt that the samples continue."""
+    return wanted.prompt_ids[len(wanted.prompt_ids) - request.continued_tokens :]
 
 
 def _coalesce_s(request: pb.GenerateStreamRequest) -> float:

@@ -145,9 +145,9 @@ class ModelTokenizer:
         except TemplateError as error:
             raise SluiceError.invalid_argument("conversation", str(error)) from error
 
-    def text_stream(self) -> TextStream:
-        """Return a decoder for one sample whose tokens come in parts."""
-        return TextStream(self.decode, self._special_ids, self._byte_ids)
+    def text_stream(self, continued: Sequence[int]) -> TextStream:
+        """Return a decoder for one sample whose tokens come in parts. Its text begins with that of the continued tokens."""
+        return TextStream(self.decode, self._special_ids, self._byte_ids, continued)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids without special tokens, or an empty one without a tokenizer."""
@@ -222,13 +222,18 @@ class TextStream:
         special_ids: Tokens that have no text.
         byte_ids: Tokens that each stand for one byte. A tokenizer decodes a run of them together. If a byte is wrong, the
             whole run becomes replacement characters; so the text of a run is only known at its end.
+        continued: Tokens before the first part; the text of the first part begins with theirs.
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], special_ids: frozenset[int], byte_ids: frozenset[int]
+        self,
+        decode: Callable[[Sequence[int]], str],
+        special_ids: frozenset[int],
+        byte_ids: frozenset[int],
+        continued: Sequence[int],
     ) -> None:
         self._decode, self._special_ids, self._byte_ids = decode, special_ids, byte_ids
-        self._ids: list[int] = []
+        self._ids = [each for each in continued if each not in special_ids]
         self._given = 0
         """Number of characters of the text of `_ids` that were returned."""
 

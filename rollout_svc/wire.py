@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import grpc
 
@@ -12,7 +12,6 @@ from rollout_svc.engines.base import (
     FinishReason,
     GenerationChunk,
     GenerationRequest,
-    GenerationResult,
     InferenceEngine,
     ModelInfo,
     Sample,
@@ -23,10 +22,9 @@ from sluice.v1 import rollout_pb2, tokens_pb2
 
 __all__ = [
     "MAX_NAME",
-    "chunk_message",
-    "generate_response",
     "generation_request",
     "loaded_adapters",
+    "sample_message",
     "sampling_of",
 ]
 
@@ -51,9 +49,9 @@ FINISH_REASONS = {
     FinishReason.ABORT: tokens_pb2.FINISH_REASON_ABORT,
     FinishReason.ERROR: tokens_pb2.FINISH_REASON_ERROR,
     FinishReason.VERSION_RETIRED: tokens_pb2.FINISH_REASON_VERSION_RETIRED,
+    None: tokens_pb2.FINISH_REASON_UNSPECIFIED,
 }
-
-Decode = Callable[[Sequence[int]], str]
+"""None stands for a sample that has not ended."""
 
 
 def generation_request(
@@ -119,6 +117,8 @@ def violations_of(
     if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
         yield "n", f"between 1 and {MAX_SAMPLES}, not {request.n}"
     yield from _prompt_violations(request.WhichOneof("prompt") or "prompt", prompt_ids, info)
+    if request.continued_tokens > len(prompt_ids):
+        yield "continued_tokens", f"at most the {len(prompt_ids)} tokens of the prompt, not {request.continued_tokens}"
     yield from _sampling_violations(request.sampling, info)
     yield from _token_violations(request.sampling, info)
 
@@ -173,56 +173,21 @@ def _token_violations(wire: tokens_pb2.SamplingParams, info: ModelInfo) -> Itera
         yield "sampling", f"token {outside[0]} is outside of the vocabulary of {info.vocabulary_size}"
 
 
-def generate_response(
-    request: GenerationRequest, result: GenerationResult, digest: str, decode: Decode | None
-) -> rollout_pb2.GenerateResponse:
-    """Return the response to Generate.
-
-    Args:
-        request: The request.
-        result: The engine's result.
-        digest: Digest of tokenizer and template.
-        decode: Returns the text of token ids; None leaves the text out.
-    """
-    return rollout_pb2.GenerateResponse(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_ids,
-        samples=[sample_message(sample, decode) for sample in result.samples],
-        tokenizer_digest=digest,
-        prompt_logprobs=result.prompt_logprobs,
-        cached_prompt_tokens=result.cached_prompt_tokens,
-    )
-
-
-def sample_message(sample: Sample, decode: Decode | None) -> rollout_pb2.GeneratedSample:
-    """Return the message for one whole sample."""
+def sample_message(part: Sample | GenerationChunk, text: str) -> rollout_pb2.GeneratedSample:
+    """Return the message for a whole sample, or for the next tokens of one, with their text."""
     return rollout_pb2.GeneratedSample(
-        index=sample.index,
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        version_spans=[span.to_proto() for span in sample.spans],
-        finish_reason=FINISH_REASONS[sample.finish_reason],
-        stop_string=sample.stop_string,
-        text=decode(sample.token_ids) if decode else "",
-        top_logprobs=top_message(sample.top_logprobs),
-    )
-
-
-def chunk_message(chunk: GenerationChunk, text: str) -> rollout_pb2.GenerateStreamResponse:
-    """Return the message for some tokens of one sample, with the text that they complete."""
-    delta = rollout_pb2.GeneratedSample(
-        index=chunk.index,
-        token_ids=chunk.token_ids,
-        logprobs=chunk.logprobs,
-        version_spans=[span.to_proto() for span in chunk.spans],
-        finish_reason=FINISH_REASONS[chunk.finish_reason]
-        if chunk.finish_reason
-        else tokens_pb2.FINISH_REASON_UNSPECIFIED,
-        stop_string=chunk.stop_string,
+        index=part.index,
+        token_ids=part.token_ids,
+        logprobs=part.logprobs,
+        version_spans=[span.to_proto() for span in part.spans],
+        finish_reason=FINISH_REASONS[part.finish_reason],
+        stop_string=part.stop_string,
         text=text,
-        top_logprobs=top_message(chunk.top_logprobs),
+        top_logprobs=[
+            tokens_pb2.TopLogprobs(ids=[token for token, _ in each], logprobs=[logprob for _, logprob in each])
+            for each in part.top_logprobs
+        ],
     )
-    return rollout_pb2.GenerateStreamResponse(chunk=rollout_pb2.StreamChunk(delta=delta, offset=chunk.offset))
 
 
 def loaded_adapters(engine: InferenceEngine) -> list[rollout_pb2.LoadedAdapter]:
@@ -238,12 +203,4 @@ def loaded_adapters(engine: InferenceEngine) -> list[rollout_pb2.LoadedAdapter]:
             requests=each.requests,
         )
         for each in engine.adapters()
-    ]
-
-
-def top_message(positions: Sequence[Sequence[tuple[int, float]]]) -> list[tokens_pb2.TopLogprobs]:
-    """Return the messages for the alternatives at each position."""
-    return [
-        tokens_pb2.TopLogprobs(ids=[token for token, _ in each], logprobs=[logprob for _, logprob in each])
-        for each in positions
     ]

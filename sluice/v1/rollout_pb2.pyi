@@ -135,6 +135,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     RETURN_TEXT_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONTINUED_TOKENS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run that the caller belongs to, as `runs/{run}`. Empty: not checked."""
     request_id: _builtins.str
@@ -155,6 +156,11 @@ class GenerateRequest(_message.Message):
     """Return the decoded text of each sample."""
     return_prompt_logprobs: _builtins.bool
     """Return prompt_logprobs: the log-probability of each prompt token but the first."""
+    continued_tokens: _builtins.int
+    """Number of tokens at the end of the prompt that the samples continue, as after an interruption. The text of each sample
+    then begins with theirs: all of them are decoded together, since a character may be spread over several tokens and the
+    first token of a text may lose its space. At most the length of the prompt. Unset: 0.
+    """
     @_builtins.property
     def token_ids(self) -> _tokens_pb2.TokenIds:
         """Token ids, taken as they are."""
@@ -187,10 +193,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         return_text: _builtins.bool = ...,
         return_prompt_logprobs: _builtins.bool = ...,
+        continued_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_n", b"_n", "adapter", b"adapter", "continued_tokens", b"continued_tokens", "conversation", b"conversation", "min_policy_version", b"min_policy_version", "n", b"n", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_prompt_logprobs", b"return_prompt_logprobs", "return_text", b"return_text", "run", b"run", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
     _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015

@@ -346,7 +346,8 @@ class RolloutAdminServiceServicer:
 
     def Pause(self, request, context):
         """Stops sampling until Resume or the end of the time to live. New requests are queued.
-        Idempotent per owner. Errors: ABORTED (another owner paused it).
+        Idempotent per owner. Errors: ABORTED (another owner paused it), DEADLINE_EXCEEDED (mode WAIT: requests in progress did
+        not end within the time to live; the replica keeps sampling).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

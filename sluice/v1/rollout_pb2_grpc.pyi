@@ -156,7 +156,8 @@ class RolloutAdminServiceStub:
     """
     Pause: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]
     """Stops sampling until Resume or the end of the time to live. New requests are queued.
-    Idempotent per owner. Errors: ABORTED (another owner paused it).
+    Idempotent per owner. Errors: ABORTED (another owner paused it), DEADLINE_EXCEEDED (mode WAIT: requests in progress did
+    not end within the time to live; the replica keeps sampling).
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]
     """Ends a pause of the same owner. Idempotent."""
@@ -200,7 +201,8 @@ class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
     """
     Pause: _aio.UnaryUnaryMultiCallable[_rollout_pb2.PauseRequest, _rollout_pb2.PauseResponse]  # type: ignore[assignment]
     """Stops sampling until Resume or the end of the time to live. New requests are queued.
-    Idempotent per owner. Errors: ABORTED (another owner paused it).
+    Idempotent per owner. Errors: ABORTED (another owner paused it), DEADLINE_EXCEEDED (mode WAIT: requests in progress did
+    not end within the time to live; the replica keeps sampling).
     """
     Resume: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ResumeRequest, _rollout_pb2.ResumeResponse]  # type: ignore[assignment]
     """Ends a pause of the same owner. Idempotent."""
@@ -271,7 +273,8 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.PauseResponse, _abc.Awaitable[_rollout_pb2.PauseResponse]]:
         """Stops sampling until Resume or the end of the time to live. New requests are queued.
-        Idempotent per owner. Errors: ABORTED (another owner paused it).
+        Idempotent per owner. Errors: ABORTED (another owner paused it), DEADLINE_EXCEEDED (mode WAIT: requests in progress did
+        not end within the time to live; the replica keeps sampling).
         """
 
     @_abc_1.abstractmethod

@@ -78,6 +78,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     text: Callable[[rollout_pb2.GenerateRequest, int], str] = lambda request, index: "a" * (index + 1) + "b"
     finish: Callable[[rollout_pb2.GenerateRequest], int] = lambda request: tokens_pb2.FINISH_REASON_STOP
+    decode: Callable[[list[int]], str] = lambda token_ids: "".join(map(chr, token_ids))
     repeats: ResponseCache = field(default_factory=lambda: ResponseCache(300.0, 100_000, 1 << 30))
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
         self.calls.append(Sampled(request, version))
         await self.gate.wait()
         prompt = list(request.token_ids.ids) or [1, 2, 3]
+        begun = prompt[len(prompt) - request.continued_tokens :]
         samples = []
         for index in range(request.n or 1):
             text = self.text(request, index)
@@ -108,7 +110,7 @@ class RolloutDouble(rollout_pb2_grpc.RolloutServiceServicer, rollout_pb2_grpc.Ro
                     logprobs=[-0.5] * len(text),
                     version_spans=[tokens_pb2.VersionSpan(start=0, policy_version=version.to_proto())] if text else [],
                     finish_reason=self.finish(request),
-                    text=text,
+                    text=self.decode([*begun, *map(ord, text)]),
                 )
             )
         return rollout_pb2.GenerateResponse(prompt_token_ids=prompt, samples=samples, tokenizer_digest=self.digest)

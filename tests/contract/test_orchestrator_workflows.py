@@ -219,6 +219,22 @@ async def test_only_replicas_that_are_new_enough_are_chosen() -> None:
         assert (await waiting).name == "old"
 
 
+async def test_the_text_of_a_continued_sample_is_decoded_by_the_replica_as_a_whole() -> None:
+    """Its two parts alone may be halves of a character, which have no text of their own."""
+
+    def utf8(request: rollout_pb2.GenerateRequest, index: int) -> str:
+        return "\u00a9" if request.token_ids.ids else "\u00c3"  # the two bytes of an e with an accent
+
+    replica = RolloutDouble(text=utf8)
+    replica.finish = lambda request: (
+        tokens_pb2.FINISH_REASON_STOP if request.token_ids.ids else tokens_pb2.FINISH_REASON_ABORT
+    )
+    replica.decode = lambda token_ids: bytes(token_ids).decode(errors="replace")
+    async with engine_over(replica) as (engine, _):
+        answer = await engine.agenerate(rollout_pb2.GenerateRequest(text="x"))
+    assert (list(answer.samples[0].token_ids), answer.samples[0].text) == ([0xC3, 0xA9], "\u00e9")
+
+
 async def test_a_request_that_is_at_fault_is_not_sent_around() -> None:
     replica = RolloutDouble(failures=[SluiceError.invalid_argument("prompt", "too long")])
     async with engine_over(replica) as (engine, _):

@@ -389,6 +389,18 @@ class TestDescription:
         assert list(error.violations) == ["input"]
 
 
+async def test_the_text_of_a_continuation_begins_with_that_of_the_tokens_it_continues(served):
+    request = ask()
+    first = (await served.generate(request)).samples[0]
+    request.token_ids.ids.extend(first.token_ids)
+    request.continued_tokens = len(first.token_ids)
+    whole = (await served.generate(request)).samples[0]
+    assert whole.text == served.replica.servicer.tokenizer.decode([*first.token_ids, *whole.token_ids])
+    assert whole.text.startswith(first.text)
+    streamed = [message.chunk.delta.text async for message in served.stream(request) if message.HasField("chunk")]
+    assert "".join(streamed) == whole.text
+
+
 class TestAdministration:
     async def test_a_pause_freezes_and_its_owner_ends_it(self, served):
         pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a", ttl=Duration(seconds=60))

@@ -102,6 +102,11 @@ def test_everything_wrong_is_told_at_once():
     }  # fmt: skip
 
 
+def test_a_sample_continues_no_more_tokens_than_the_prompt_has():
+    assert list(violations(rollout_pb2.GenerateRequest(continued_tokens=4))) == ["continued_tokens"]
+    assert generation_request(rollout_pb2.GenerateRequest(continued_tokens=3), PROMPT, INFO).prompt_ids == PROMPT
+
+
 def test_the_longest_prompt_leaves_room_for_one_token():
     assert len(generation_request(rollout_pb2.GenerateRequest(), [5] * 31, INFO).prompt_ids) == 31
 

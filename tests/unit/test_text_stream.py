@@ -60,7 +60,7 @@ TOKENIZERS = {
 
 def parts(prompts: ModelTokenizer, ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
     """Texts of consecutive parts, the sizes of which repeat."""
-    stream = prompts.text_stream()
+    stream = prompts.text_stream(())
     texts, start = [], 0
     for turn in range(len(ids) + 1):
         end = start + sizes[turn % len(sizes)]
@@ -86,6 +86,20 @@ def test_parts_join_to_the_whole_text(name, data):
     ids = [id_ for run in data.draw(runs) for id_ in run]
     sizes = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     assert "".join(parts(prompts, ids, sizes)) == prompts.decode(ids)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_continuation_has_the_whole_text_wherever_it_was_cut(name, text):
+    tokenizer = TOKENIZERS[name]
+    prompts = ModelTokenizer(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    for cut in range(len(ids)):
+        stream = prompts.text_stream(ids[:cut])
+        texts = [
+            stream.after([id_], last=position == len(ids) - 1) for position, id_ in enumerate(ids) if position >= cut
+        ]
+        assert "".join(texts) == prompts.decode(ids)
 
 
 def test_a_character_is_given_out_when_it_is_complete():
