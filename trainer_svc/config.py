@@ -42,6 +42,11 @@ BASE = "base"
 IN_BATCH = "batch"
 """Names no model: every trajectory brings its log-probabilities."""
 
+FROZEN_DTYPE = Field(
+    "auto",
+    description="Precision of the model's matrices in memory: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16. auto: bfloat16 if the device is CUDA and `trainer.dtype` is bfloat16, else float32.",
+)
+
 RL_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
 
 
@@ -50,12 +55,9 @@ class ReferenceConfig(Section):
 
     model: str = Field(
         "",
-        description="`base`: the model that the run starts from; a Hugging Face directory or hub id; or `batch`: every trajectory brings ref_logprobs. A model takes one forward pass per batch. Empty: none.",
+        description="`base`: the model that the run starts from. Or a Hugging Face directory or hub id. `batch`: no model; every trajectory brings `ref_logprobs`. A model costs one forward pass per batch. Empty: no reference.",
     )
-    dtype: Precision = Field(
-        "auto",
-        description="Precision in which a model's matrices are kept: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16, in which they are computed anyhow. auto: bfloat16 on CUDA where `trainer.dtype` is, else float32.",
-    )
+    dtype: Precision = FROZEN_DTYPE
 
 
 class TeacherConfig(Section):
@@ -63,40 +65,39 @@ class TeacherConfig(Section):
 
     model: str = Field(
         "",
-        description="A Hugging Face directory or hub id with the policy's tokenizer; or `batch`: every trajectory brings teacher_logprobs. A model takes one forward pass per batch. Empty: none.",
+        description="A Hugging Face directory or hub id; the model must have the policy's tokenizer. `batch`: no model; every trajectory brings `teacher_logprobs`. A model costs one forward pass per batch. Empty: no teacher.",
     )
-    dtype: Precision = Field(
-        "auto",
-        description="Precision in which a model's matrices are kept: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16, in which they are computed anyhow. auto: bfloat16 on CUDA where `trainer.dtype` is, else float32.",
-    )
+    dtype: Precision = FROZEN_DTYPE
 
 
 class CriticConfig(OptimizerConfig):
     """The critic of `advantage = gae` and how it is optimised."""
 
-    lr: float = Field(1e-5, ge=0, description="Peak learning rate of a critic with a model of its own, per step.")
+    lr: float = Field(1e-5, ge=0, description="Peak learning rate of a critic that has its own model.")
     model: str = Field(
         "base",
-        description="`base`: the model that the run starts from, with a value for each token in place of its logits; or another Hugging Face directory or hub id with the same tokenizer.",
+        description="`base`: the model that the run starts from, with a value head in place of its language head. Or a Hugging Face directory or hub id; the model must have the same tokenizer.",
     )
     shared: bool = Field(
         False,
-        description="Put the value head on the policy's own network, which saves the critic's memory and forward pass; then the policy's optimizer trains it, and `model`, `lr` and the rest here are not read.",
+        description="Put the value head on the policy's network. This saves the critic's memory and forward pass. The policy's optimizer then trains it, and of this table only `shared_coef` is read.",
     )
     shared_coef: float = Field(
-        0.5, ge=0, description="Weight of the value loss beside the policy's loss; read with `shared = true`."
+        0.5,
+        ge=0,
+        description="Weight of the value loss, which is added to the policy's loss. Only for `shared = true`.",
     )
     freeze_policy_steps: int = Field(
         0,
         ge=0,
-        description="Critic warm-up: optimizer steps that the critic makes before the policy makes its first. A batch that begins within them trains the critic alone, and its version has the weights of the one before.",
+        description="Critic warm-up: optimizer steps that the critic makes before the policy makes its first. A batch that begins during the warm-up trains only the critic; the version that it produces has the policy's weights unchanged.",
     )
 
     @model_validator(mode="after")
     def _warms_up_alone(self) -> Self:
         if self.shared and self.freeze_policy_steps:
             raise ValueError(
-                "a shared critic cannot learn before the policy, whose network it is on: set freeze_policy_steps to 0, or shared to false"
+                "a shared critic is part of the policy's network and cannot learn before it: set freeze_policy_steps to 0, or shared to false"
             )
         return self
 
@@ -109,20 +110,20 @@ class CriticConfig(OptimizerConfig):
 class CheckpointConfig(Section):
     """When checkpoints are written and how many stay."""
 
-    every_steps: int = Field(0, ge=0, description="Batches between two checkpoints; 0 writes them on request only.")
+    every_steps: int = Field(0, ge=0, description="Write a checkpoint every this many batches. 0: only on request.")
     keep: int = Field(
         2,
         ge=2,
-        description="Complete checkpoints that stay on disk; at least 2, so that one is whole while the next is written.",
+        description="Complete checkpoints to keep on disk. At least 2, so that one is complete while the next is written.",
     )
 
 
 class DeadlinesConfig(Section):
-    """How long the trainer waits before it calls something failed."""
+    """How long an operation may take before the trainer reports a failure."""
 
     load_s: float = Field(600.0, gt=0, description="Seconds to load the model or a checkpoint.")
     step_s: float = Field(1800.0, gt=0, description="Seconds for one training step.")
-    push_s: float = Field(600.0, gt=0, description="Seconds to push one version to weight sync, retry included.")
+    push_s: float = Field(600.0, gt=0, description="Seconds to push one version to weight sync, retries included.")
     save_s: float = Field(1800.0, gt=0, description="Seconds to write one checkpoint.")
     submit_s: float = Field(
         120.0, gt=0, description="Seconds that a SubmitBatch stream may take from its header to its end."
@@ -134,11 +135,11 @@ class PublishConfig(Section):
 
     encoding: Literal["auto", "dense"] = Field(
         "auto",
-        description="auto: the exact difference from the version before, or whole tensors where that has more than half the bytes (after which comparing is left out for 1, 2, 4 and up to 16 versions); dense: always whole tensors.",
+        description="auto: send the exact difference from the previous version, or whole tensors if the difference has more than half their bytes. After such a version the comparison is skipped for 1, then 2, 4 and up to 16 versions. dense: always send whole tensors.",
     )
     local: bool = Field(
         True,
-        description="Whether weights are handed to a weight service of the same host as files in /dev/shm, where four copies fit into it; otherwise, and to other hosts, they go by socket.",
+        description="Hand weights to a weight service on the same host as files in /dev/shm, if /dev/shm has room for four copies. Otherwise, and for other hosts, send them by socket.",
     )
 
 
@@ -147,34 +148,35 @@ class TrainerConfig(ComputeConfig):
 
     backend: str | None = Field(
         None,
-        description="This side of `allocation_mode` alone, such as `fsdp:d4t2`; sets `parallel`. none: `parallel` as it is.",
+        description="The trainer's part of `allocation_mode`, such as `fsdp:d4t2`. Sets `parallel`. none: leave `parallel` as it is.",
     )
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="What is minimised.")
-    epochs: int = Field(1, ge=1, description="Times that each batch is gone through.")
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig, description="The loss to minimise.")
+    epochs: int = Field(1, ge=1, description="Passes over each batch.")
     minibatches: int = Field(
         1,
         ge=1,
-        description="Optimizer steps per epoch: a batch is cut into as many parts, of whole groups and about equally many loss tokens. A version is still one per batch.",
+        description="Optimizer steps per epoch. A batch is cut into this many parts of whole groups with about equally many loss tokens. A batch still produces one version.",
     )
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic, where the advantage is gae.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic, for the advantage gae.")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy of a KL term.")
     teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="The teacher of distillation.")
     publish_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Precision of published weights. auto: the engine's (`rollout.dtype`)."
+        "auto",
+        description="Precision of published weights. auto: the precision that the rollout engine computes in (`rollout.dtype`).",
     )
     publish: PublishConfig = Field(default_factory=PublishConfig, description="How new weights travel to weight sync.")
     queue_batches: int = Field(
-        2, ge=1, description="Batches that may wait; more are refused with a delay to retry after."
+        2,
+        ge=1,
+        description="Batches that may wait for training. Further batches are refused; the answer says when to retry.",
     )
     max_skipped_steps: int = Field(
         5,
         ge=1,
-        description="The trainer reports itself failed after this many batches in a row with a skipped optimizer step: one whose loss or gradient is not finite.",
+        description="Stop training after this many batches in a row with a skipped optimizer step. A step is skipped if its loss or gradient is not finite.",
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
-    deadlines: DeadlinesConfig = Field(
-        default_factory=DeadlinesConfig, description="Deadlines of the trainer's own work."
-    )
+    deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig, description="Deadlines.")
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7102), description="Where the trainer listens."
     )
@@ -192,35 +194,32 @@ class TrainerConfig(ComputeConfig):
         return self
 
     @model_validator(mode="after")
-    def _trains_on_samples(self) -> Self:
-        if not self.objective.resolved.needs_behaviour and not self.objective.resolved.needs_teacher:
+    def _has_what_the_objective_reads(self) -> Self:
+        objective = self.objective.resolved
+        if not objective.needs_behaviour and not objective.needs_teacher:
             raise ValueError(
                 f"objective {self.objective.preset} needs demonstrations: use `sluice sft`, or one of {', '.join(RL_PRESETS)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_what_the_objective_reads(self) -> Self:
-        objective = self.objective.resolved
         if objective.needs_reference and not self.reference.model:
             raise ValueError(
-                f"objective {objective.name} has a KL term of weight {objective.kl_coef:g} but there is no reference policy: set reference.model to base"
-                " (or to batch, if every trajectory brings ref_logprobs), or objective.kl_coef to 0"
+                f"objective {objective.name} has a KL term of weight {objective.kl_coef:g} but there is no reference policy: set"
+                " reference.model to base (or to batch, if every trajectory brings ref_logprobs), or objective.kl_coef to 0"
             )
         if objective.needs_teacher and not self.teacher.model:
             raise ValueError(
-                f"objective {objective.name} follows a teacher and none is named: set teacher.model to its directory, or to batch if every"
-                " trajectory brings teacher_logprobs"
+                f"objective {objective.name} needs a teacher and teacher.model is empty: set it to the teacher's directory, or to"
+                " batch if every trajectory brings teacher_logprobs"
             )
         if objective.needs_critic and not self.critic.shared and not self.critic.model:
             raise ValueError(
-                "advantage gae needs the values of a critic: set critic.model to base or a directory, critic.shared to true, or take an"
-                " objective whose advantages need none"
+                "advantage gae needs the values of a critic: set critic.model to base or a directory, set critic.shared to true,"
+                " or choose an objective whose advantages need no critic"
             )
         offloaded = self.optimizer_offload and self.critic.optimizer == "muon" and not self.critic.shared
         if objective.needs_critic and offloaded:
             raise ValueError(
-                "optimizer_offload holds for the critic too and cannot step its Muon: set critic.optimizer to adamw, or optimizer_offload to false"
+                "optimizer_offload also applies to the critic and does not support Muon: set critic.optimizer to adamw, or"
+                " optimizer_offload to false"
             )
         return self
 
@@ -253,15 +252,15 @@ class TrainerConfig(ComputeConfig):
         """Refuse settings that would make the trainer fail while it loads; see `Section.check_start`.
 
         Raises:
-            ConfigError: if a model is not there or cannot be shared out as `parallel` says, a step does not fit on a device, there
-                is no compiler for `compile`, or the module of an objective of the user's own is not there.
+            ConfigError: if a model is missing or cannot be split as `parallel` says, a step does not fit on a device, `compile`
+                lacks a compiler, or the module of a custom objective is missing.
         """
         check_models({"model": run.model, **self.models_beside()}, self.parallel)
         check_compiler(self)
         module, separator, _ = self.objective.preset.partition(":")
         if separator and not importable(module):
             raise ConfigError(
-                f"trainer.objective.preset: there is no module {module!r}: install it, or put its directory on PYTHONPATH"
+                f"trainer.objective.preset: there is no module {module!r}: install it, or add its directory to PYTHONPATH"
             )
         return check_memory(run.model, self, frozen=self._frozen_bytes(run.model), critic=self._own_critic(run.model))
 
