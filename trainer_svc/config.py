@@ -42,7 +42,7 @@ BASE = "base"
 IN_BATCH = "batch"
 """Names no model: every trajectory brings its log-probabilities."""
 
-FROZEN_DTYPE = Field(
+FROZEN_DTYPE: Precision = Field(
     "auto",
     description="Precision of the model's matrices in memory: 4 or 2 bytes per parameter. bfloat16 needs `trainer.dtype` bfloat16. auto: bfloat16 if the device is CUDA and `trainer.dtype` is bfloat16, else float32.",
 )
@@ -207,8 +207,8 @@ class TrainerConfig(ComputeConfig):
             )
         if objective.needs_teacher and not self.teacher.model:
             raise ValueError(
-                f"objective {objective.name} needs a teacher and teacher.model is empty: set it to the teacher's directory, or to"
-                " batch if every trajectory brings teacher_logprobs"
+                f"objective {objective.name} needs a teacher: set teacher.model to its directory, or to batch if every"
+                " trajectory brings teacher_logprobs"
             )
         if objective.needs_critic and not self.critic.shared and not self.critic.model:
             raise ValueError(
