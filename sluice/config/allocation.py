@@ -1,4 +1,4 @@
-"""The devices of this machine, and `allocation_mode`: one line that assigns the devices of a run to rollout and trainer.
+"""The devices of this machine, and `allocation_mode`: one line that assigns devices to the rollout replicas and the trainer.
 
     vllm:d2t1+fsdp:d4t2    two replicas of one device, a trainer of 4 x 2 processes on eight other devices
     d4t2+d4p2              the same without names: rollout first, then the trainer
@@ -47,7 +47,7 @@ _EXAMPLE = "write it as `vllm:d2t1+fsdp:d4` (rollout + trainer), `d2t1+d4`, or `
 
 
 class AllocationError(ValueError):
-    """The text is no allocation; the message says what to write."""
+    """The text is not an allocation; the message says what to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Allocation:
         """Parse a line.
 
         Raises:
-            AllocationError: if it means nothing, or what is not supported.
+            AllocationError: if it cannot be parsed, or asks for something that is not supported.
         """
         sides = [_side(part) for part in text.split("+")]
         if len(sides) > 2:
@@ -136,7 +136,7 @@ class Allocation:
         """Parse the form with one backend per role, such as ``{"rollout": "vllm:d2t1", "actor": "fsdp:d4"}``.
 
         Raises:
-            AllocationError: if a role is unknown or named twice, or a backend is not one of its role.
+            AllocationError: if a role is unknown or named twice, or cannot run on its backend.
         """
         sides: dict[str, Side] = {}
         for name, text in backends.items():
@@ -145,7 +145,7 @@ class Allocation:
                 raise AllocationError(f"there is no role {name!r}: give a backend to {', '.join(ROLES)}")
             side = _side(text)
             if side.backend and _role(side) != role:
-                raise AllocationError(f"{side} is no backend of role {name}: {_supported()}")
+                raise AllocationError(f"role {name} cannot run on {side}: {_supported()}")
             if sides.setdefault(role, side) != side:
                 raise AllocationError(f"the {role} has two backends ({sides[role]} and {side}): keep one")
         return cls._of(sides)
@@ -182,7 +182,7 @@ def _dimensions(text: str) -> Dimensions:
     sizes: dict[str, int] = {}
     for letter, digits in re.findall(r"([A-Za-z])(\d+)", text):
         if letter not in (*NAMES, "e"):
-            raise AllocationError(f"{text!r} has a dimension {letter!r}: there are {_letters()}")
+            raise AllocationError(f"{text!r} has a dimension {letter!r}: the dimensions are {_letters()}")
         if letter in sizes:
             raise AllocationError(f"{text!r} gives dimension {letter} twice: keep one of them")
         sizes[letter] = size = int(digits)

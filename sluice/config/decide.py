@@ -1,9 +1,9 @@
-"""What is decided, or refused, for several services of a run at once: sizes from the allocation, `auto`, and tables that do not fit.
+"""Decisions that concern several services of a run: sizes from the allocation, values of `auto`, and tables that contradict.
 
-The engine must sample from the weights that the trainer computes with. An engine that keeps bfloat16 weights beside a trainer
-that computes in float32 never sees an update smaller than half a bfloat16 step: the policy stands still, or drifts.
+The engine must sample from the weights that the trainer computes with. If the engine keeps bfloat16 weights and the trainer computes
+in float32, an update smaller than half a bfloat16 step never reaches the engine: the policy does not learn, or drifts.
 
-The package of a service may be another one than ours, with settings of its own: a setting that its table lacks is not looked at.
+A service may come from another package, with settings of its own. A setting that its table does not have is ignored.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["allocated", "allocation_of", "check_tables_fit", "decided"]
 _Run = TypeVar("_Run", bound=CommonConfig)
 
 _TRAINED = ("float32", "bfloat16")
-"""Precisions that a trainer computes in; an engine knows more."""
+"""Precisions that a trainer computes in; an engine has more."""
 
 _VLLM_DTYPES: dict[str, str] = {name: name for name in (*_TRAINED, "float16")} | {"float": "float32", "half": "float16"}
-"""Our names of the precisions that vLLM's argument `dtype` can fix."""
+"""Our name of each value of vLLM's argument `dtype`."""
 
 OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
-"""Workflows whose trajectories are known; others may bring more."""
+"""Workflows of ours. Their trajectories carry no log-probabilities of a reference or a teacher; those of others may."""
 
 IN_BATCH = "batch"
-"""Where a trainer's table names no model, since trajectories bring its log-probabilities."""
+"""In place of a model in the trainer's table: every trajectory brings the log-probabilities."""
 
 
 def allocation_of(run: CommonConfig) -> Allocation | None:
@@ -51,16 +51,16 @@ def allocation_of(run: CommonConfig) -> Allocation | None:
         other: Side = getattr(per_role, role)
         if one is None or one.dimensions != other.dimensions or other.backend not in ("", one.backend):
             raise ConfigError(
-                f"allocation_mode {run.allocation_mode!r} and {role}.backend {text!r} say different things: remove one of them"
+                f"allocation_mode {run.allocation_mode!r} and {role}.backend {text!r} contradict each other: remove one of them"
             )
     return whole
 
 
 def allocated(run: _Run) -> _Run:
-    """Return the settings with the dimensions of the allocation in engines and trainer; unchanged without an allocation.
+    """Set the dimensions of engines and trainer from the allocation; without one, return the settings unchanged.
 
     Raises:
-        ConfigError: if a setting that was given contradicts it; the message names both.
+        ConfigError: if an explicit setting contradicts it; the message names both.
     """
     allocation = allocation_of(run)
     if allocation is None:
@@ -141,9 +141,7 @@ def _contradiction(source: str, wants: str, setting: str, value: object) -> Conf
 
 
 def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:
-    """Replace every `auto` that concerns both the trainer and the engine.
-
-    A table of a package that is not installed is left alone, and so is a setting that was given.
+    """Replace every `auto` that concerns both the trainer and the engine. Explicit settings stay as they are.
 
     Args:
         run: The settings, with the dimensions of the allocation.
@@ -166,7 +164,7 @@ def decided(run: _Run, *, cuda: bool) -> tuple[_Run, tuple[str, ...]]:
 
 
 def _precision(trainer: Any, rollout: Any, *, cuda: bool) -> Mapping[str, dict[str, tuple[object, str]]]:  # noqa: ANN401 - tables of packages that this one does not import
-    """Return the precision of forward pass, published weights and engine, with reasons, where they are left open."""
+    """Return the precision of the trainer, of published weights and of the engine, with reasons, if they are `auto`."""
     computes, sampled = getattr(trainer, "dtype", ""), getattr(rollout, "dtype", "")
     published = getattr(trainer, "publish_dtype", "")
     if sampled == "auto":  # vLLM's own argument overrides ours
@@ -190,7 +188,7 @@ def _precision(trainer: Any, rollout: Any, *, cuda: bool) -> Mapping[str, dict[s
 
 
 def _merge(trainer: Any, rollout: Any, *, cuda: bool) -> dict[str, tuple[object, str]]:  # noqa: ANN401 - as above
-    """Return whether an adapter is published merged, with the reason, where that is left open."""
+    """Return whether an adapter is published merged, with the reason, if that is `auto`."""
     lora = getattr(trainer, "lora", None)
     if not getattr(lora, "rank", 0):
         return {}
@@ -240,7 +238,7 @@ def _check_adapters(run: CommonConfig) -> None:
 
 
 def _check_estimators(run: CommonConfig) -> None:
-    """Refuse advantages that are estimated on both sides, or on neither."""
+    """Refuse settings that estimate advantages on both sides, or on neither."""
     objective = _objective(run)
     advantage = getattr(_section(run, "orchestrator"), "advantage", None)
     if objective is None or advantage is None:
@@ -272,5 +270,5 @@ def _check_columns(run: CommonConfig) -> None:
 
 
 def _objective(run: CommonConfig) -> Any:  # noqa: ANN401 - a property of a package that this one does not import
-    """Return the parts of the trainer's objective; None if its package has none."""
+    """Return the trainer's resolved objective; None if its package has none."""
     return getattr(getattr(_section(run, "trainer"), "objective", None), "resolved", None)

@@ -169,7 +169,7 @@ def leaf_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator
 
 
 def suggestion(model: type[BaseModel], path: Sequence[str]) -> str:
-    """Return the end of a message about an unknown key: the most similar key of its table, else of all tables."""
+    """Return the end of a message about an unknown key: the most similar key of its table, or of all tables."""
     table: Any = resolve(model, path[:-1])
     siblings = sorted({name for each in nested_models(table) for name in each.model_fields})
     near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
@@ -256,7 +256,7 @@ class Section(BaseModel):
 
 
 class SecurityConfig(Section):
-    """Who may call, and over what."""
+    """Who may call a service: tokens and TLS."""
 
     token_file: Path | None = Field(None, description="File with the bearer token of the role `agent`.")
     admin_token_file: Path | None = Field(None, description="File with the bearer token of the role `admin`.")
@@ -284,7 +284,7 @@ class SecurityConfig(Section):
 
 
 class PeersConfig(Section):
-    """Where the services find each other: ``host:port``, ``dns:///name:port`` or ``unix:/path``."""
+    """Addresses of the services: ``host:port``, ``dns:///name:port`` or ``unix:/path``."""
 
     weightsync: str = Field("127.0.0.1:7101", description="Address of the weight service.")
     trainer: str = Field("127.0.0.1:7102", description="Address of the trainer (rank 0).")
@@ -313,7 +313,7 @@ class CommonConfig(Section):
     )
     allocation_mode: str | None = Field(
         None,
-        description="How devices are shared out, such as `vllm:d2t1+fsdp:d4` (rollout + trainer; d data, t tensor, c context,"
+        description="How devices are assigned, such as `vllm:d2t1+fsdp:d4` (rollout + trainer; d data, t tensor, c context,"
         " p pipeline) or `d4` (both on the same four); sets the dimensions of engines and trainer. none: their own settings.",
     )
     security: SecurityConfig = Field(default_factory=SecurityConfig, description="Tokens and TLS.")
@@ -338,7 +338,7 @@ class CommonConfig(Section):
 
 
 class ServerConfig(Section):
-    """Where one service listens and how much it takes on."""
+    """Where one service listens, and its limits."""
 
     host: str = Field(
         "127.0.0.1", description="Address to bind, or `unix:/path` for a unix socket (then `port` is unused)."

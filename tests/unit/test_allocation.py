@@ -101,7 +101,7 @@ def test_the_error_about_a_wrong_line_says_what_to_write(text: str, told: tuple[
     ("backends", "told"),
     [
         ({"critic": "fsdp:d2"}, "no role 'critic'"),
-        ({"actor": "vllm:d2"}, "no backend of role actor"),
+        ({"actor": "vllm:d2"}, "role actor cannot run on vllm"),
         ({"actor": "fsdp:d2", "trainer": "fsdp:d4"}, "two backends"),
     ],
 )

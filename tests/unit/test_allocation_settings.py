@@ -57,7 +57,7 @@ def test_resolved_settings_resolve_to_themselves() -> None:
         (["--trainer.backend", "fsdp:d2"], ("allocation_mode 'vllm:d2+fsdp:d4t2'", "trainer.backend 'fsdp:d2'")),
         (["--rollout.backend", "transformers:d2"], ("rollout.backend 'transformers:d2'",)),
         (["--trainer.backend", "megatron:d2"], ("trainer.backend", "megatron", "fsdp")),
-        (["--rollout.backend", "fsdp:d2"], ("rollout.backend", "no backend of role rollout")),
+        (["--rollout.backend", "fsdp:d2"], ("rollout.backend", "role rollout cannot run on fsdp")),
     ],
 )
 def test_a_setting_that_contradicts_the_allocation_is_refused_and_both_are_named(

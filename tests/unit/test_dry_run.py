@@ -83,7 +83,7 @@ SERVED = ("--rollout.lora.enabled", "--rollout.lora.max-rank")
         ),
         (
             ("--trainer.schedule", "wsd", "--trainer.decay-steps", "9", "--trainer.max-steps", "8"),
-            "more than max_steps",
+            "together exceed max_steps",
         ),
         (("--trainer.attention", "varlen", "--trainer.dtype", "float32"), "set attention to auto or sdpa"),
         (

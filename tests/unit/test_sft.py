@@ -209,7 +209,7 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
         (["--split", "test"], r"split: .*r\.jsonl is a file, which has no splits"),
         (["--eval-split", "dev"], "eval_split is read with eval_data alone"),
         (["--eval-data", "r.jsonl", "--eval-split", "dev"], r"eval_split: .*r\.jsonl is a file, which has no splits"),
-        (["--schedule", "wsd", "--decay-steps", "9", "--max-steps", "8"], r"more than max_steps \(8\)"),
+        (["--schedule", "wsd", "--decay-steps", "9", "--max-steps", "8"], r"together exceed max_steps \(8\)"),
         (["--data", "none.jsonl"], r"there is no file .*none\.jsonl"),
         (["--data", "./none"], r"there is no file .*none, and '\./none' is not a hub dataset id"),
         (["--lr", "nan"], "lr: Input should be a finite number"),
