@@ -211,8 +211,8 @@ def test_a_reward_model_scores_in_transformers_as_it_was_trained(model_dir, tmp_
 def test_settings_that_do_not_go_together_are_refused(tmp_path):
     rows = write_rows(tmp_path / "d.jsonl", [])
     for words, message in (
-        (["--objective", "ipo", "--label-smoothing", "0.1"], "label_smoothing is read by objective dpo only"),
-        (["--eval-share", "0.1", "--eval-data", "x.jsonl"], "both say what is held out"),
+        (["--objective", "ipo", "--label-smoothing", "0.1"], "objective ipo has no label_smoothing"),
+        (["--eval-share", "0.1", "--eval-data", "x.jsonl"], "are both set"),
     ):
         with pytest.raises(ConfigError, match=message):
             DPO.run(["--model", "m", "--data", str(rows), *words])

@@ -207,7 +207,7 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--split", "test"], r"split: .*r\.jsonl is a file, which has no splits"),
-        (["--eval-split", "dev"], "eval_split is read with eval_data alone"),
+        (["--eval-split", "dev"], "eval_split selects a split of eval_data"),
         (["--eval-data", "r.jsonl", "--eval-split", "dev"], r"eval_split: .*r\.jsonl is a file, which has no splits"),
         (["--schedule", "wsd", "--decay-steps", "9", "--max-steps", "8"], r"together exceed max_steps \(8\)"),
         (["--data", "none.jsonl"], r"there is no file .*none\.jsonl"),

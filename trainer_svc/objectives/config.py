@@ -40,7 +40,7 @@ class CorrectionConfig(Section):
         None,
         description="Weight of each token in the decoupled form: none (1), token_tis or sequence_tis (rho or its product over the sequence, truncated), "
         "token_mask (rho inside the bounds, else 0), sequence_mask, geometric_mask or k3_mask (1 or 0 for a whole sequence). "
-        "Unset takes the preset's; if it has none, you must name one for a decoupled form.",
+        "Unset: the preset's. Required in a decoupled form if the preset has none.",
     )
     cap: float | None = Field(None, gt=0, description="token_tis, sequence_tis: largest weight, a ratio; default 2.")
     low: float | None = Field(None, gt=0, description="Masks: smallest ratio kept; default 0.5 (geometric_mask 0.99).")
@@ -61,7 +61,7 @@ class CorrectionConfig(Section):
 
 
 class ObjectiveConfig(PresetSettings):
-    """What the trainer minimises. A setting left out takes its preset's default; docs/objectives.md has the table."""
+    """The loss that the trainer minimises. An unset setting takes its preset's default; docs/objectives.md has the table."""
 
     advantage: str | None = Field(
         None,
@@ -71,11 +71,11 @@ class ObjectiveConfig(PresetSettings):
     gamma: float | None = Field(None, ge=0, le=1, description="gae, reinforce_pp: discount per token; default 1.")
     gae_lambda: float | None = Field(None, ge=0, le=1, description="gae: weight of longer returns; default 1.")
     turn_discount: float | None = Field(
-        None, ge=0, le=1, description="process: discount per turn; unset: every token has its own reward."
+        None, ge=0, le=1, description="process: discount per turn; unset: a token gets only its own reward."
     )
     process_scale: Literal["none", "group", "batch"] = Field(
         "none",
-        description="process: whether advantages are whitened over a group's tokens, the batch's, or not at all.",
+        description="process: whiten advantages over the tokens of a group, of the batch, or not at all.",
     )
     proximal: Proximal | None = Field(
         None,
@@ -88,7 +88,7 @@ class ObjectiveConfig(PresetSettings):
     kl_coef: float | None = Field(
         None,
         ge=0,
-        description="Weight of the KL term to the reference policy, per nat; needs reference log-probabilities; unset takes the preset's, 0 for most.",
+        description="Weight of the KL to the reference policy, per nat; needs reference log-probabilities. Unset: the preset's, 0 for most.",
     )
     kl_kind: KlKind | None = Field(
         None,
@@ -102,7 +102,7 @@ class ObjectiveConfig(PresetSettings):
         None, description="How token losses become one: token, sequence, prompt or constant; unset takes the preset's."
     )
     max_tokens: int | None = Field(
-        None, ge=1, description="Tokens per sequence that `aggregation = constant` divides by."
+        None, ge=1, description="aggregation = constant: tokens per sequence in the divisor."
     )
 
     @model_validator(mode="after")
@@ -274,9 +274,7 @@ class ResolvedObjective:
         if self.aggregation == "constant" and self.max_tokens is None:
             raise ValueError("aggregation constant divides by max_tokens: set it to the longest completion, in tokens")
         if self.aggregation != "constant" and self.max_tokens is not None:
-            raise ValueError(
-                "max_tokens is read by aggregation constant only: remove it or set aggregation to constant"
-            )
+            raise ValueError("only aggregation constant has max_tokens: remove it, or set aggregation to constant")
         for table, what in ((self.parameters, self.name), (self.bounds, f"correction {self.correction}")):
             low, high = table.get("low"), table.get("high")
             if low is not None and high is not None and self.name != "dppo" and low > high:
@@ -298,7 +296,7 @@ class ResolvedObjective:
     def _refuse_useless_kl(self) -> None:
         if self.kl_coef > 0 and self.kl_where == "reward" and self.advantage not in ("gae", "reinforce_pp"):
             raise ValueError(
-                f"kl_where = reward is read by the estimators gae and reinforce_pp, not by {self.advantage or 'none'}: "
+                f"kl_where = reward needs the estimator gae or reinforce_pp, and the advantage is {self.advantage or 'none'}: "
                 "set advantage to one of them, or kl_where to loss"
             )
         if self.loss_kl_coef > 0 and self.kl_kind == "k1":
@@ -319,7 +317,7 @@ def _find_preset(name: str, params: Mapping[str, Any]) -> Preset:
         )
     if params:
         raise ValueError(
-            f"params are for a loss of your own; {name} takes its parameters by name: write them beside preset"
+            f"params holds the arguments of a loss of your own; write the parameters of {name} beside preset"
         )
     return PRESETS[name]
 
@@ -352,11 +350,11 @@ def _estimator_parameters(advantage: str, given: Mapping[str, Any]) -> Parameter
         if name not in taken:
             readers = [each for each, names in BATCH_ESTIMATORS.items() if name in names]
             raise ValueError(
-                f"{name} is read by the estimators {', '.join(readers)}, and the advantage is {advantage or 'none'}: "
+                f"{name} is a parameter of {', '.join(readers)}, and the advantage is {advantage or 'none'}: "
                 "remove it, or set advantage"
             )
     if given.get("process_scale", "none") != "none" and advantage != "process":
-        raise ValueError("process_scale is read by the estimator process: remove it, or set advantage to process")
+        raise ValueError("only the estimator process has process_scale: remove it, or set advantage to process")
     return _filled(taken, given)
 
 
@@ -379,7 +377,7 @@ def _proximal_and_correction(
             )
         return proximal, "none"
     if preset.anchor == "none":
-        raise ValueError(f"objective {name} has no ratio, so proximal = {proximal} would not be read: remove it")
+        raise ValueError(f"objective {name} has no ratio, so proximal = {proximal} has no effect: remove it")
     if preset.anchor == "behaviour":
         raise ValueError(_corrected_twice(name, f"proximal = {proximal}"))
     if kind is None and preset.correction is None and ":" not in name:
@@ -393,7 +391,7 @@ def _proximal_and_correction(
 def _corrected_twice(name: str, what: str) -> str:
     ratios = ", ".join(each for each, preset in PRESETS.items() if preset.anchor == "proximal" and each != "m2po")
     return (
-        f"{name} divides by the behaviour policy already, so {what} would correct twice: remove it, or choose a preset "
+        f"{name} already divides by the behaviour policy, so {what} would correct twice: remove it, or choose a preset "
         f"whose ratio is t / o ({ratios})"
     )
 

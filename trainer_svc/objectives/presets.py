@@ -338,7 +338,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 class PresetSettings(Section):
-    """The preset, and the parameters of all presets by name. A parameter left out takes its preset's default."""
+    """The preset, and the parameters of all presets by name. An unset parameter takes its preset's default."""
 
     preset: str = Field(
         "aipo",

@@ -28,20 +28,20 @@ class OfflineConfig(ComputeConfig):
 
     model: str = Field("", description="Model to start from: a Hugging Face directory or hub id.")
     data: str = Field("", description="Examples: a JSONL file, a dataset directory or a hub dataset id.")
-    split: str = Field("train", description="Split of a dataset; a file has none.")
+    split: str = Field("train", description="Split of `data`, if it is a dataset; a file has none.")
     output: Path = Field(Path("outputs/offline"), description="Model directory to write; must not exist.")
     batch_size: int = Field(64, ge=1, le=1 << 20, description="Examples per optimizer step.")
-    epochs: float = Field(1.0, gt=0, description="Passes over the data; read where `max_steps` is 0.")
+    epochs: float = Field(1.0, gt=0, description="Passes over the data; ignored if `max_steps` is set.")
     max_length: int = Field(4096, ge=2, description="Longest example in tokens; see `on_long`.")
     on_long: Literal["error", "drop"] = Field(
-        "error", description="What happens to longer examples: stop with an error, or leave them out and count them."
+        "error", description="Longer examples: error stops the run, drop leaves them out and counts them."
     )
     eval_data: str = Field(
-        "", description="Held-out examples to report the loss of, as `data`; empty: see `eval_share`."
+        "", description="Held-out examples, in the form of `data`, to report the loss on; empty: see `eval_share`."
     )
-    eval_split: str = Field("test", description="Split of `eval_data` where that is a dataset.")
+    eval_split: str = Field("test", description="Split of `eval_data`, if it is a dataset.")
     eval_share: float = Field(
-        0.0, ge=0, lt=1, description="Share of `data` that is held out where `eval_data` is empty; 0 holds nothing out."
+        0.0, ge=0, lt=1, description="Share of `data` to hold out if `eval_data` is empty; 0: none."
     )
     eval_every: int = Field(
         0, ge=0, description="Optimizer steps between two reports on held-out examples; 0: before and after training."
@@ -53,7 +53,7 @@ class OfflineConfig(ComputeConfig):
         False,
         description="Resume from the newest checkpoint, with the settings and the data of the run that wrote it. Without a checkpoint, start from the beginning and say so.",
     )
-    seed: int = Field(0, ge=0, description="Seed of the order of the data, and of new weights.")
+    seed: int = Field(0, ge=0, description="Seed for the order of the data and for new weights.")
     log_every: int = Field(20, ge=1, description="Optimizer steps between two lines of progress.")
     save_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32", description="Precision of the written weights."
@@ -66,15 +66,15 @@ class OfflineConfig(ComputeConfig):
             if not getattr(self, name):
                 raise ValueError(f"{name} is not set: give --{name}, or {name} = ... in the file")
         if self.parallel.pp > 1:
-            raise ValueError(
-                "the model is written at the end, which takes all layers in one stage: set parallel.pp to 1"
-            )
+            raise ValueError("offline training writes the model from one pipeline stage: set parallel.pp to 1")
         if "eval_split" in self.model_fields_set and not self.eval_data:
-            raise ValueError("eval_split is read with eval_data alone: remove it, or set eval_data")
+            raise ValueError("eval_split selects a split of eval_data, which is not set: remove it, or set eval_data")
         if self.max_steps:
             check_decay(self)
         if self.eval_data and self.eval_share:
-            raise ValueError("eval_data and eval_share both say what is held out: remove one of them")
+            raise ValueError(
+                "eval_data and eval_share are both set, and only one can define the held-out examples: remove one"
+            )
         return self
 
 
@@ -106,13 +106,13 @@ class DpoConfig(OfflineConfig):
     lr: float = Field(1e-6, ge=0, description="Peak learning rate, per step.")
     objective: Literal["dpo", "ipo"] = Field(
         "dpo",
-        description="dpo: log loss of the scaled difference of gains; ipo: squared distance of the difference per token from 1 / (2 beta).",
+        description="A gain is log t - log ref of an answer. dpo: -log sigmoid of beta times the difference of gains; ipo: squared distance of the difference per token from 1 / (2 beta).",
     )
     beta: float = Field(
-        0.1, gt=0, description="Reward per nat over the reference; larger ones stay nearer to the reference."
+        0.1, gt=0, description="Reward per nat of gain; larger values keep the policy closer to the reference."
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="dpo: share of pairs that are taken to be labelled the wrong way round."
+        0.0, ge=0, lt=0.5, description="dpo: share of pairs whose labels are assumed to be swapped."
     )
     sft_weight: float = Field(
         0.0, ge=0, description="Weight of the mean negative log-likelihood of the chosen answer's tokens; 0: none."
@@ -121,14 +121,14 @@ class DpoConfig(OfflineConfig):
     @model_validator(mode="after")
     def _fits_objective(self) -> Self:
         if self.objective == "ipo" and self.label_smoothing:
-            raise ValueError("label_smoothing is read by objective dpo only: remove it or set objective to dpo")
+            raise ValueError("objective ipo has no label_smoothing: remove it, or set objective to dpo")
         return self
 
 
 class RewardModelConfig(OfflineConfig):
     """Training a scorer on preferences (Bradley-Terry); the file is flat: its keys stand at the top level.
 
-    What is written is a transformers sequence classifier with one label, its score at the last token.
+    The output is a transformers sequence classifier with one label, which scores the last token.
     """
 
     data: str = Field("", description=PAIRS)
@@ -136,12 +136,12 @@ class RewardModelConfig(OfflineConfig):
     centering: float = Field(
         0.0,
         ge=0,
-        description="Weight of the squared sum of a pair's scores, which draws their mean to 0 (0.01 is usual); 0: none.",
+        description="Weight of the squared sum of a pair's scores, which pulls the mean score to 0; 0.01 is usual, 0: off.",
     )
 
 
 class DistillConfig(OfflineConfig):
-    """Learning from a teacher on given texts; the file is flat: its keys stand at the top level.
+    """Distillation from a teacher on given texts; the file is flat: its keys stand at the top level.
 
     The teacher's log-probabilities of the texts are computed once, before the first step; both models have one vocabulary.
     """

@@ -54,8 +54,8 @@ TIS = {"kind": "token_tis"}
         # Estimators and the KL in the reward.
         ({"preset": "grpo", "advantage": "rloo"}, "set orchestrator.advantage"),
         ({"preset": "sft", "advantage": "gae"}, "reads no advantages"),
-        ({"preset": "grpo", "gamma": 0.9}, "read by the estimators gae, reinforce_pp"),
-        ({"preset": "reinforce_pp", "gae_lambda": 0.9}, "read by the estimators gae"),
+        ({"preset": "grpo", "gamma": 0.9}, "is a parameter of gae, reinforce_pp"),
+        ({"preset": "reinforce_pp", "gae_lambda": 0.9}, "is a parameter of gae"),
         ({"preset": "ppo", "process_scale": "group"}, "set advantage to process"),
         ({"preset": "grpo", "kl_coef": 0.1, "kl_where": "reward"}, "kl_where to loss"),
         # A term of the loss without an effect.
