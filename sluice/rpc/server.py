@@ -171,7 +171,7 @@ class RpcServer:
         """Report by grpc.health.v1 whether the service is ready. From `start` on it is, unless this was called before.
 
         Returns:
-            Done when watchers of the health service were told; it need not be awaited.
+            Done when watchers of the health service have the new state; it need not be awaited.
         """
         self._serving = serving
         self._published = asyncio.ensure_future(self._publish_health())
@@ -188,13 +188,12 @@ class RpcServer:
     ) -> None:
         """Serve until SIGTERM, SIGINT or `until`, then report NOT_SERVING, drain and stop; a second signal stops at once.
 
-        The signals stay with the loop afterwards, so that an impatient one does not cut off what the service still has
-        to put away.
+        The signal handlers stay installed afterwards, so that a further signal does not interrupt the clean-up of the service.
 
         Args:
             until: Ends the service as a signal does.
-            finish: Called first with the seconds that the drain may take, while the ports are still open: for a service that
-                answers what it refuses meanwhile. Its time counts towards the drain.
+            finish: Called first with the seconds that the drain may take, while the ports are still open, for a service that
+                still answers calls while it drains. Its time counts towards the drain.
         """
         loop = asyncio.get_running_loop()
         asked, again = asyncio.Event(), asyncio.Event()
