@@ -43,7 +43,7 @@ log = structlog.get_logger(__name__)
 
 
 class PeerFileError(Exception):
-    """The file that a peer named is not to be read here; the message says why."""
+    """The file that a peer named must not be read here; the message says why."""
 
 
 def open_private(path: Path | str, flags: int, *, directory: int | None = None) -> int:
@@ -85,7 +85,7 @@ def lock_now(descriptor: int, kind: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path | str, *, directory: int | None = None) -> bool:
-    """Whether the open file still has this name."""
+    """Return whether the open file still has this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path, dir_fd=directory, follow_symlinks=False))
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def owned_directory(path: Path) -> Iterator[int | None]:
 
     Returns:
         Its descriptor, for ``dir_fd`` arguments. None if there is no such directory, if the path is a symbolic link, or if
-        another user owns it: then nothing in it is this user's to remove.
+        another user owns it: then remove nothing in it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE)

@@ -1,4 +1,4 @@
-"""Runs functions that may hang in threads, with a deadline: code of environments, chat templates of models."""
+"""Run functions that may hang in threads with a deadline: code of environments, chat templates of models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TooManyHungError(Exception):
 
 
 class DeadlineThreads:
-    """Runs functions in threads of their own; use it from one event loop.
+    """Run functions in threads of their own; use it from one event loop.
 
     A thread cannot be killed. One that misses its deadline is left to itself and another takes its place, so that calls that
     hang stop neither the others nor what else needs threads, such as the resolver. The threads are daemons: a hung one does

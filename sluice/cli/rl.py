@@ -94,7 +94,7 @@ def run(argv: list[str]) -> int:
     return _EXIT_CODES[outcome.ending]
 
 
-def _check(asked: int | None, config: RunConfig) -> list[str]:
+def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
     """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run.
 
     Raises:
@@ -106,7 +106,7 @@ def _check(asked: int | None, config: RunConfig) -> list[str]:
             f"`sluice rl` needs the services {', '.join(missing)}, which are not installed: install their packages"
         )
     check_model(config.model)
-    replicas = replicas_of(asked, config)
+    replicas = replicas_of(replicas_flag, config)
     notes = [line for name in NEEDED for line in config.section(name).check_start(config) or ()]
     check_tables_fit(config)
     TokenCheck(config.security)

@@ -121,7 +121,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             task.add_done_callback(self._watchers.discard)
 
     def has_ended(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether `end_watches` ended this stream, rather than its client."""
+        """Return whether `end_watches` ended this stream, not its client."""
         return task in self._ended
 
 

@@ -50,8 +50,6 @@ class RpcServer:
         server: Where to listen and how much to take on.
         security: Tokens and TLS.
         features: Optional abilities that are switched on.
-        unimplemented: RPCs that answer UNIMPLEMENTED beside those that a servicer does not define,
-            as "package.Service/Method".
         run: Name of the run served, not its resource name; empty where there are several.
 
     Raises:
@@ -66,7 +64,6 @@ class RpcServer:
         security: SecurityConfig,
         *,
         features: Sequence[str] = (),
-        unimplemented: Sequence[str] = (),
         run: str = "",
     ) -> None:
         access.check_exposure(server, security)
@@ -75,7 +72,8 @@ class RpcServer:
         self.name = name
         self.target = ""
         self._config, self._security = server, security
-        self._features, self._unimplemented, self._run = list(features), list(unimplemented), run
+        self._features, self._run = list(features), run
+        self._unimplemented: set[str] = set()
         self._tokens = TokenCheck(security)
         self._roles: dict[str, Role] = {}
         self._registrations: list[tuple[Callable[[Servicer, grpc.aio.Server], None], Servicer]] = []
@@ -96,7 +94,7 @@ class RpcServer:
         """
         self._registrations.append((add_fn, servicer))
         self._roles[service_name] = role
-        self._unimplemented.extend(_missing_methods(service_name, servicer))
+        self._unimplemented.update(_missing_methods(service_name, servicer))
 
     def require(self, context: grpc.aio.ServicerContext[Any, Any], role: Role) -> None:
         """Require a higher role for one call than its service requires.
@@ -138,7 +136,7 @@ class RpcServer:
                 contract_version=CONTRACT_VERSION,
                 services=names,
                 features=self._features,
-                unimplemented_rpcs=sorted(set(self._unimplemented)),
+                unimplemented_rpcs=sorted(self._unimplemented),
                 max_message_bytes=MAX_MESSAGE_BYTES,
                 max_concurrent_rpcs=self._config.max_concurrent_rpcs,
                 run=f"runs/{self._run}" if self._run else "",

@@ -54,11 +54,11 @@ _SHARED_CORES = {
 }
 
 
-def replicas_of(asked: int | None, config: RunConfig) -> int:
+def replicas_of(flag: int | None, config: RunConfig) -> int:
     """Return the number of rollout replicas of a run.
 
     Args:
-        asked: What the command line says; None leaves it to the settings.
+        flag: The value of `--replicas`; None takes the number from the settings.
         config: The settings.
 
     Raises:
@@ -69,15 +69,15 @@ def replicas_of(asked: int | None, config: RunConfig) -> int:
     if allocation is not None and allocation.rollout is not None:
         replicas = allocation.rollout.dimensions.data
         listed = named if "rollout" in config.peers.model_fields_set else replicas
-        for setting, number in (("--replicas", asked or replicas), ("the length of peers.rollout", listed)):
+        for setting, number in (("--replicas", flag or replicas), ("the length of peers.rollout", listed)):
             if number != replicas:
                 raise ConfigError(
                     f"the allocation {allocation} has {replicas} replicas, but {setting} is {number}: remove one of them"
                 )
         return replicas
-    if not (asked or named):
+    if not (flag or named):
         raise ConfigError("peers.rollout is empty: a run needs at least one rollout replica (--replicas 1)")
-    return asked or named
+    return flag or named
 
 
 @dataclass(frozen=True, slots=True)
