@@ -354,4 +354,8 @@ class ServerConfig(Section):
         ge=1,
         description="Calls in progress at once; more are answered RESOURCE_EXHAUSTED with a delay to retry after.",
     )
-    drain_s: float = Field(5.0, ge=0, description="Seconds that calls in progress get to end after SIGTERM.")
+    drain_s: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds that calls in progress get to end after SIGTERM. `sluice rl` kills the service two seconds later.",
+    )
