@@ -26,7 +26,7 @@ from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
 from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
 from trainer_svc.engine.loading import freeze, load_network
-from trainer_svc.engine.lora import attach_adapter, export_adapter
+from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
 from trainer_svc.engine.network import (
     DTYPES,
@@ -80,6 +80,7 @@ class TrainEngine:
         torch.manual_seed(seed)
         self.mesh = mesh
         self.ranks = mesh.ranks
+        self._tensor_group = None if mesh.tensor is None else mesh.tensor.get_group()
         self.model_dir = str(model_dir)
         self.device = mesh.device or resolve_device(config.device)
         self.config = config = on_device(config, torch.device(self.device).type)
@@ -205,8 +206,8 @@ class TrainEngine:
             if parameter.grad is None:
                 # Without a gradient AdamW would not decay its moments, as it does for a gradient of zero.
                 parameter.grad = torch.zeros_like(parameter)
-        if self.mesh.tensor is not None:
-            sum_partial_gradients(self.network.model, self.mesh.tensor.get_group())
+        if self._tensor_group is not None:
+            sum_partial_gradients(self.network.model, self._tensor_group)
         gradients = [parameter.grad for parameter in parameters]
         loss = record.totals()["step/loss"]
         tied = None if self.pipeline is None or self.pipeline.tied is None else self.pipeline.tied.grad
@@ -318,7 +319,7 @@ class TrainEngine:
     ) -> None:
         """Write such a directory from whole tensors under their names in the network; any thread may call it."""
         if self.adapter is not None:
-            export_adapter(self.adapter, self.model_dir, Path(directory), dtype, weights)
+            self.adapter.export(self.model_dir, Path(directory), dtype, weights)
         else:
             export_hf(self.network.model, self.model_dir, Path(directory), dtype, weights)
 

@@ -14,7 +14,7 @@ vocabulary float64. A value for each token is a column of shape [tokens, 1], so 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -184,16 +184,11 @@ def fused_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What one call computes, and how it cuts the logits into tiles.
+    """What one call computes, in tiles of at most `rows` tokens x `columns` token ids.
 
     Attributes:
-        tokens: Number of all tokens.
-        rows: Most tokens of a tile.
-        columns: Most of the vocabulary in a tile.
         kept_cells: Logits that may stay in memory for the backward pass.
         factor: Precision of the factors of products.
-        entropy: As of `fused_logprobs`, like `shard`.
-        shard: This rank's slice of the vocabulary.
     """
 
     tokens: int
@@ -280,21 +275,27 @@ def _backward_tiles(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Go over the same tiles for the gradients; collect those of the states in the chunks, return those of weight and bias."""
     by_hidden, by_weight, by_bias = needs[:3]
-    memory, scratch = work.buffers(chunks[0].rows.scale)
+    weight = torch.empty_like(layer.weight) if by_weight else None
+    bias = torch.zeros_like(layer.bias) if by_bias and layer.bias is not None else None
+    first = chunks[0].rows
+    memory, scratch = work.buffers(first.scale)
     stored = iter(kept)
-    gradient = _LayerGradient(layer, by_weight=by_weight, by_bias=by_bias)
-
-    def tiles(block: _Block) -> Iterator[tuple[torch.Tensor, _Tokens]]:
-        for chunk in chunks:
+    for block in layer.blocks(work.columns, first.hidden.dtype):
+        part = total = None if weight is None else weight[block.columns]
+        if part is not None and part.dtype != first.scale.dtype:
+            total = torch.empty_like(part, dtype=first.scale.dtype)
+        for number, chunk in enumerate(chunks):
             views = (_view(each, chunk.rows, block) for each in (memory, scratch))
             tile = chunk.tile(block, next(stored, None), *views)
             if by_hidden:
-                chunk.add_to_states(tile, block)
-            yield tile, chunk.rows
-
-    for block in layer.blocks(work.columns, chunks[0].rows.hidden.dtype):
-        gradient.add(block, tiles(block))
-    return gradient.weight, gradient.bias
+                _product(tile, block.weight, chunk.states_gradient, add=True)
+            if total is not None:
+                _product(tile.t(), chunk.rows.hidden, total, add=number > 0)
+            if bias is not None:
+                bias[block.columns] += tile.sum(0)
+        if part is not None and total is not part:
+            part.copy_(total)
+    return weight, bias
 
 
 class _FusedLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
@@ -356,14 +357,7 @@ def _product(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, *, add:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A range of the vocabulary.
-
-    Attributes:
-        columns: The range in this rank's slice of the vocabulary.
-        first: Token id of its first column.
-        weight: Its rows of the output layer, as factors of products.
-        bias: Its part of the bias.
-    """
+    """A range of the vocabulary: its place in this rank's slice, its first token id, its weight (in factors' precision) and bias."""
 
     columns: slice
     first: int
@@ -376,13 +370,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _OutputLayer:
-    """An output layer, or one rank's slice of it.
-
-    Attributes:
-        weight: Shape [vocabulary, width].
-        bias: Shape [vocabulary].
-        start: First token id of the slice.
-    """
+    """An output layer, weight [vocabulary, width] and bias [vocabulary], or the slice of it from token id `start` on."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -432,12 +420,7 @@ class _Tokens:
 
 
 class _Distribution:
-    """The softmax statistics of each token over the blocks added so far; the sums are relative to the largest logit.
-
-    Args:
-        rows: The tokens.
-        entropy: Whether to compute the entropy.
-    """
+    """The softmax statistics of each token over the blocks added so far; the sums are relative to the largest logit."""
 
     def __init__(self, rows: _Tokens, *, entropy: bool) -> None:
         self.rows = rows
@@ -494,7 +477,7 @@ class _TokenGradient:
             rows, log_sum, entropy, g = (each[self._active] for each in (rows, log_sum, entropy, g))
             e = None if e is None else e[self._active]
         self.rows = rows
-        self._hidden = torch.zeros_like(rows.hidden, dtype=rows.scale.dtype)
+        self.states_gradient = torch.zeros_like(rows.hidden, dtype=rows.scale.dtype)
         self._log_sum = log_sum.to(rows.scale.dtype)
         self._at_target = g if rows.scaled else g * rows.scale
         self._slope = None
@@ -506,13 +489,9 @@ class _TokenGradient:
     def tile(
         self, block: _Block, logits: torch.Tensor | None, out: torch.Tensor, scratch: torch.Tensor
     ) -> torch.Tensor:
-        """Return the gradient of a tile of logits, as a factor of products.
+        """Write the gradient of a tile of logits to `out`, and return it as a factor of products.
 
-        Args:
-            block: The tile's part of the vocabulary.
-            logits: The tile's logits for all tokens, if they were kept; not changed.
-            out: Memory for the tile.
-            scratch: As much memory for intermediate results.
+        `logits` are those of all tokens, if they were kept; they are not changed. `scratch` is as large as `out`.
         """
         if logits is None:
             logits = self.rows.logits(block, out)
@@ -528,13 +507,9 @@ class _TokenGradient:
         out.scatter_add_(1, column, self._at_target * inside)
         return out.to(self.rows.hidden.dtype)
 
-    def add_to_states(self, tile: torch.Tensor, block: _Block) -> None:
-        """Add a tile's part to the gradient of the states."""
-        _product(tile, block.weight, self._hidden, add=True)
-
     def whole(self) -> torch.Tensor:
         """Return the gradient of the states of all tokens."""
-        own = self._hidden.mul_(self.rows.scale) if self.rows.scaled else self._hidden
+        own = self.states_gradient.mul_(self.rows.scale) if self.rows.scaled else self.states_gradient
         if self._active is None:
             return own
         zeros = own.new_zeros(self._tokens, own.shape[1])
@@ -546,32 +521,3 @@ def _active(g: torch.Tensor, e: torch.Tensor | None) -> torch.Tensor | None:
     arrived = g != 0 if e is None else (g != 0) | (e != 0)
     places = arrived.flatten().nonzero().flatten()
     return places if len(places) < len(g) else None
-
-
-class _LayerGradient:
-    """Gradients of an output layer, written block by block into one buffer of its size and precision.
-
-    Args:
-        layer: The output layer.
-        by_weight: Whether to compute the weight's gradient.
-        by_bias: Whether to compute the bias's gradient.
-    """
-
-    def __init__(self, layer: _OutputLayer, *, by_weight: bool, by_bias: bool) -> None:
-        self.weight = torch.empty_like(layer.weight) if by_weight else None
-        self.bias = torch.zeros_like(layer.bias) if by_bias and layer.bias is not None else None
-
-    def add(self, block: _Block, tiles: Iterable[tuple[torch.Tensor, _Tokens]]) -> None:
-        """Sum the gradients of a block's logits over all tokens; always consume all `tiles`."""
-        part = None if self.weight is None else self.weight[block.columns]
-        total = None
-        for tile, rows in tiles:
-            if part is not None and total is None:
-                total = part if part.dtype == rows.scale.dtype else torch.empty_like(part, dtype=rows.scale.dtype)
-                _product(tile.t(), rows.hidden, total)
-            elif total is not None:
-                _product(tile.t(), rows.hidden, total, add=True)
-            if self.bias is not None:
-                self.bias[block.columns] += tile.sum(0)
-        if part is not None and total is not None and total is not part:
-            part.copy_(total)

@@ -25,7 +25,7 @@ from trainer_svc.engine.network import Network
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["Adapter", "attach_adapter", "export_adapter", "merge_adapter"]
+__all__ = ["Adapter", "attach_adapter", "merge_adapter"]
 
 NAME = "default"
 """PEFT's name of the only adapter. Files do not contain it."""
@@ -74,27 +74,44 @@ class Adapter:
         found: dict[str, Any] = self.peft.peft_config[NAME].to_dict()
         return found | {"inference_mode": True}
 
-    def tensors(
-        self, dtype: torch.dtype | None = None, weights: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the trained weights as whole CPU copies, named as in PEFT's files. All ranks gather sharded ones together.
 
         Args:
             dtype: Their precision; None keeps float32.
-            weights: Weights by their names in the model; None: the current ones.
         """
         from peft import get_peft_model_state_dict  # noqa: PLC0415  the import takes seconds, which others do not need
 
-        named: dict[str, torch.Tensor] = get_peft_model_state_dict(
-            self.peft, self._state(dtype, weights), adapter_name=NAME, save_embedding_layers=False
+        named = self.peft.get_base_model().named_parameters()
+        trained = {name: each.detach() for name, each in named if each.requires_grad}
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            self.peft, _peft_state(dtype, trained), adapter_name=NAME, save_embedding_layers=False
         )
-        return named
+        return state
 
-    def save(
-        self, directory: Path, dtype: torch.dtype | None = None, weights: Mapping[str, torch.Tensor] | None = None
+    def export(
+        self, source: str, directory: Path, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write ``adapter_model.safetensors`` and ``adapter_config.json`` with PEFT; arguments as of `tensors`."""
-        self.peft.save_pretrained(directory, state_dict=self._state(dtype, weights), save_embedding_layers=False)
+        """Write a PEFT adapter with its tokenizer, or the merged model if `config.merges`; it appears whole or not at all.
+
+        Args:
+            source: Directory or hub id of the base model.
+            directory: Where to write.
+            dtype: Precision of the weights; None keeps float32.
+            weights: The trained weights by their names in the model.
+
+        Raises:
+            FileExistsError: if the directory exists.
+        """
+        if self.config.merges:
+            with tempfile.TemporaryDirectory(prefix="sluice-adapter-") as parts:
+                state = _peft_state(None, weights)
+                self.peft.save_pretrained(parts, state_dict=state, save_embedding_layers=False)
+                merge_adapter(source, parts, directory, dtype or torch.float32)
+            return
+        with whole_directory(directory) as staging:
+            self.peft.save_pretrained(staging, state_dict=_peft_state(dtype, weights), save_embedding_layers=False)
+            AutoTokenizer.from_pretrained(source).save_pretrained(staging)
 
     def merged(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the weights with the adapter added, W + scale x B A, under the base model's names.
@@ -119,16 +136,14 @@ class Adapter:
             merged[f"{owner}.{leaf}".replace(f".modules_to_save.{NAME}", "")] = tensor
         return merged
 
-    def _state(self, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Return the trained weights under the names of PEFT's model around the network's."""
-        if weights is None:
-            named = self.peft.get_base_model().named_parameters()
-            weights = {name: each.detach() for name, each in named if each.requires_grad}
-        return {
-            f"{PREFIX}{name}": cpu_copy(tensor, dtype)
-            for name, tensor in weights.items()
-            if not name.startswith(OWN_MODULES)
-        }
+
+def _peft_state(dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return CPU copies of trained weights under the names of PEFT's model around the network's."""
+    return {
+        f"{PREFIX}{name}": cpu_copy(tensor, dtype)
+        for name, tensor in weights.items()
+        if not name.startswith(OWN_MODULES)
+    }
 
 
 def attach_adapter(network: Network, config: LoraConfig) -> tuple[Network, Adapter | None]:
@@ -220,35 +235,6 @@ def _store_base(network: Network, config: LoraConfig) -> None:
     for module in _linear_layers(network).values():
         if not module.weight.requires_grad:
             module.to(torch.bfloat16)
-
-
-def export_adapter(
-    adapter: Adapter,
-    source: str,
-    directory: Path,
-    dtype: torch.dtype | None,
-    weights: Mapping[str, torch.Tensor],
-) -> None:
-    """Write a PEFT adapter with its tokenizer, or the merged model if `config.merges`; it appears whole or not at all.
-
-    Args:
-        adapter: The adapter.
-        source: Directory or hub id of its base.
-        directory: Where to write.
-        dtype: Precision of the weights; None keeps float32.
-        weights: The trained weights by their names in the model.
-
-    Raises:
-        FileExistsError: if the directory exists.
-    """
-    if adapter.config.merges:
-        with tempfile.TemporaryDirectory(prefix="sluice-adapter-") as parts:
-            adapter.save(Path(parts), weights=weights)
-            merge_adapter(source, parts, directory, dtype or torch.float32)
-        return
-    with whole_directory(directory) as staging:
-        adapter.save(staging, dtype, weights)
-        AutoTokenizer.from_pretrained(source).save_pretrained(staging)
 
 
 def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) -> None:

@@ -151,7 +151,7 @@ class Network:
             columns = logprobs_of_logits(logits, part.targets, part.temperatures, entropy=entropy)
         return self._gather(columns, own, batch)
 
-    def hidden(self, batch: MicroBatch, *, states: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the hidden states after the last layer, shape [packed, width]; of this process's slice if a row is shared.
 
         Args:

@@ -107,6 +107,8 @@ def total_norm(
 
 def _counted(gradient: torch.Tensor, mesh: Mesh) -> tuple[int, torch.Tensor]:
     """Return how many processes of this stage have this process's slice of a gradient, and the slice."""
+    if mesh.everyone is None:
+        return 1, gradient
     copies = mesh.dims.world_size // mesh.dims.pp
     if not isinstance(gradient, DTensor):
         return copies, gradient

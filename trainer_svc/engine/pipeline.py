@@ -75,7 +75,7 @@ class Pipeline:
             batch = moved[number]
             with record.phase("forward"):
                 if not self._stage.is_last:
-                    return _InFlight(states, self.network.under_root(self._states, batch, states))
+                    return _InFlight(states, self.network.under_root(self.network.hidden, batch, states))
                 output = Outputs(*self.network.under_root(self._outputs, batch, states, entropy))
                 outputs.append(output)
                 loss = loss_of(output, batch)
@@ -111,17 +111,14 @@ class Pipeline:
                 if self._stage.is_last:
                     outputs.append(Outputs(*self.network.under_root(self._outputs, batch, states, entropy)))
                 else:
-                    self._stage.send(self.network.under_root(self._states, batch, states))
+                    self._stage.send(self.network.under_root(self.network.hidden, batch, states))
             for batch, output in zip(moved, self._shared(moved, outputs, entropy), strict=True):
                 consume(output, batch)
-
-    def _states(self, batch: MicroBatch, states: torch.Tensor | None) -> torch.Tensor:
-        return self.network.hidden(batch, states=states)
 
     def _outputs(
         self, batch: MicroBatch, states: torch.Tensor | None, entropy: Entropy
     ) -> tuple[torch.Tensor | None, ...]:
-        return self.network.read(self._states(batch, states), batch, entropy=entropy)
+        return self.network.read(self.network.hidden(batch, states), batch, entropy=entropy)
 
     def _shared(self, batches: list[MicroBatch], outputs: list[Outputs], entropy: Entropy) -> list[Outputs]:
         """Return the outputs of the last stage, on every stage and without their gradient."""
@@ -142,12 +139,7 @@ class Pipeline:
 
 
 class _InFlight(NamedTuple):
-    """A micro-batch between its forward and its backward pass on this stage.
-
-    Attributes:
-        states: The hidden states that this stage received; None on the first stage.
-        result: The hidden states that this stage computed; the loss on the last stage.
-    """
+    """The hidden states that a stage received (None on the first), and what it computed of them (the loss on the last)."""
 
     states: torch.Tensor | None
     result: torch.Tensor
@@ -247,16 +239,7 @@ class _Stage:
     def _pass(
         self, neighbour: int | None, *, send: torch.Tensor | None = None, receive: int | None = None
     ) -> torch.Tensor | None:
-        """Exchange hidden states or their gradients with a neighbour.
-
-        Args:
-            neighbour: The other stage; None if there is none, and then nothing is exchanged.
-            send: What to send; None: nothing.
-            receive: How many tokens to receive; None: nothing.
-
-        Returns:
-            What was received; None if nothing was.
-        """
+        """Send a tensor to a neighbour and return as many tokens as `receive` says from it. Without a neighbour do nothing."""
         if neighbour is None:
             return None
         transfers: list[tuple[Callable[..., Any], torch.Tensor, int]] = []

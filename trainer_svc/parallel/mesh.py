@@ -29,6 +29,9 @@ WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 DIGEST_BYTES = 7
 """Size of a digest of rows, which is a positive int64."""
 
+ASKED, ANSWER, CONFIRMED = "meeting/asked/{}", "meeting/answer/{}/{}", "meeting/confirmed/{}/{}"
+"""Keys of a start: question of a rank; answer to a rank's question; a rank's confirmation of a start."""
+
 POLL_S = 0.02
 """Seconds between two checks by rank 0 which processes have started."""
 
@@ -231,10 +234,10 @@ def _name_start(store: dist.Store, count: int, timeout: timedelta) -> str:
     give_up = time.monotonic() + timeout.total_seconds()
     while missing:
         for rank in sorted(missing):
-            if store.check([_asked(rank)]):
-                question = store.get(_asked(rank)).decode()
-                store.set(_answer(rank, question), start)
-            if store.check([_confirmed(rank, start)]):
+            if store.check([ASKED.format(rank)]):
+                question = store.get(ASKED.format(rank)).decode()
+                store.set(ANSWER.format(rank, question), start)
+            if store.check([CONFIRMED.format(start, rank)]):
                 missing.discard(rank)
         if missing and time.monotonic() > give_up:
             seconds = timeout.total_seconds()
@@ -247,23 +250,11 @@ def _name_start(store: dist.Store, count: int, timeout: timedelta) -> str:
 
 def _ask_for_start(store: dist.Store, rank: int, timeout: timedelta) -> str:
     question = uuid.uuid4().hex
-    store.set(_asked(rank), question)
-    store.wait([_answer(rank, question)], timeout)
-    start = str(store.get(_answer(rank, question)).decode())
-    store.set(_confirmed(rank, start), b"")
+    store.set(ASKED.format(rank), question)
+    store.wait([ANSWER.format(rank, question)], timeout)
+    start = str(store.get(ANSWER.format(rank, question)).decode())
+    store.set(CONFIRMED.format(start, rank), b"")
     return start
-
-
-def _asked(rank: int) -> str:
-    return f"meeting/asked/{rank}"
-
-
-def _answer(rank: int, question: str) -> str:
-    return f"meeting/answer/{rank}/{question}"
-
-
-def _confirmed(rank: int, start: str) -> str:
-    return f"meeting/confirmed/{start}/{rank}"
 
 
 def _rows_digest(sequences: Rows[Sequence]) -> int:

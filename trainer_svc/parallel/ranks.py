@@ -19,6 +19,8 @@ T = TypeVar("T")
 class Ranks:
     """A group of ranks, seen from one of them.
 
+    Every rank makes the same calls. All raise RuntimeError if a rank has died or does not answer within the group's timeout.
+
     Attributes:
         group: A CPU group with one process per rank; None: a single process.
     """
@@ -36,11 +38,7 @@ class Ranks:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def total(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the sums over the ranks; for names that begin with ``max_`` the maximum. All ranks give the same names.
-
-        Raises:
-            RuntimeError: if a rank has died or does not answer within the group's timeout.
-        """
+        """Return the sums over the ranks; for names that begin with ``max_`` the maximum. All ranks give the same names."""
         if self.group is None:
             return dict(values)
         names = sorted(values)
@@ -52,11 +50,7 @@ class Ranks:
         return {name: float(each[place]) for place, (name, each) in enumerate(zip(names, chosen, strict=True))}
 
     def combine(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return `total` for names that may differ between ranks; a rank without a name contributes nothing to it.
-
-        Raises:
-            RuntimeError: if a rank has died or does not answer within the group's timeout.
-        """
+        """Return `total` for names that may differ between ranks; a rank without a name contributes nothing to it."""
         names = {
             name for answer in self.exchange("\n".join(values).encode()) for name in answer.decode().split("\n") if name
         }
@@ -67,9 +61,6 @@ class Ranks:
 
         Args:
             rows: A CPU tensor of the same dtype, and the same shape but for the first dimension, on every rank.
-
-        Raises:
-            RuntimeError: if a rank has died or does not answer within the group's timeout.
         """
         if self.group is None:
             return rows
@@ -82,11 +73,7 @@ class Ranks:
         return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
 
     def exchange(self, content: bytes) -> list[bytes]:
-        """Return the content of every rank, by rank.
-
-        Raises:
-            RuntimeError: if a rank has died or does not answer within the group's timeout.
-        """
+        """Return the content of every rank, by rank."""
         if self.group is None:
             return [content]
         lengths = self.gather(torch.tensor([len(content)])).tolist()
