@@ -80,7 +80,7 @@ def check_memory(
         critic: Directory of a critic with a model of its own; empty: none.
 
     Returns:
-        A line with the estimate; nothing if there is none.
+        A line with the estimate; empty without an estimate.
 
     Raises:
         ConfigError: with the largest uses and the settings that lower them.

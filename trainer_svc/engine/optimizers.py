@@ -1,6 +1,6 @@
 """The optimizer step: learning rate, norm of the gradient, clipping, and AdamW or Muon beside AdamW; their state as flat tensors.
 
-Parameters, gradients and moments may be DTensors, of which each process holds a slice.
+Parameters, gradients and moments may be DTensors; each process then holds a slice.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def clip(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
 
 
 class Optimizers:
-    """One optimizer, or two of which each trains some of the parameters.
+    """One optimizer, or two that each train some of the parameters.
 
     Args:
         config: The settings.
