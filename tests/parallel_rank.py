@@ -155,7 +155,7 @@ def train(case: Case, models: Path, mesh: Mesh, backend: str = "") -> Run:
             {name: whole(each.grad) for name, each in engine.network.model.named_parameters() if each.requires_grad}
         )
 
-    engine.optimizer.register_step_pre_hook(keep)
+    engine.optimizer.parts[0].register_step_pre_hook(keep)
     forward = engine.forward(rows)
     facts = [known(case.step(engine, rows)) for _ in range(STEPS)]
     evaluated = engine.eval_batch(rows, lambda outputs, _: (-outputs.main.sum(), {}), count_loss_tokens)

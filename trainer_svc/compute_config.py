@@ -73,13 +73,9 @@ class OptimizerConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _wsd_decays(self) -> Self:
+    def _decays(self) -> Self:
         if self.schedule == "wsd" and not self.decay_steps:
             raise ValueError("schedule wsd needs decay_steps, which is 0: set decay_steps, or use schedule constant")
-        return self
-
-    @model_validator(mode="after")
-    def _decays_below_one(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are {self.betas[0]:g} and {self.betas[1]:g}: give two values in [0, 1)")
         return self
@@ -236,24 +232,16 @@ class ComputeConfig(OptimizerConfig):
     lora: LoraConfig = Field(default_factory=LoraConfig, description="Train a LoRA adapter instead of all weights.")
 
     @model_validator(mode="after")
-    def _shards_adapters_by_data(self) -> Self:
+    def _settings_work_together(self) -> Self:
+        """Refuse combinations that work on no device; the engine checks the rest."""
         if self.lora.rank and (self.parallel.tp > 1 or self.parallel.pp > 1):
             raise ValueError(
                 "adapters (lora.rank) do not work with tensor or pipeline parallelism: set parallel.tp and parallel.pp to 1, or lora.rank to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _compiles_whole_matrices(self) -> Self:
         if self.compile and self.parallel.tp > 1:
             raise ValueError(
                 "torch.compile does not support matrices split by tp for varying numbers of tokens: set compile to false, or parallel.tp to 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _has_the_precision(self) -> Self:
-        """Refuse what is wrong on any device; the engine checks the rest."""
         single = self.dtype == "float32" or (self.dtype == "auto" and self.device == "cpu")
         if single and self.lora.base_dtype == "bfloat16":
             raise ValueError("lora.base_dtype is bfloat16, but the forward pass is float32: set dtype to bfloat16")
@@ -261,10 +249,6 @@ class ComputeConfig(OptimizerConfig):
             raise ValueError(
                 "attention is varlen, but the kernel needs CUDA and half precision: set attention to auto or sdpa"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _offloads_adamw(self) -> Self:
         if self.optimizer_offload and self.optimizer == "muon":
             raise ValueError(
                 "optimizer_offload steps on the CPU, which is too slow for Muon's matrix products: set optimizer to adamw, or optimizer_offload to false"

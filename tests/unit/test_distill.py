@@ -101,7 +101,7 @@ def test_reverse_distillation_draws_each_log_probability_to_the_teachers(models,
     for loss_fn in (loss, squared):
         engine = TrainEngine(config, student)
         engine.network.model.double()
-        engine.optimizer.register_step_pre_hook(
+        engine.optimizer.parts[0].register_step_pre_hook(
             lambda *_, engine=engine: gradients.append(
                 torch.cat([each.grad.flatten() for each in engine.network.model.parameters()])
             )

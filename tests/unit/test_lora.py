@@ -75,7 +75,7 @@ def test_a_fresh_adapter_changes_nothing_and_only_its_factors_are_trained(model_
     named = dict(trainer.network.model.named_parameters())
     before = {name: each.detach().clone() for name, each in named.items()}
     gradients: set[str] = set()
-    trainer.optimizer.register_step_pre_hook(
+    trainer.optimizer.parts[0].register_step_pre_hook(
         lambda *_: gradients.update(name for name, each in named.items() if each.grad is not None)
     )
     for _ in range(2):  # the first factor has a gradient once the second is not 0 any more

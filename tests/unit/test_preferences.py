@@ -137,7 +137,7 @@ def test_loss_and_gradient_of_pairs_do_not_depend_on_packing(model_dir, renderer
         rows = next(batches(precompute_logprobs(trainer, data, "reference_logprobs"), 9, seed=0))
         for row in rows:
             row.reference_logprobs.sub_(0.05 * row.input_ids)  # a reference apart from the policy
-        trainer.optimizer.register_step_pre_hook(keep)
+        trainer.optimizer.parts[0].register_step_pre_hook(keep)
         metrics = trainer.train_batch(rows, PreferenceLoss(config), count_pairs, whole_groups=True)
         found.append((metrics.loss, taken[0], preference_figures(metrics.sums), metrics.micro_batches))
     assert found[0][3] < found[1][3] < found[2][3] == 9

@@ -37,7 +37,7 @@ def gradient(trainer: TrainEngine, rows, objective=None) -> tuple[torch.Tensor, 
     def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
         taken.append(torch.cat([p.grad.flatten() for p in trainer.network.model.parameters()]))
 
-    hook = trainer.optimizer.register_step_pre_hook(keep)
+    hook = trainer.optimizer.parts[0].register_step_pre_hook(keep)
     metrics = policy_step(trainer, rows, objective)
     hook.remove()
     return taken[0], metrics.loss

@@ -16,7 +16,7 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from time import perf_counter
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -132,13 +132,15 @@ class StepRecord:
         self._seconds: dict[str, float] = defaultdict(float)
         self._loss: list[Scalar] = []
         self._sums: list[dict[str, Scalar]] = []
-        self._sequences = sequences
         self._ranks = ranks
         self._meter = meter
         if meter is not None:
             meter.restart()
-        self._pairs = self._scored = 0
-        self._forward_tokens = self._cells = self._real_cells = self._micro_batches = 0
+        self._counts = {
+            "sequences": len(sequences),
+            "tokens": sum(map(len, sequences)),
+            "loss_tokens": sum(int(each.loss_mask.sum()) for each in sequences),
+        } | dict.fromkeys(("forward_tokens", "micro_batches", "cells", "real_cells", "pairs", "scored"), 0)
         self._totals: dict[str, float] | None = None
         self._grad_norm = 0.0
         self.learning_rate = 0.0
@@ -155,14 +157,13 @@ class StepRecord:
         """Add a micro-batch. Its loss and sums stay on the device until the step ends, so that the host need not wait."""
         self._loss.append(loss.detach())
         self._sums.append(sums)
-        if not batch.sequences:
-            return
-        self._micro_batches += 1
-        self._forward_tokens += batch.packed_tokens
-        self._pairs += batch.attention.pairs
-        self._scored += len(batch.predictors)
-        self._cells += batch.attention.padded_tokens
-        self._real_cells += batch.attention.real_tokens
+        if batch.sequences:
+            self._counts["micro_batches"] += 1
+            self._counts["forward_tokens"] += batch.packed_tokens
+            self._counts["pairs"] += batch.attention.pairs
+            self._counts["scored"] += len(batch.predictors)
+            self._counts["cells"] += batch.attention.padded_tokens
+            self._counts["real_cells"] += batch.attention.real_tokens
 
     def gradient(self, norm: float, learning_rate: float, *, finite: bool) -> None:
         """Record the gradient's norm, the learning rate, and whether norm and loss are finite; if not, the step is skipped."""
@@ -173,20 +174,8 @@ class StepRecord:
     def totals(self) -> dict[str, float]:
         """Return the sums over micro-batches and ranks; loss and sizes are named ``step/<name>``. Computed once."""
         if self._totals is None:
-            summed = self._summed()
-            own = {
-                "loss": summed.pop(LOSS),
-                "sequences": len(self._sequences),
-                "tokens": sum(map(len, self._sequences)),
-                "loss_tokens": sum(int(each.loss_mask.sum()) for each in self._sequences),
-                "forward_tokens": self._forward_tokens,
-                "micro_batches": self._micro_batches,
-                "cells": self._cells,
-                "real_cells": self._real_cells,
-                "pairs": self._pairs,
-                "scored": self._scored,
-            }
-            self._totals = self._ranks.combine({f"step/{name}": value for name, value in own.items()} | summed)
+            counts = {f"step/{name}": float(value) for name, value in self._counts.items()}
+            self._totals = self._ranks.combine(counts | self._summed())
         return self._totals
 
     def _summed(self) -> dict[str, float]:
@@ -205,10 +194,11 @@ class StepRecord:
 
     def finish(self) -> StepMetrics:
         """Return the report."""
-        totals = dict(self.totals())
-        cells, real_cells, loss = totals.pop("step/cells"), totals.pop("step/real_cells"), totals.pop("step/loss")
-        forward_tokens = int(totals.pop("step/forward_tokens"))
-        work = Work(forward_tokens, totals.pop("step/pairs"), totals.pop("step/scored"))
+        sums = dict(self.totals())
+        loss = sums.pop(LOSS)
+        counts: dict[str, Any] = {name: int(sums.pop(f"step/{name}")) for name in self._counts}
+        cells, real_cells = counts.pop("cells"), counts.pop("real_cells")
+        work = Work(counts["forward_tokens"], counts.pop("pairs"), counts.pop("scored"))
         if self._meter is not None:
             self._meter.wait()
         self._seconds["total"] = perf_counter() - self._start
@@ -219,12 +209,8 @@ class StepRecord:
             skipped=self.skipped,
             padding_fraction=1.0 - real_cells / cells if cells else 0.0,
             seconds=dict(self._seconds),
-            sequences=int(totals.pop("step/sequences")),
-            tokens=int(totals.pop("step/tokens")),
-            loss_tokens=int(totals.pop("step/loss_tokens")),
-            forward_tokens=forward_tokens,
-            micro_batches=int(totals.pop("step/micro_batches")),
-            sums=totals,
+            **counts,
+            sums=sums,
             flops=None if self._meter is None else self._meter.flops(work),
             peak_flops=None if self._meter is None else self._meter.peak,
             peak_memory_bytes=None if self._meter is None else self._meter.peak_memory(),

@@ -15,7 +15,6 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
@@ -160,10 +159,6 @@ class Optimizers:
             for group in part.param_groups:
                 group["lr"] = peak * factor
             part.step()
-
-    def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call a hook once per step, before anything changes, as torch.optim.Optimizer does."""
-        return self.parts[0].register_step_pre_hook(hook)
 
     def tensors(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
         """Return the live tensors of the state, named ``<moment>.<parameter>``."""
