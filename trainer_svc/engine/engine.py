@@ -83,7 +83,7 @@ class TrainEngine:
         self._tensor_group = None if mesh.tensor is None else mesh.tensor.get_group()
         self.model_dir = str(model_dir)
         self.device = mesh.device or resolve_device(config.device)
-        self.config = config = on_device(config, torch.device(self.device).type)
+        self.config = config = on_device(config, self.device.type)
         load = partial(
             load_network,
             self.model_dir,
@@ -96,7 +96,7 @@ class TrainEngine:
         )
         network = agree(Ranks(mesh.everyone), load)  # each rank checks other layers: if one refuses, all refuse
         if frozen is not None:
-            freeze(network, DTYPES[frozen_precision(frozen, config.dtype, torch.device(self.device).type)])
+            freeze(network, DTYPES[frozen_precision(frozen, config.dtype, self.device.type)])
         network, self.adapter = attach_adapter(network, config.lora)
         network = distribute(network, mesh, config.parallel)
         self.network = choose_kernels(network, config.attention, compiled=config.compile)

@@ -16,6 +16,7 @@ from trainer_svc.batch.attention_plan import AttentionPlan
 from trainer_svc.engine.attention import PACKED_ATTENTION, Packing
 from trainer_svc.engine.network import Head, Network
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
+from trainer_svc.parallel.sharding import Absent
 
 __all__ = ["freeze", "load_network"]
 
@@ -119,20 +120,12 @@ def _checked(model: PreTrainedModel, files: WeightFiles, head: Head, rank: int, 
         return bool(check_packing(model, CPU, language=language))
 
 
-class _Skipped(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Stands in for a layer that another process checks."""
-
-    def forward(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """Return the hidden states unchanged."""
-        return hidden_states
-
-
 @contextmanager
 def _only(layers: torch.nn.ModuleList, first: int, step: int) -> Iterator[None]:
     """Replace all layers but every `step`-th from `first` on, and put them back at the end."""
     skipped = {place: layer for place, layer in enumerate(layers) if place % step != first % step}
     for place in skipped:
-        layers[place] = _Skipped()
+        layers[place] = Absent()
     try:
         yield
     finally:

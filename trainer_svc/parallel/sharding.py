@@ -29,6 +29,7 @@ from sluice.models import ModelSizes
 from trainer_svc.parallel.dims import COLUMNS, PARTIAL, check_tensor, stage_layers, tensor_plan
 
 __all__ = [
+    "Absent",
     "Root",
     "check_divides",
     "cut_stage",
@@ -48,8 +49,8 @@ def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return tensor.detach().to_local(), tuple(offsets)
 
 
-class _Absent(nn.Module):  # type: ignore[misc]  # torch is not typed here
-    """Stands in for a layer of another stage, so that the layers of this stage keep their names."""
+class Absent(nn.Module):  # type: ignore[misc]  # torch is not typed here
+    """Stands in for a layer that another process has, so that the layers here keep their names."""
 
     def forward(self, hidden_states: torch.Tensor, *_: object, **__: Any) -> torch.Tensor:  # noqa: ANN401  what the layer takes
         """Return the hidden states unchanged."""
@@ -79,7 +80,7 @@ def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     own = stage_layers(len(body.layers), stages)[stage]
     for index in range(len(body.layers)):
         if index not in own:
-            body.layers[index] = _Absent()
+            body.layers[index] = Absent()
     if stage > 0 and not (stage == stages - 1 and _tied(model)):
         body.embed_tokens = None
     if stage < stages - 1:
@@ -119,7 +120,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     tied = head is not None and body.embed_tokens is not None and head.weight is body.embed_tokens.weight
     plan = tensor_plan(model.config.get_text_config().model_type)
     for layer in body.layers:
-        if not isinstance(layer, _Absent):
+        if not isinstance(layer, Absent):
             _split(layer, mesh, _styles(plan))
     if body.embed_tokens is not None:
         _split(body, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
