@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainer_svc.batch.rows import (
     LossFn,
@@ -24,7 +25,7 @@ from trainer_svc.batch.rows import (
 )
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
-from trainer_svc.engine.export import export_hf, live_tensors, named_tensors, whole_tensors
+from trainer_svc.engine.export import cpu_copy, export_hf, live_tensors
 from trainer_svc.engine.loading import freeze, load_network
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
@@ -285,16 +286,19 @@ class TrainEngine:
             network.root.free_gathered()
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights under their Hugging Face names, tied ones once, without a copy: the next step changes them."""
-        return live_tensors(self.network.model, self._weights())
+        """Return the weights (with an adapter: merged) under their Hugging Face names, tied ones once; the next step changes them."""
+        weights: dict[str, torch.Tensor] = self.network.model.state_dict()
+        return live_tensors(self.network.model, weights if self.adapter is None else self.adapter.merged(weights))
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the weights under their Hugging Face names, tied ones once, as CPU copies.
 
+        DTensors are gathered one by one: every rank calls it.
+
         Args:
             dtype: Precision of floating-point tensors; None keeps float32.
         """
-        return named_tensors(self.network.model, dtype, self._weights())
+        return {name: cpu_copy(tensor, dtype) for name, tensor in self.live_tensors().items()}
 
     def export_hf(self, directory: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write a Hugging Face model directory, or a PEFT adapter if one is trained; it appears whole or not at all.
@@ -310,8 +314,12 @@ class TrainEngine:
                 "no process has the layers of all pipeline stages: save a checkpoint, whose directory `hf` has all layers"
             )
         tensors = self.network.model.state_dict() if self.adapter is None else self._trained()
-        weights = whole_tensors(tensors, keep=self.mesh.rank == 0)
-        if not self.mesh.rank:
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():  # one by one, so that a process has at most one whole tensor that it drops
+            whole = tensor.detach().full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
+            if self.mesh.rank == 0:
+                weights[name] = whole
+        if self.mesh.rank == 0:
             self.export_weights(weights, directory, dtype)
 
     def export_weights(
@@ -377,11 +385,6 @@ class TrainEngine:
     def restore_scalars(self, scalars: Mapping[str, int]) -> None:
         """Restore the numbers of a checkpoint."""
         self.optimizer_steps = int(scalars["optimizer_steps"])
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights by their names in the model; with an adapter those of the base with the adapter added."""
-        state: dict[str, torch.Tensor] = self.network.model.state_dict()
-        return state if self.adapter is None else self.adapter.merged(state)
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sluice.host_files import whole_directory
 
-__all__ = ["cpu_copy", "export_hf", "live_tensors", "named_tensors", "whole_tensors"]
+__all__ = ["cpu_copy", "export_hf", "live_tensors"]
 
 OWN_MODULES = ("value_head.",)
 """Modules that training adds to a language model. Files and engines do not have them."""
@@ -49,36 +49,6 @@ def live_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) ->
 
 def _policy_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if not name.startswith(OWN_MODULES)}
-
-
-def named_tensors(
-    model: PreTrainedModel, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return contiguous CPU copies of whole tensors by their Hugging Face names; of tied weights only the first name appears.
-
-    DTensors are gathered one by one: all processes that hold slices of them call this together.
-
-    Args:
-        model: The model.
-        dtype: Precision of floating-point tensors; None keeps the model's.
-        weights: Its weights by their names in it.
-    """
-    return {name: cpu_copy(tensor, dtype) for name, tensor in live_tensors(model, weights).items()}
-
-
-def whole_tensors(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather whole tensors one by one; all processes that hold slices of them call this together.
-
-    Args:
-        tensors: This process's tensors.
-        keep: Whether this process keeps the result (DTensors as CPU copies, others as they are); otherwise it gets nothing.
-    """
-    whole: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        gathered = tensor.detach().full_tensor().cpu() if isinstance(tensor, DTensor) else tensor.detach()
-        if keep:
-            whole[name] = gathered
-    return whole
 
 
 def cpu_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
