@@ -34,7 +34,14 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
         ConfigError: if the settings are invalid together.
     """
     config.check_start(common)
-    server = _server(common, config)
+    # Its address is checked before the engine takes its time to start.
+    server = RpcServer(
+        "rollout",
+        config.server,
+        common.security,
+        features=[f"engine.{config.engine}", *(["lora"] if config.lora.enabled else [])],
+        run=common.run,
+    )
     engine = build_engine(common.model, config, common.max_staleness)
     await engine.start()
     try:
@@ -42,17 +49,6 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
         await _serve(common, config, server, engine, tokenizer)
     finally:
         await engine.stop()
-
-
-def _server(common: CommonConfig, config: RolloutConfig) -> RpcServer:
-    """Return the server, not started. Its address is checked before the engine takes its time to start."""
-    return RpcServer(
-        "rollout",
-        config.server,
-        common.security,
-        features=[f"engine.{config.engine}", *(["lora"] if config.lora.enabled else [])],
-        run=common.run,
-    )
 
 
 async def _serve(
@@ -79,11 +75,7 @@ async def _serve(
         raise
     metrics = ReplicaMetrics(supervisor, weights)
     failed = asyncio.Event()
-    duties = [
-        weights.run_forever(),
-        supervisor.watch_forever(weights.restart_engine),
-        admin.expire_pauses_forever(),
-    ]
+    duties = [weights.run_forever(), supervisor.watch_forever(weights.restart_engine), admin.expire_pauses_forever()]
     tasks = [asyncio.create_task(_or_fail(duty, failed)) for duty in duties]
 
     async def finish(grace_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Watches the engine, restarts it on the version that it served if it dies, and gives it to whoever needs it while it serves."""
+"""Watches the engine and restarts it on the version that it served if it dies."""
 
 from __future__ import annotations
 
@@ -30,8 +30,14 @@ class Restartable(Protocol):
     """An engine that can be restarted after it failed."""
 
     async def restart(self) -> Version:
-        """Start the engine again on the version that was last applied, or on the base model."""
-        ...
+        """Start the engine again on the version last applied if its staged file still exists, else on the base model.
+
+        Returns:
+            The version that serves now.
+
+        Raises:
+            EngineError: if it cannot start.
+        """
 
 
 class EngineSupervisor:

@@ -22,7 +22,6 @@ class EnginePackage(Protocol):
         Raises:
             ConfigError: if it could not hold the adapters that the run's bound on staleness asks for.
         """
-        ...
 
     def check(self, run: CommonConfig, config: RolloutConfig) -> None:
         """Refuse settings that the engine would fail on while it starts. Loads neither the model nor the engine's library.
@@ -30,7 +29,6 @@ class EnginePackage(Protocol):
         Raises:
             ConfigError: with the setting to change.
         """
-        ...
 
 
 def build_engine(model: str, config: RolloutConfig, max_staleness: int = 0) -> InferenceEngine:

@@ -179,57 +179,73 @@ class InferenceEngine(Protocol):
     """Samples tokens, and changes its weights between steps.
 
     Log-probabilities are those of the sampled tokens after temperature. The service checks the token ids of prompts before it
-    passes them on.
+    passes them on. An engine that can be started again after it failed also has `restart`; see `supervision.Restartable`.
     """
 
     info: ModelInfo
 
     async def start(self) -> None:
-        """Load the model. Raise EngineError with the remedy if that fails."""
-        ...
+        """Load the model.
+
+        Raises:
+            EngineError: if that fails, with the remedy.
+        """
 
     async def stop(self) -> None:
         """End every request and free everything. Idempotent."""
-        ...
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample, and return when all samples have ended. Cancelling aborts them."""
-        ...
+        """Sample, and return when all samples have ended. Cancelling aborts them.
+
+        Raises:
+            ValueError: if this engine does not support the parameters.
+            EngineBusyError: if too many samples wait.
+            EngineError: if the engine failed.
+        """
 
     def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts."""
-        ...
+        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
+
+        Raises what `agenerate` raises.
+        """
 
     async def abort(self, request_id: str) -> bool:
         """End a request with finish reason ABORT and its tokens so far. Return False if it is not in progress."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. New requests are queued."""
-        ...
+        """Stop sampling. New requests are queued.
+
+        Raises:
+            EngineError: if requests in progress did not end in time (mode WAIT); sampling continues.
+        """
 
     async def resume(self) -> None:
         """Resume sampling. Idempotent."""
-        ...
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
         """Switch to a staged version: pause, copy, resume. Requests in progress continue.
 
-        Raise EngineError if the version could not be applied. Nothing is sampled from a part of a version.
+        Raises:
+            EngineError: if the version could not be applied. The old version keeps serving, unless `status` says that the
+                engine is not healthy: then call `restart`. Nothing is sampled from a part of a version.
         """
-        ...
 
     async def reload_base(self) -> ApplyReport:
-        """Return to the base model on disk, as version (0, 0)."""
-        ...
+        """Return to the base model on disk, as version (0, 0). Raises what `apply` raises."""
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
-        """Compare the live weights with a version (None: the base model), or a fraction of its tensors, between steps.
+        """Compare the live weights bit for bit with a version's files, between steps.
 
-        Return the tensors that differ; the next `apply` of that version loads it again. Raise EngineError if that fails.
+        Args:
+            staged: The version; None for the base model.
+            share: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
+
+        Returns:
+            The tensors that differ; the next `apply` of the version loads it again.
+
+        Raises:
+            EngineError: if the comparison fails.
         """
-        ...
 
     def status(self) -> EngineStatus:
         """Return version and load. This is cheap."""
-        ...

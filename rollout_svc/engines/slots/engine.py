@@ -114,23 +114,12 @@ class TransformersEngine(LoraEngine):
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model.
-
-        Raises:
-            EngineError: if that fails, with the remedy.
-        """
+        """See `InferenceEngine`."""
         async with self._commands:
             await self._start()
 
     async def restart(self) -> Version:
-        """Load the model again after a failure, on the version last applied if its staged file still exists.
-
-        Returns:
-            The version that serves now: the base, (0, 0), if the staged file was deleted.
-
-        Raises:
-            EngineError: if it cannot start.
-        """
+        """See `Restartable`."""
         async with self._commands:
             if self._running is not None:
                 self._resume_from = self._running.staged
@@ -147,7 +136,7 @@ class TransformersEngine(LoraEngine):
             return self._adapter_version or loop.version
 
     async def stop(self) -> None:
-        """End every request and free everything. Idempotent."""
+        """See `InferenceEngine`."""
         async with self._commands:
             await self._stop()
 
@@ -225,13 +214,7 @@ class TransformersEngine(LoraEngine):
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample, and return when all samples have ended. Cancelling aborts them.
-
-        Raises:
-            ValueError: if this engine does not support the parameters.
-            EngineBusyError: if too many samples wait.
-            EngineError: if the engine failed.
-        """
+        """See `InferenceEngine`."""
         await self._policy_loaded.wait()
         active = self._submit(request)
         try:
@@ -243,13 +226,7 @@ class TransformersEngine(LoraEngine):
     async def stream(
         self, request: GenerationRequest, *, coalesce_s: float = 0.02
     ) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
-
-        Raises:
-            ValueError: if this engine does not support the parameters.
-            EngineBusyError: if too many samples wait.
-            EngineError: if the engine failed.
-        """
+        """See `InferenceEngine`."""
         await self._policy_loaded.wait()
         active = self._submit(request)
         given = [0] * request.n
@@ -269,7 +246,7 @@ class TransformersEngine(LoraEngine):
             self._release(active)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ABORT and its tokens so far. Return False if it is not in progress."""
+        """See `InferenceEngine`."""
         loop = self._loop
         named = list(self._active.get(request_id, ()))
         return await self._command(lambda: sum(map(loop.abort, named)) > 0)
@@ -301,11 +278,7 @@ class TransformersEngine(LoraEngine):
     # --- pausing --------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. New requests are queued.
-
-        Raises:
-            EngineError: if requests in progress did not end in time (mode WAIT); sampling continues.
-        """
+        """See `InferenceEngine`."""
         async with self._commands:
             loop = self._loop
             paused = await self._command(lambda: loop.pause(mode))
@@ -321,19 +294,14 @@ class TransformersEngine(LoraEngine):
                 ) from error
 
     async def resume(self) -> None:
-        """Resume sampling. Idempotent."""
+        """See `InferenceEngine`."""
         async with self._commands:
             await self._command(self._loop.resume)
 
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
-        """Switch to a staged version between two steps; requests in progress continue.
-
-        Raises:
-            EngineError: if the version could not be applied. The old version keeps serving, unless `status` says that
-                the engine is not healthy: then call `restart`.
-        """
+        """See `InferenceEngine`. The version is copied in place between two steps."""
         async with self._commands:
             loop = self._loop
             if loop.staged == staged and not loop.suspect:
@@ -343,11 +311,7 @@ class TransformersEngine(LoraEngine):
             return await self._swap(loop, staged)
 
     async def reload_base(self) -> ApplyReport:
-        """Return to the base model on disk, as version (0, 0).
-
-        Raises:
-            EngineError: as `apply` does.
-        """
+        """See `InferenceEngine`."""
         async with self._commands:
             return await self._swap(self._loop, None)
 
@@ -359,18 +323,7 @@ class TransformersEngine(LoraEngine):
         return ApplyReport(version, *times)
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
-        """Compare the live tensors bit for bit with a version's file (None: the base model's), one at a time between steps.
-
-        Args:
-            staged: The version.
-            share: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
-
-        Returns:
-            The tensors that differ; the next `apply` of the version loads it again.
-
-        Raises:
-            EngineError: if the file cannot be read.
-        """
+        """See `InferenceEngine`. Tensors are compared one at a time."""
         async with self._commands:
             loop = self._loop
             names = chosen(loop.tensors(), share, BASE if staged is None else staged.version)
@@ -414,7 +367,7 @@ class TransformersEngine(LoraEngine):
     # --- status ---------------------------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        """Return version and load. This is cheap."""
+        """See `InferenceEngine`."""
         loop = self._running
         if loop is None:
             return EngineStatus(BASE, BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)

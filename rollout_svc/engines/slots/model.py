@@ -81,7 +81,7 @@ class SlotModel:
 
     @property
     def kv_shape(self) -> KvShape:
-        """The size of one position of one sample."""
+        """Return the size of one position of one sample."""
         text = self.module.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -152,7 +152,7 @@ class SlotModel:
         positions: Sequence[int],
         adapters: Sequence[Adapter | None],
     ) -> Logits:
-        """One step of the first rows.
+        """Compute one step of the first rows.
 
         Args:
             cache: Their keys and values.
@@ -206,7 +206,7 @@ def slot_attention(
     sliding_window: int | None = None,
     **features: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention for transformers' ``AttentionInterface``: whole prompts, or one query per row under a mask.
+    """Compute causal attention for transformers' ``AttentionInterface``: whole prompts, or one query per row under a mask.
 
     Query heads that share keys become the queries of one head, so that nothing is copied per query head.
 
@@ -328,7 +328,7 @@ class SlotCache:
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
     def clean(self, row: int) -> None:
-        """Zero a row that a NaN came into: it would active on in positions that are masked."""
+        """Zero a row that a NaN came into: a later row would read it in positions that are masked."""
         self.keys[:, row] = 0
         self.values[:, row] = 0
 

@@ -107,23 +107,12 @@ class VllmEngine(LoraEngine):
     # --- life -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Start before serving sockets: the engine's process is forked on CPU.
-
-        Raises:
-            EngineError: if that fails, with the remedy.
-        """
+        """See `InferenceEngine`. Start before serving sockets: the engine's process is forked on a CPU."""
         async with self._commands:
             await self._start(fork=self._options.start_method != "spawn")
 
     async def restart(self) -> Version:
-        """Start the engine again after it died, on the version last applied if its staged file still exists.
-
-        Returns:
-            The version that serves now: the base, (0, 0), if the staged file was deleted.
-
-        Raises:
-            EngineError: if it cannot start.
-        """
+        """See `Restartable`."""
         async with self._commands:
             await self._shut_down()
             await self._start(fork=self._options.start_method == "fork")
@@ -134,7 +123,7 @@ class VllmEngine(LoraEngine):
             return self._version
 
     async def stop(self) -> None:
-        """End every request and free everything. Idempotent."""
+        """See `InferenceEngine`."""
         async with self._commands:
             await self._shut_down()
 
@@ -194,12 +183,7 @@ class VllmEngine(LoraEngine):
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def agenerate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample, and return when all samples have ended. Cancelling aborts them.
-
-        Raises:
-            ValueError: if this engine does not support the parameters.
-            EngineError: if the engine died.
-        """
+        """See `InferenceEngine`."""
         tracked = await self._submit(request)
         try:
             output = await tracked.result()
@@ -222,12 +206,7 @@ class VllmEngine(LoraEngine):
     async def stream(
         self, request: GenerationRequest, *, coalesce_s: float = 0.02
     ) -> AsyncGenerator[GenerationChunk, None]:
-        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
-
-        Raises:
-            ValueError: if this engine does not support the parameters.
-            EngineError: if the engine died.
-        """
+        """See `InferenceEngine`."""
         tracked = await self._submit(request)
         given = 0
         try:
@@ -248,7 +227,7 @@ class VllmEngine(LoraEngine):
             await self._release(request, tracked)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request with finish reason ABORT and its tokens so far. Return False if it is not in progress."""
+        """See `InferenceEngine`."""
         tracked = list(self._active.get(request_id, ()))
         for each in tracked:
             await self._llm.abort(each.internal_id, internal=True)
@@ -311,11 +290,7 @@ class VllmEngine(LoraEngine):
     # --- pausing --------------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. New requests are queued.
-
-        Raises:
-            EngineError: if requests in progress did not end in time (mode WAIT); sampling continues.
-        """
+        """See `InferenceEngine`."""
         async with self._changing():
             llm = self._llm
             work = llm.engine_core.pause_scheduler_async(mode=mode.value, clear_cache=False)
@@ -328,7 +303,7 @@ class VllmEngine(LoraEngine):
             self._paused = mode
 
     async def resume(self) -> None:
-        """Resume sampling. Idempotent."""
+        """See `InferenceEngine`."""
         async with self._changing():
             self._paused = None
             llm = self._llm
@@ -337,38 +312,17 @@ class VllmEngine(LoraEngine):
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
-        """Switch to a staged version: pause, copy, resume. Requests in progress continue.
-
-        Raises:
-            EngineError: if the version could not be applied. The old version keeps serving, unless `status` says that
-                the engine is not healthy: then call `restart`. Nothing is sampled from a part of a version.
-        """
+        """See `InferenceEngine`."""
         async with self._commands:  # a caller that gives up while it waits for the lock leaves at once
             return await run_to_end(asyncio.ensure_future(self._apply(staged)))
 
     async def reload_base(self) -> ApplyReport:
-        """Return to the base model on disk, as version (0, 0).
-
-        Raises:
-            EngineError: as `apply` does.
-        """
+        """See `InferenceEngine`."""
         async with self._commands:
             return await run_to_end(asyncio.ensure_future(self._switch(None)))
 
     async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
-        """Compare the live weights of every worker with a version's files, between steps.
-
-        Args:
-            staged: The version; None for the base model.
-            share: Fraction of the tensors to compare, above 0; 1 for all.
-
-        Returns:
-            The tensors that differ; the next `apply` of the version loads it again. Tensors whose form in the engine is not
-            known, such as quantised ones, are only logged.
-
-        Raises:
-            EngineError: if the comparison fails.
-        """
+        """See `InferenceEngine`. Tensors whose form in the engine is not known, such as quantised ones, are only logged."""
         async with self._commands:
             deadline_s = VERIFY_PHASES * self._options.phase_deadline_s
             found = await verify(self._llm, self._weights.files(staged), share, deadline_s)
@@ -450,7 +404,7 @@ class VllmEngine(LoraEngine):
     # --- status ---------------------------------------------------------------------------------------------------
 
     def status(self) -> EngineStatus:
-        """Return version and load. This is cheap."""
+        """See `InferenceEngine`."""
         processes = self._processes
         healthy = processes is not None and not self._broken and not processes.llm.errored
         unfinished = processes.llm.get_num_unfinished_requests() if processes is not None and healthy else 0
