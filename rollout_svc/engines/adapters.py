@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import structlog
 
 from rollout_svc.config import LoraConfig
-from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.base import EngineError, GenerationRequest
 from sluice.tasks import run_to_end
 from sluice.versions import Version
 from weightsync.staged import ApplyReport, StagedAdapter
@@ -270,8 +270,8 @@ def _check_pair(staged: StagedAdapter, name: str, shapes: Mapping[str, tuple[int
 class RequestInProgress(Protocol):
     """What adapters need to know of a request in progress."""
 
+    request: GenerationRequest
     adapter: Adapter | None
-    adapter_name: str
 
 
 class LoraEngine(ABC):
@@ -367,7 +367,7 @@ class LoraEngine(ABC):
             if adapter is None:
                 return False
             await self._wait_entered(adapter)
-            await self._end_requests(lambda request: request.adapter is adapter and request.adapter_name == name)
+            await self._end_requests(lambda each: each.adapter is adapter and each.request.adapter == name)
             return True
 
     def adapters(self) -> Sequence[AdapterInfo]:

@@ -115,13 +115,13 @@ async def test_streamed_spans_are_the_engine_s_final_ones(models):
         applied = 0
         while not tracked.ended:
             await tracked.wait(0.005)
-            for index, sampled, _ in tracked.advance():
-                streamed[index].extend(sampled.spans)
+            for chunk in tracked.chunks():
+                streamed[chunk.index].extend(chunk.spans)
             if applied < 4 and sum(len(spans) for spans in streamed.values()) > 6 * (applied + 1):
                 applied += 1
                 await engine.apply(staged(models[applied % 3], Version(1, applied)))
         final = {output.index: output for output in tracked._final.outputs}
-        await engine._release(ask(), tracked)
+        await engine._release(tracked)
     for index, spans in streamed.items():
         starts = [span for i, span in enumerate(spans) if i == 0 or span.version != spans[i - 1].version]
         reported = [VersionSpan(span.start, Version.parse(span.version)) for span in final[index].weight_versions]

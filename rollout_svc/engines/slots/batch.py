@@ -138,7 +138,7 @@ class ActiveRequest:
     """
 
     def __init__(self, request: GenerationRequest, info: ModelInfo, adapter: Adapter | None = None) -> None:
-        self.request, self.adapter, self.adapter_name = request, adapter, request.adapter
+        self.request, self.adapter = request, adapter
         self.samples = [ActiveSample(request, index, info) for index in range(request.n)]
         self.prompt_logprobs: list[float] = []
         self.error: EngineError | None = None

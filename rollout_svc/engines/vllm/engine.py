@@ -25,9 +25,17 @@ from rollout_svc.engines.base import (
     PauseMode,
 )
 from rollout_svc.engines.model_files import model_directory, read_base_model
-from rollout_svc.engines.vllm import requests as results
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
-from rollout_svc.engines.vllm.requests import Llm, TrackedRequest, live_token_count, submit
+from rollout_svc.engines.vllm.requests import (
+    Llm,
+    TrackedRequest,
+    check_request,
+    cut_at_nan,
+    live_token_count,
+    refusals,
+    sampling_params,
+    submit,
+)
 from rollout_svc.engines.vllm.weights import HalfLoadedError, VllmWeights, step, verify
 from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version
@@ -186,22 +194,16 @@ class VllmEngine(LoraEngine):
         """See `InferenceEngine`."""
         tracked = await self._submit(request)
         try:
-            output = await tracked.result()
+            result = await tracked.result()
         except Exception as error:
             raise lost(request, error) from error
         finally:
-            await self._release(request, tracked)
-        samples = [results.sample(each, request.sampling, tracked) for each in output.outputs]
-        self._count(request, sum(len(each.token_ids) for each in samples))
-        poisoned = sum(results.cut_at_nan(each) for each in samples)
+            await self._release(tracked)
+        self._count(request, sum(len(each.token_ids) for each in result.samples))
+        poisoned = sum(cut_at_nan(each) for each in result.samples)
         if poisoned:
             await self._scrub()
-        return GenerationResult(
-            request.request_id,
-            samples,
-            results.prompt_logprobs(output.prompt_logprobs) if request.prompt_logprobs else [],
-            output.num_cached_tokens or 0,
-        )
+        return result
 
     async def stream(
         self, request: GenerationRequest, *, coalesce_s: float = 0.02
@@ -212,10 +214,9 @@ class VllmEngine(LoraEngine):
         try:
             while not tracked.ended:
                 await tracked.wait(max(coalesce_s, LEAST_COALESCE_S))
-                for index, sampled, ended in tracked.advance():
-                    chunk = results.chunk(index, sampled, ended, request.sampling, retired=tracked.retired)
+                for chunk in tracked.chunks():
                     given += len(chunk.token_ids)
-                    poisoned = results.cut_at_nan(chunk)
+                    poisoned = cut_at_nan(chunk)
                     yield chunk
                     if poisoned:
                         await self._scrub()
@@ -224,7 +225,7 @@ class VllmEngine(LoraEngine):
             raise lost(request, error) from error
         finally:
             self._count(request, given)
-            await self._release(request, tracked)
+            await self._release(tracked)
 
     async def abort(self, request_id: str) -> bool:
         """See `InferenceEngine`."""
@@ -237,32 +238,29 @@ class VllmEngine(LoraEngine):
         await self._policy_loaded.wait()
         await self._weights.admit.wait()  # an update is in progress: the request is sampled by the new version
         llm = self._llm
-        results.check_request(request, self.info, seeds=self._seeds)
-        unique_id = f"{request.request_id}.{next(self._numbers)}"
+        check_request(request, self.info, seeds=self._seeds)
+        name = f"{request.request_id}.{next(self._numbers)}"
         with self._entering_with(request.adapter) as adapter:
             # The salt makes the version a part of the key of prefix-cache entries: after an update no old one is read.
             salt = str(self._weights.version if adapter is None else adapter.version)
-            prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
             try:
-                with results.refusals():
-                    params = results.sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None)
-                    lora = None if adapter is None else lora_request(adapter)
-                    tracked = await submit(llm, unique_id, prompt, params, priority=request.priority, lora_request=lora)
+                with refusals():
+                    params = sampling_params(request, self.info, has_tokenizer=llm.tokenizer is not None)
+                    tracked = await submit(llm, request, adapter, params, name=name, salt=salt)
             except ValueError:
                 raise
             except Exception as error:
                 raise lost(request, error) from error
-            tracked.adapter, tracked.adapter_name = adapter, request.adapter
             self._active.setdefault(request.request_id, set()).add(tracked)
         return tracked
 
-    async def _release(self, request: GenerationRequest, tracked: TrackedRequest) -> None:
+    async def _release(self, tracked: TrackedRequest) -> None:
         """Forget a request. Abort it if it has not ended."""
         self._left(tracked.adapter)
-        live = self._active[request.request_id]
+        live = self._active[tracked.request.request_id]
         live.discard(tracked)
         if not live:
-            del self._active[request.request_id]
+            del self._active[tracked.request.request_id]
         processes = self._processes
         if not tracked.ended and processes is not None and not processes.llm.errored:
             await processes.llm.abort(tracked.internal_id, internal=True)
@@ -428,10 +426,3 @@ def lost(request: GenerationRequest, error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
     return EngineError(f"request {request.request_id} was lost with the engine: {type(error).__name__}: {error}")
-
-
-def lora_request(adapter: Adapter) -> object:
-    """Return the ``LoRARequest`` for an adapter."""
-    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - vLLM is loaded by start()
-
-    return LoRARequest(adapter.label, adapter.number, str(adapter.staged.path))

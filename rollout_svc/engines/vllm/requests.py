@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollout_svc.engines.adapters import Adapter
-from rollout_svc.engines.base import FinishReason, GenerationChunk, GenerationRequest, ModelInfo, Sample, Sampling
+from rollout_svc.engines.base import (
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationResult,
+    ModelInfo,
+    Sample,
+    Sampling,
+)
 from sluice.versions import Version, VersionSpan, spans_between
 
 __all__ = [
@@ -27,12 +35,9 @@ __all__ = [
     "TrackedRequest",
     "VllmConfig",
     "check_request",
-    "chunk",
     "cut_at_nan",
     "live_token_count",
-    "prompt_logprobs",
     "refusals",
-    "sample",
     "sampling_params",
     "submit",
 ]
@@ -50,41 +55,23 @@ LEAST_TEMPERATURE = 0.01
 """vLLM silently raises lower ones to this. Then the log-probabilities would be those of another temperature."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Tokens of one sample from index ``offset`` on, with log-probabilities in vLLM's flat form (see `flat_logprobs`)."""
-
-    offset: int
-    token_ids: list[int]
-    flat: FlatLogprobs
-    spans: list[VersionSpan]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Why one sample ended, in vLLM's words."""
-
-    finish_reason: str
-    stop_reason: int | str | None
-
-
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
     """A request that vLLM has accepted.
 
     Attributes:
-        internal_id: Its id in vLLM, which is unique.
+        request: What was asked.
         adapter: Its adapter, if it has one. Then all of its tokens carry the version of the adapter.
-        adapter_name: The name of the adapter in the request; empty for the policy.
+        internal_id: Its id in vLLM, which is unique.
         retired: Whether it was ended because its adapter was unloaded.
     """
 
+    request: GenerationRequest
+    adapter: Adapter | None
     internal_id: str
     _collector: Collector
     _states: list[RequestState]
     _parent: ParentRequest | None
-    adapter: Adapter | None = None
-    adapter_name: str = ""
     retired: bool = False
     _given: list[int] = field(default_factory=list)
     _ended: list[bool] = field(default_factory=list)
@@ -94,10 +81,15 @@ class TrackedRequest:
         self._given = [0] * len(self._states)
         self._ended = [False] * len(self._states)
 
-    async def result(self) -> RequestOutput:
-        """Wait for the end of all samples and return vLLM's ``RequestOutput``. Raise what the engine raised."""
+    async def result(self) -> GenerationResult:
+        """Wait for the end of all samples and return them. Raise what the engine raised."""
         self._final = await self._collector.get()
-        return self._final
+        return GenerationResult(
+            self.request.request_id,
+            [self._sample(each) for each in self._final.outputs],
+            prompt_logprobs(self._final.prompt_logprobs) if self.request.prompt_logprobs else [],
+            self._final.num_cached_tokens or 0,
+        )
 
     async def wait(self, seconds: float) -> None:
         """Wait for some seconds, or until all samples have ended. Raise what the engine raised."""
@@ -116,62 +108,83 @@ class TrackedRequest:
         """Return whether all samples had ended at the last `result` or `wait`."""
         return self._final is not None
 
-    def advance(self) -> Iterator[tuple[int, Sampled, Ended | None]]:
+    def chunks(self) -> Iterator[GenerationChunk]:
         """Yield the new tokens of each sample since the last call, and the end of each sample once."""
+        top = self.request.sampling.top_logprobs
         finals = {output.index: output for output in self._final.outputs} if self._final is not None else {}
         for index, state in enumerate(self._states):
             if self._ended[index]:
                 continue
-            output = finals.get(index) or self._ended_child(index)
-            sampled = self._new_tokens(index, state)
-            if output is not None:
-                self._ended[index] = True
-                yield index, sampled, Ended(output.finish_reason, output.stop_reason)
-            elif sampled.token_ids:
-                yield index, sampled, None
+            output = finals.get(index)
+            if output is None and self._parent is not None:  # it keeps the samples that ended before the others
+                output = self._parent.output_aggregator[index]
+            start, token_ids = self._given[index], state.detokenizer.output_token_ids
+            end = self._given[index] = len(token_ids)
+            if output is None and start == end:
+                continue
+            self._ended[index] = output is not None
+            flat = state.logprobs_processor.logprobs[start:end]
+            if self.adapter is not None:
+                spans = [VersionSpan(0, self.adapter.version)]
+            else:
+                spans = [VersionSpan(first, Version.parse(label)) for label, first in state.weight_version_starts]
+            yield GenerationChunk(
+                index=index,
+                offset=start,
+                token_ids=token_ids[start:end],
+                logprobs=flat_logprobs(flat, top),
+                spans=spans_between(spans, start, end),
+                finish_reason=None if output is None else self._finish_reason(output),
+                stop_string="" if output is None else stop_string(output),
+                top_logprobs=flat_top_logprobs(flat, top),
+            )
 
-    def _ended_child(self, index: int) -> CompletionOutput | None:
-        """Return the output of a sample that ended before the others; it is kept in the parent request."""
-        return self._parent.output_aggregator[index] if self._parent is not None else None
-
-    def _new_tokens(self, index: int, state: RequestState) -> Sampled:
-        start = self._given[index]
-        token_ids = state.detokenizer.output_token_ids
-        end = self._given[index] = len(token_ids)
-        flat = state.logprobs_processor.logprobs[start:end]
+    def _sample(self, output: CompletionOutput) -> Sample:
+        top = self.request.sampling.top_logprobs
+        spans = [VersionSpan(span.start, Version.parse(span.version)) for span in output.weight_versions or ()]
         if self.adapter is not None:
-            spans = [VersionSpan(0, self.adapter.version)]
-        else:
-            spans = [VersionSpan(first, Version.parse(label)) for label, first in state.weight_version_starts]
-        return Sampled(start, token_ids[start:end], flat, spans_between(spans, start, end))
+            spans = [VersionSpan(0, self.adapter.version)] if output.token_ids else []
+        return Sample(
+            index=output.index,
+            token_ids=list(output.token_ids),
+            logprobs=flat_logprobs(output.logprobs, top),
+            spans=spans,
+            finish_reason=self._finish_reason(output),
+            stop_string=stop_string(output),
+            top_logprobs=flat_top_logprobs(output.logprobs, top),
+        )
+
+    def _finish_reason(self, output: CompletionOutput) -> FinishReason:
+        """Return our finish reason for vLLM's; an unknown one is an error."""
+        aborted = FinishReason.VERSION_RETIRED if self.retired else FinishReason.ABORT
+        known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": aborted}
+        return known.get(output.finish_reason, FinishReason.ERROR)
 
 
 async def submit(
-    engine: Llm,
-    request_id: str,
-    prompt: Mapping[str, object],
-    params: SamplingParams,
-    *,
-    priority: int,
-    lora_request: object | None = None,
+    engine: Llm, request: GenerationRequest, adapter: Adapter | None, params: SamplingParams, *, name: str, salt: str
 ) -> TrackedRequest:
     """Submit a request to vLLM's ``AsyncLLM``.
 
     Args:
         engine: The running engine.
-        request_id: Unique among the requests in progress.
-        prompt: vLLM's ``TokensInput``.
+        request: What is asked.
+        adapter: Its adapter; None for the weights alone.
         params: How to sample; several samples share one `TrackedRequest`.
-        priority: Lower goes first.
-        lora_request: vLLM's ``LoRARequest``; None for the weights alone.
+        name: Unique among the requests in progress.
+        salt: Part of the key of its entries in the prefix cache.
 
     Raises:
         VLLMClientError: if vLLM refuses it.
     """
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415 - vLLM is loaded by start()
+
+    prompt = {"type": "token", "prompt_token_ids": request.prompt_ids, "cache_salt": salt}
+    lora = None if adapter is None else LoRARequest(adapter.label, adapter.number, str(adapter.staged.path))
     try:
-        collector = await engine.add_request(request_id, prompt, params, lora_request=lora_request, priority=priority)
+        collector = await engine.add_request(name, prompt, params, lora_request=lora, priority=request.priority)
     except BaseException:
-        await engine.abort(request_id)  # it may be registered although the call failed or was cancelled
+        await engine.abort(name)  # it may be registered although the call failed or was cancelled
         raise
     processor = engine.output_processor
     if params.n == 1:
@@ -180,7 +193,7 @@ async def submit(
         names = [f"{index}_{collector.request_id}" for index in range(params.n)]
         parent = processor.parent_requests[collector.request_id]
     states = [processor.request_states[name] for name in names]
-    return TrackedRequest(collector.request_id, collector, states, parent)
+    return TrackedRequest(request, adapter, collector.request_id, collector, states, parent)
 
 
 def live_token_count(engine: Llm) -> int:
@@ -274,22 +287,6 @@ def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: b
         raise ValueError("stop strings need a tokenizer in the model's directory; use stop_token_ids")
 
 
-def sample(output: CompletionOutput, sampling: Sampling, tracked: TrackedRequest) -> Sample:
-    """Return the sample for a ``CompletionOutput`` of vLLM."""
-    spans = [VersionSpan(span.start, Version.parse(span.version)) for span in output.weight_versions or ()]
-    if tracked.adapter is not None:
-        spans = [VersionSpan(0, tracked.adapter.version)] if output.token_ids else []
-    return Sample(
-        index=output.index,
-        token_ids=list(output.token_ids),
-        logprobs=flat_logprobs(output.logprobs, sampling.top_logprobs),
-        spans=spans,
-        finish_reason=finish_reason(output.finish_reason, retired=tracked.retired),
-        stop_string=stop_string(output.stop_reason),
-        top_logprobs=flat_top_logprobs(output.logprobs, sampling.top_logprobs),
-    )
-
-
 def cut_at_nan(part: Sample | GenerationChunk) -> bool:
     """Cut a sample before its first NaN, since later tokens are noise. Return whether there was one."""
     if not math.isnan(sum(part.logprobs)):
@@ -302,16 +299,9 @@ def cut_at_nan(part: Sample | GenerationChunk) -> bool:
     return True
 
 
-def finish_reason(text: str, *, retired: bool) -> FinishReason:
-    """Return our finish reason for vLLM's; an unknown one is an error. ``retired`` tells why a request was aborted."""
-    aborted = FinishReason.VERSION_RETIRED if retired else FinishReason.ABORT
-    known = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": aborted}
-    return known.get(text, FinishReason.ERROR)
-
-
-def stop_string(reason: int | str | None) -> str:
+def stop_string(output: CompletionOutput) -> str:
     """Return the stop string that ended a sample; an empty one if a token did."""
-    return reason if isinstance(reason, str) else ""
+    return output.stop_reason if isinstance(output.stop_reason, str) else ""
 
 
 def flat_logprobs(flat: FlatLogprobs | None, top: int) -> list[float]:
@@ -339,22 +329,6 @@ def prompt_logprobs(flat: FlatLogprobs | None) -> list[float]:
         return []
     starts = [start for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if end > start]
     return [flat.logprobs[start] for start in starts]
-
-
-def chunk(
-    index: int, sampled: Sampled, ended: Ended | None, sampling: Sampling, *, retired: bool = False
-) -> GenerationChunk:
-    """Return a chunk for new tokens of one sample."""
-    return GenerationChunk(
-        index=index,
-        offset=sampled.offset,
-        token_ids=sampled.token_ids,
-        logprobs=flat_logprobs(sampled.flat, sampling.top_logprobs),
-        spans=sampled.spans,
-        finish_reason=finish_reason(ended.finish_reason, retired=retired) if ended is not None else None,
-        stop_string=stop_string(ended.stop_reason) if ended is not None else "",
-        top_logprobs=flat_top_logprobs(sampled.flat, sampling.top_logprobs),
-    )
 
 
 # --- the part of vLLM 0.32 that we use, as types: vLLM itself is imported only where an engine starts -----------------
