@@ -280,10 +280,10 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             kv_cache_usage=status.kv_cache_usage,
             generated_tokens=status.generated_tokens,
             prompt_tokens=status.prompt_tokens,
-            updates_applied=weights.updates_applied,
-            last_pause=_duration(weights.last_pause_s),
-            weight_policy=weights.policy,
-            weight_policy_owner=weights.policy_owner,
+            updates_applied=weights.updates,
+            last_pause=_duration(weights.last_update.pause_s if weights.last_update else 0.0),
+            weight_policy=pb.WeightPolicyMode.Value(f"WEIGHT_POLICY_MODE_{weights.policy.mode.name}"),
+            weight_policy_owner=weights.policy.owner,
             last_error=weights.last_error,
             start_time=self._started,
             max_running=status.max_running,
@@ -292,8 +292,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         )
         if weights.last_update is not None:
             response.last_update.CopyFrom(weights.last_update.to_proto())
-        if weights.staged is not None:
-            response.staged_version.CopyFrom(weights.staged.to_proto())
+        if weights.staged_version is not None:
+            response.staged_version.CopyFrom(weights.staged_version.to_proto())
         return response
 
     def _state(self, *, paused: bool, healthy: bool) -> pb.ReplicaState.ValueType:
@@ -341,13 +341,17 @@ class ReplicaMetrics(Collector):
             ("healthy", "Whether the engine samples.", status.healthy and not self._engine.recovering),
             ("policy_epoch", "Epoch of the version that serves.", status.version.epoch),
             ("policy_number", "Number of the version that serves.", status.version.number),
-            ("last_pause_seconds", "Pause of the last update.", weights.last_pause_s),
+            (
+                "last_pause_seconds",
+                "Pause of the last update.",
+                weights.last_update.pause_s if weights.last_update else 0.0,
+            ),
         ):
             yield GaugeMetricFamily(f"sluice_rollout_{name}", text, value=float(value))
         for name, text, value in (
             ("generated_tokens", "Tokens sampled.", status.generated_tokens),
             ("prompt_tokens", "Prompt tokens processed.", status.prompt_tokens),
-            ("updates_applied", "Weight updates applied.", weights.updates_applied),
+            ("updates_applied", "Weight updates applied.", weights.updates),
             ("engine_restarts", "Engine restarts.", self._engine.restarts),
         ):
             yield CounterMetricFamily(f"sluice_rollout_{name}", text, value=float(value))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -20,17 +19,15 @@ from sluice.rpc import SluiceError, connect
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
 from weightsync.receiver import (
-    PolicyError,
-    PolicyHeldError,
     PolicyMode,
     PullLimits,
     ReceiverOptions,
-    UpdateTimings,
+    ReceiverStatus,
     WeightReceiver,
 )
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["ReplicaWeights", "WeightsStatus"]
+__all__ = ["ReplicaWeights"]
 
 T = TypeVar("T")
 
@@ -43,21 +40,6 @@ MODES = {
 }
 _APPLY_STEPS = 3
 """Steps of an apply (prepare; pause and load; go back if that fails), each of which may take `deadlines.apply_s`."""
-
-WIRE_MODES = {mode: wire for wire, mode in MODES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class WeightsStatus:
-    """The state of a replica's weights; pauses in seconds."""
-
-    staged: Version | None = None
-    updates_applied: int = 0
-    last_pause_s: float = 0.0
-    policy: rollout_pb2.WeightPolicyMode.ValueType = rollout_pb2.WEIGHT_POLICY_MODE_FOLLOW
-    policy_owner: str = ""
-    last_error: str = ""
-    last_update: UpdateTimings | None = None
 
 
 class ReplicaWeights:
@@ -122,12 +104,7 @@ class ReplicaWeights:
         mode = MODES.get(wire_mode)
         if mode is None:
             raise SluiceError.invalid_argument("mode", "set FOLLOW, HOLD or TARGET")
-        try:
-            self._following.set_policy(mode, version, owner=owner, ttl_s=ttl_s or None)
-        except PolicyHeldError as error:
-            raise SluiceError.failed_precondition("POLICY_HELD", str(error)) from error
-        except PolicyError as error:
-            raise SluiceError.invalid_argument("version", str(error)) from error
+        self._following.set_policy(mode, version, owner=owner, ttl_s=ttl_s or None)
         return self._engine.current.status().version
 
     async def update_to(self, version: Version | None) -> ApplyReport:
@@ -137,10 +114,7 @@ class ReplicaWeights:
             SluiceError: as `WeightReceiver.update_to`; FAILED_PRECONDITION while another owner holds the policy.
         """
         deadlines = self._config.deadlines
-        try:
-            return await self._following.update_to(version, deadlines.pull_s + _APPLY_STEPS * deadlines.apply_s)
-        except PolicyHeldError as error:
-            raise SluiceError.failed_precondition("POLICY_HELD", str(error)) from error
+        return await self._following.update_to(version, deadlines.pull_s + _APPLY_STEPS * deadlines.apply_s)
 
     async def reload_base(self) -> ApplyReport:
         """Return to the base model on disk as version (0, 0).
@@ -214,20 +188,9 @@ class ReplicaWeights:
         """Restart the engine while no version is applied."""
         return await self._exclusively(restart)
 
-    def status(self) -> WeightsStatus:
+    def status(self) -> ReceiverStatus:
         """Return the state of the weights."""
-        if self._receiver is None:
-            return WeightsStatus()
-        status = self._receiver.status()
-        return WeightsStatus(
-            staged=status.staged_version,
-            updates_applied=status.updates,
-            last_pause_s=status.last_update.pause_s if status.last_update else 0.0,
-            policy=WIRE_MODES[status.policy.mode],
-            policy_owner=status.policy.owner,
-            last_error=status.last_error,
-            last_update=status.last_update,
-        )
+        return ReceiverStatus() if self._receiver is None else self._receiver.status()
 
     @property
     def _following(self) -> WeightReceiver:

@@ -95,12 +95,12 @@ class PolicyMode(Enum):
     TARGET = "target"
 
 
-class PolicyError(ValueError):
-    """The policy contradicts itself or the replica's state."""
+class PolicyError(SluiceError):
+    """INVALID_ARGUMENT: the policy contradicts itself or the replica's state."""
 
 
-class PolicyHeldError(Exception):
-    """Another owner's policy is in force; the message names it and its end."""
+class PolicyHeldError(SluiceError):
+    """FAILED_PRECONDITION: another owner's policy is in force; the message names it and its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +164,19 @@ class WeightPolicy:
             self._policy = _FOLLOW
             return self._policy
         if not owner:
-            raise PolicyError(f"{mode.name} needs an owner: set the name of the caller who may end it")
+            raise PolicyError.invalid_argument(
+                "owner", f"{mode.name} needs one: set the name of the caller who may end it"
+            )
         if ttl_s is None or not 0 < ttl_s < math.inf:
-            raise PolicyError(f"{mode.name} needs a time to live above 0 seconds: set one, no policy holds for ever")
+            raise PolicyError.invalid_argument(
+                "ttl", f"{mode.name} needs one above 0 seconds: no policy holds for ever"
+            )
         if mode is PolicyMode.TARGET and version is None:
-            raise PolicyError("TARGET needs a version: set the one to serve")
+            raise PolicyError.invalid_argument("version", "TARGET needs one: set the version to serve")
         if mode is PolicyMode.HOLD and version not in {None, serving}:
-            raise PolicyError(f"cannot HOLD {version} while {serving} serves: use TARGET to go there")
+            raise PolicyError.invalid_argument(
+                "version", f"HOLD keeps {serving}, which serves; set TARGET for {version}"
+            )
         self._policy = Policy(mode, serving if version is None else version, owner, now + ttl_s)
         return self._policy
 
@@ -182,9 +188,10 @@ class WeightPolicy:
         """
         policy = self.current(now)
         if policy.mode is not PolicyMode.FOLLOW and policy.owner != owner:
-            raise PolicyHeldError(
+            raise PolicyHeldError.failed_precondition(
+                "POLICY_HELD",
                 f"{policy.owner} has set {policy.mode.name} {policy.version} for another"
-                f" {policy.expires - now:.1f} s: wait, or let it set FOLLOW"
+                f" {policy.expires - now:.1f} s: wait, or let it set FOLLOW",
             )
 
     def wanted(self, serving: Version, newest: Version | None, now: float) -> Version | None:
@@ -223,7 +230,7 @@ class ReceiverOptions:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatus:
-    """The state of a receiver.
+    """The state of a receiver; the defaults are those of a replica that follows no weight service.
 
     Attributes:
         serving: Version that the engine serves.
@@ -236,14 +243,22 @@ class ReceiverStatus:
         last_update: Cost of the last update.
     """
 
-    serving: Version
-    staged_version: Version | None
-    newest: Version | None
-    connected: bool
-    policy: Policy
-    updates: int
-    last_error: str
-    last_update: UpdateTimings | None
+    serving: Version = BASE
+    staged_version: Version | None = None
+    newest: Version | None = None
+    connected: bool = False
+    policy: Policy = _FOLLOW
+    updates: int = 0
+    last_error: str = ""
+    last_update: UpdateTimings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _UpdateRequest:
+    """A command to take a version; its caller may leave at any time, which ends `done`."""
+
+    version: Version | None
+    done: asyncio.Future[ApplyReport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +366,7 @@ class WeightReceiver:
                 message says what serves.
         """
         self._policy.check_owner(owner, time.monotonic())
-        request = _UpdateRequest(version)
+        request = _UpdateRequest(version, asyncio.get_running_loop().create_future())
         self._requests.append(request)
         self._wake.set()
         try:
@@ -403,7 +418,7 @@ class WeightReceiver:
     async def with_adapter(
         self, version: Version, use: Callable[[StagedAdapter], Awaitable[object]], deadline_s: float
     ) -> None:
-        """Stage an adapter and have it used beside the version that the policy asks for.
+        """Stage an adapter and pass it to `use`, beside the version that the policy asks for.
 
         Raises:
             SluiceError: NOT_FOUND, DEADLINE_EXCEEDED, or FAILED_PRECONDITION if the version is not an adapter of the
@@ -484,7 +499,7 @@ class WeightReceiver:
         return self._in_service(report, timings, started)
 
     async def _stage(self, manifest: pb.Manifest, *, or_newer: bool) -> tuple[StagedVersion, PullCost | None]:
-        """Have a version's file in shared memory, verified. The engine generates meanwhile.
+        """Pull a version into shared memory and verify it, unless it is there. The engine generates meanwhile.
 
         Returns:
             The version, and the cost of pulling it; None if its file was there.
@@ -505,7 +520,7 @@ class WeightReceiver:
         return staged, cost
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
-        """Have the engine pause, copy and resume; then keep the file that it says it holds.
+        """Let the engine pause, copy and resume; then keep the file that it says it holds.
 
         Raises:
             ApplyError: if the version does not serve.
@@ -517,7 +532,7 @@ class WeightReceiver:
                 self._keep_what_is_held()
 
     async def _take_adapter(self, manifest: pb.Manifest, started: float) -> ApplyReport:
-        """Have an adapter serve beside the weights that it belongs to. Take those first, if the engine holds others."""
+        """Let an adapter serve beside the weights that it belongs to. Take those first, if the engine holds others."""
         version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
         if not self._engine.serves_adapters:
             raise StagingError(f"version {version} is an adapter: set rollout.lora.enabled = true and start again")
@@ -528,7 +543,7 @@ class WeightReceiver:
                     f"adapter {version} belongs to the model on disk, the weights are {weights}: call ReloadWeights"
                 )
             await self._take(base, or_newer=False)
-        async with self._adapters.staged(manifest, self._held_adapters) as (staged, cost):
+        async with self._adapters.staged(manifest, self._engine.held) as (staged, cost):
             timings = _timings(version, cost, started)
             self._reporter.tell(pb.REPLICA_PHASE_STAGED, version, timings=timings)
             async with self._changing:
@@ -547,17 +562,16 @@ class WeightReceiver:
                 "WRONG_BASE",
                 f"adapter {version} belongs to version {base}, the weights are {weights}: update to its base first",
             )
-        async with self._adapters.staged(manifest, self._held_adapters) as (staged, _):
+        async with self._adapters.staged(manifest, self._engine.held) as (staged, _):
             await use(staged)
 
     async def _bounded(self, version: Version, work: Awaitable[ApplyReport]) -> ApplyReport:
+        deadline_s = self._options.apply_deadline_s
         try:
-            async with asyncio.timeout(self._options.apply_deadline_s):
+            async with asyncio.timeout(deadline_s):
                 return await work
         except TimeoutError as error:
-            raise ApplyError(
-                f"version {version} was not applied within {self._options.apply_deadline_s:g} s"
-            ) from error
+            raise ApplyError(f"version {version} was not applied within {deadline_s:g} s") from error
 
     def _in_service(self, report: ApplyReport, timings: UpdateTimings, started: float) -> ApplyReport:
         """Report that a version serves, and what it cost."""
@@ -574,12 +588,8 @@ class WeightReceiver:
     # --- what the engine holds ------------------------------------------------------------------------------------
 
     def _serving(self) -> Version:
-        """The version that the engine serves, as it says; while it is started again, the last one that it named."""
+        """Return the version that the engine says it serves; while it restarts, the last one that it named."""
         return (self._engine.held() or self._last_held).serving
-
-    def _held_adapters(self) -> frozenset[Version] | None:
-        held = self._engine.held()
-        return None if held is None else held.adapters
 
     async def _look(self) -> HeldVersions:
         """Ask the engine what it holds, between two changes of its weights."""
@@ -605,7 +615,7 @@ class WeightReceiver:
         return held
 
     def _drop_staged(self) -> None:
-        """Make room: a version that could not be applied and was overtaken is of no use."""
+        """Make room: drop a version that could not be applied and was overtaken."""
         if self._staged is not None:
             self._files.release(self._staged.file)
             self._staged = None
@@ -617,15 +627,17 @@ class WeightReceiver:
         return self._requests.pop(0) if self._requests else None
 
     async def _serve(self, request: _UpdateRequest) -> None:
-        """Carry one command out, even if its caller has left meanwhile."""
+        """Carry out one command, even if its caller has left meanwhile."""
         try:
             report = await self._take(request.version, or_newer=request.version is None)
         except _FAILURES as error:
             self._note_failure(request.version, error)
-            request.fail(self._as_sluice_error(error))
+            if not request.done.done():
+                request.done.set_exception(self._as_sluice_error(error))
         else:
             self._error = ""
-            request.succeed(report)
+            if not request.done.done():
+                request.done.set_result(report)
 
     async def _try(self, version: Version) -> bool:
         """Take a version that the policy wants. Return False if that failed; the loop repeats it after a pause."""
@@ -663,7 +675,7 @@ class WeightReceiver:
             return
 
     async def _manifest(self, version: Version | None) -> pb.Manifest:
-        """The announced manifest if it is of that version, else the service's."""
+        """Return the announced manifest if it is of that version, else ask the service."""
         announced = self._watch.newest
         if announced is not None and version == self._watch.newest_version:
             return announced
@@ -680,19 +692,3 @@ def _timings(version: Version, cost: PullCost | None, started: float) -> UpdateT
     return UpdateTimings(
         version, cost.pulled_bytes, cost.local_bytes, cost.last_byte_at - started, now - cost.last_byte_at
     )
-
-
-class _UpdateRequest:
-    """A command to take a version; its caller may leave at any time."""
-
-    def __init__(self, version: Version | None) -> None:
-        self.version = version
-        self.done: asyncio.Future[ApplyReport] = asyncio.get_running_loop().create_future()
-
-    def succeed(self, report: ApplyReport) -> None:
-        if not self.done.done():
-            self.done.set_result(report)
-
-    def fail(self, error: SluiceError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)

@@ -120,7 +120,7 @@ async def test_each_published_version_is_taken(following):
     for number in (1, 2):
         await following.until_serves(await following.publish(number))
         await following.assert_samples(number)
-    await until(lambda: following.weights.status().updates_applied == 2)
+    await until(lambda: following.weights.status().updates == 2)
     status = await following.status()
     assert (status.updates_applied, status.last_error) == (2, "")
     assert status.last_pause.ToNanoseconds() > 0
@@ -192,8 +192,8 @@ async def test_an_unknown_version_is_not_found_and_the_old_one_serves(following)
     ("policy", "field"),
     [
         (rollout_pb2.SetWeightPolicyRequest(owner="a", ttl=MINUTE), "mode"),
-        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner="a"), "version"),
-        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, ttl=MINUTE), "version"),
+        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, owner="a"), "ttl"),
+        (rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_HOLD, ttl=MINUTE), "owner"),
         (
             rollout_pb2.SetWeightPolicyRequest(mode=rollout_pb2.WEIGHT_POLICY_MODE_TARGET, owner="a", ttl=MINUTE),
             "version",

@@ -30,7 +30,7 @@ QUIET = {"lease_s": 30.0, "heartbeat_s": 2.0}
 """Little is said but what has to be, so that the bytes that are counted are those of versions."""
 EAGER = {
     "connect_to": partial(connect, security=SecurityConfig()),
-    "source_limits": SourceLimits(look_s=1.0, fallback_s=0.5, retry_s=0.2, ban_s=1.0),
+    "sources": SourceLimits(look_s=1.0, fallback_s=0.5, retry_s=0.2, ban_s=1.0),
     "local_files": False,
 }
 

@@ -12,7 +12,8 @@ REPLICA = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from sluice.v1 import weightsync_pb2 as pb
-from sluice.versions import Version
+from sluice.versions import BASE, Version
+from weightsync.staged import HeldVersions
 from concurrent.futures import ThreadPoolExecutor
 from weightsync.receive.adapters import AdapterDirectory
 from weightsync.receive.pull import PullCost
@@ -22,7 +23,7 @@ class Builder:
         return PullCost()
 
 async def load(manifest):
-    async with stage.staged(manifest, lambda: {Version(1, 1)}):
+    async with stage.staged(manifest, lambda: HeldVersions(BASE, BASE, frozenset({Version(1, 1)}))):
         pass
 
 stage = AdapterDirectory(Path(sys.argv[1]), "run", Builder(), ThreadPoolExecutor(1))

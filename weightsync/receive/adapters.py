@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.receive.pull import PullCost, VersionBuilder, in_thread
 from weightsync.receive.version_file import StagingError
-from weightsync.staged import StagedAdapter, tensor_specs
+from weightsync.staged import HeldVersions, StagedAdapter, tensor_specs
 
 __all__ = ["AdapterDirectory"]
 
@@ -51,13 +51,13 @@ class AdapterDirectory:
 
     @contextlib.asynccontextmanager
     async def staged(
-        self, manifest: pb.Manifest, held: Callable[[], Collection[Version] | None]
+        self, manifest: pb.Manifest, held: Callable[[], HeldVersions | None]
     ) -> AsyncIterator[tuple[StagedAdapter, PullCost | None]]:
         """Stage an adapter for the block; at its end, remove the adapters that the engine no longer holds.
 
         Args:
             manifest: Of kind ADAPTER.
-            held: Returns the versions that the engine holds, whose directories have to stay; None while it cannot say.
+            held: Returns what the engine holds, whose directories have to stay; None while it cannot say.
 
         Returns:
             The adapter, and the cost of pulling it; None if it was staged already.
@@ -70,8 +70,7 @@ class AdapterDirectory:
                 yield await self._stage(manifest)
             finally:
                 in_use = held()
-                gone = [] if in_use is None else [version for version in self._staged if version not in in_use]
-                for version in gone:
+                for version in set() if in_use is None else self._staged.keys() - in_use.adapters:
                     await in_thread(self._threads, partial(remove_tree, self._staged.pop(version).path))
 
     def close(self) -> None:

@@ -655,14 +655,6 @@ def observe_update(timings: UpdateTimings) -> None:
     PULLED_BYTES.labels("file").inc(timings.local_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    phase: pb.ReplicaPhase.ValueType
-    version: Version | None
-    error: str = ""
-    timings: UpdateTimings | None = None
-
-
 class Reporter:
     """Reports for one replica. Only the last report matters: the next one replaces a report that was not sent yet.
 
@@ -675,7 +667,7 @@ class Reporter:
 
     def __init__(self, call: ReportCall, run: str, replica: str, serving: Callable[[], Version]) -> None:
         self._call, self._run, self._replica, self._serving = call, run, replica, serving
-        self._last = _Report(pb.REPLICA_PHASE_SERVING, None)
+        self._last = pb.ReportVersionRequest(run=run, replica=replica, phase=pb.REPLICA_PHASE_SERVING)
         self._news = asyncio.Event()
         self._renew_s = 10.0
 
@@ -687,7 +679,13 @@ class Reporter:
         timings: UpdateTimings | None = None,
     ) -> None:
         """Report soon, without waiting. The version is the one that the phase is about; None stands for the one that serves."""
-        self._last = _Report(phase, version, error, timings)
+        self._last = report = pb.ReportVersionRequest(run=self._run, replica=self._replica, phase=phase, error=error)
+        if version is not None:
+            report.version.CopyFrom(version.to_proto())
+        if timings is not None:
+            report.timings.CopyFrom(timings.to_proto())
+            report.stage_time.FromNanoseconds(int((timings.pull_s + timings.stage_s) * 1e9))
+            report.pause_time.CopyFrom(report.timings.pause)
         self._news.set()
 
     async def run_forever(self) -> None:
@@ -695,7 +693,7 @@ class Reporter:
         while True:
             self._news.clear()
             try:
-                await self._send(self._last)
+                await self._send()
             except grpc.aio.AioRpcError as error:
                 log.debug("report not sent", code=error.code().name)
             try:
@@ -704,20 +702,13 @@ class Reporter:
             except TimeoutError:
                 continue
 
-    async def _send(self, report: _Report) -> None:
-        serving = self._serving()
-        request = pb.ReportVersionRequest(
-            run=self._run,
-            replica=self._replica,
-            version=(report.version or serving).to_proto(),
-            phase=report.phase,
-            error=report.error,
-            serving=serving.to_proto(),
-        )
-        if report.timings is not None:
-            request.timings.CopyFrom(report.timings.to_proto())
-            request.stage_time.FromNanoseconds(int((report.timings.pull_s + report.timings.stage_s) * 1e9))
-            request.pause_time.CopyFrom(request.timings.pause)
+    async def _send(self) -> None:
+        self._last.serving.CopyFrom(self._serving().to_proto())
+        request = self._last
+        if not request.HasField("version"):
+            request = pb.ReportVersionRequest()
+            request.CopyFrom(self._last)
+            request.version.CopyFrom(request.serving)
         response = await self._call(request, timeout=REPORT_DEADLINE_S)
         self._renew_s = renewal_s(response.lease.ToTimedelta().total_seconds())
 
