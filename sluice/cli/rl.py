@@ -35,7 +35,7 @@ from sluice.config import (
 from sluice.config.allocation import visible_devices
 from sluice.models import check_hub, check_model
 from sluice.rpc.access import TokenCheck, server_credentials
-from sluice.supervise.plan import Place, child_specs, free_addresses, place, replica_names, replicas_of
+from sluice.supervise.plan import Place, assign_devices, child_specs, free_addresses, replica_names, replicas_of
 from sluice.supervise.restart_policy import RestartLimits
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 
@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
         _warn_of_crowding(view, places)
         began = time.monotonic()
         outcome = asyncio.run(_supervise(supervisor, view, config))
-    _tell(view, outcome, config, time.monotonic() - began)
+    _report_outcome(view, outcome, config, time.monotonic() - began)
     return _EXIT_CODES[outcome.ending]
 
 
@@ -116,7 +116,7 @@ def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
 
 
 def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
-    return place(config, replica_names(replicas), visible_devices(os.environ))
+    return assign_devices(config, replica_names(replicas), visible_devices(os.environ))
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ async def _supervise(supervisor: Supervisor, view: RunView, config: RunConfig) -
                 view.say(f"the live view failed, the run was not affected: {ended!r}", style="red")
 
 
-def _tell(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) -> None:
+def _report_outcome(view: RunView, outcome: Outcome, config: RunConfig, seconds: float) -> None:
     """Print how the run ended."""
     done = f"{view.progress.applied} steps in {seconds:.1f} s"
     match outcome.ending:

@@ -24,10 +24,10 @@ from sluice.supervise.supervisor import ChildSpec
 __all__ = [
     "Addresses",
     "Place",
+    "assign_devices",
     "child_environment",
     "child_specs",
     "free_addresses",
-    "place",
     "replica_names",
     "replicas_of",
     "shared_cores",
@@ -93,7 +93,7 @@ class Place:
     devices: tuple[str, ...] | None = None
 
 
-def place(run: RunConfig, replicas: Sequence[str], devices: Sequence[str]) -> Mapping[str, Place]:
+def assign_devices(run: RunConfig, replicas: Sequence[str], devices: Sequence[str]) -> Mapping[str, Place]:
     """Assign processes and devices to the children that compute.
 
     With an allocation, or if there are enough devices, every child gets its own: replicas first, then the trainer; both get

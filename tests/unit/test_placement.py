@@ -6,13 +6,13 @@ import pytest
 
 from sluice.config import ConfigError, load_run
 from sluice.config.allocation import visible_devices
-from sluice.supervise.plan import Place, place, replicas_of
+from sluice.supervise.plan import Place, assign_devices, replicas_of
 
 EIGHT = tuple("01234567")
 
 
 def placed(devices: tuple[str, ...], *flags: str, replicas: int = 2) -> dict[str, Place]:
-    return dict(place(load_run(flags), [f"rollout-{number}" for number in range(replicas)], devices))
+    return dict(assign_devices(load_run(flags), [f"rollout-{number}" for number in range(replicas)], devices))
 
 
 def test_each_child_gets_devices_of_its_own() -> None:
