@@ -22,8 +22,8 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
 from weightsync.format.manifest import ManifestError, box, check_sendable, run_resource
-from weightsync.publish.push import Destination, Payload, PushReport, VersionPush, duration
-from weightsync.publish.ranks import Agreement, Frame, Ranks, agree, assign_slices, first_failure, total_bytes
+from weightsync.publish.push import Destination, Payload, PushReport, VersionPush
+from weightsync.publish.ranks import Agreement, Ranks, agree, assign_slices, total_bytes
 from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, ShardSource, local_slices
 
 __all__ = ["AdapterPublisher", "PushReport", "Trials", "Update", "WeightPublisher"]
@@ -116,7 +116,7 @@ class WeightPublisher:
         """Held while the kept copy is written or read."""
         self._copy: KeptCopy | None = None
         self._dense_bytes = 0
-        self._layout: list[pb.TensorSlice] = []
+        self._layout: list[pb.TensorSlice] | None = None
         self._committed: Version | None = None
         """Version that the kept copy holds, if its commit was answered."""
         self._serial = self._noted = 0
@@ -151,11 +151,18 @@ class WeightPublisher:
         try:
             self._serial += 1
             base, self._committed = self._base_of(version), None
-            layout = self._layout
-            copy, live = self._prepare(version, tensors, dtype, deadline)
-            if self._layout is not layout:
-                base = None  # another model: the copy holds nothing yet
-            diff = self._renew(version, copy, live, deadline, compare=base is not None)
+            held = local_slices(tensors, dtype)
+            layout = [each for each, _ in held]
+            if self._copy is None or layout != self._layout:
+                base, self._copy = None, self._new_copy(layout, deadline)  # the copy holds nothing yet
+            live = {(each.name, box(each)): tensor for each, tensor in held}
+            memory = [live[each.name, box(each)] for each in self._copy.slices]
+            diff = self._copy.renew(memory, compare=base is not None, most_bytes=self._dense_bytes // 2)
+        except SluiceError:  # every rank has it
+            raise
+        except Exception as error:
+            self._report_failure(version, error, deadline)
+            raise
         finally:
             self._in_use.release()
         return Update(version, base, diff, self._serial)
@@ -236,30 +243,14 @@ class WeightPublisher:
             return None
         return base if self._comparisons.due() else None
 
-    def _prepare(
-        self, version: Version, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None, deadline: float
-    ) -> tuple[KeptCopy, list[torch.Tensor]]:
-        """Return the kept copy and the live tensors that it is made from.
-
-        The copy is made at the first call, and again if the model became another one.
-        """
-        try:
-            held = local_slices(tensors, dtype)
-        except ValueError as error:
-            self._report_failure(version, error, deadline)
-            raise
-        layout = [each for each, _ in held]
-        if self._copy is None or layout != self._layout:
-            if self._copy is not None and self._ranks.count > 1:
-                changed = ValueError("the layout of the model's slices changed: make a new publisher on every rank")
-                self._report_failure(version, changed, deadline)
-                raise changed
-            self._copy = None  # gives its memory back before the next one takes as much
-            mine, self._dense_bytes = self._assigned_to_me(layout, deadline)
-            self._copy = KeptCopy(self._shard, mine, self._directory)
-            self._layout = layout
-        live = {(each.name, box(each)): tensor for each, tensor in held}
-        return self._copy, [live[each.name, box(each)] for each in self._copy.slices]
+    def _new_copy(self, layout: list[pb.TensorSlice], deadline: float) -> KeptCopy:
+        """Make the kept copy: at the first call, and again if the model became another one."""
+        if self._copy is not None and self._ranks.count > 1:
+            raise ValueError("the layout of the model's slices changed: make a new publisher on every rank")
+        self._copy = None  # gives its memory back before the next one takes as much
+        mine, self._dense_bytes = self._assigned_to_me(layout, deadline)
+        self._layout = layout
+        return KeptCopy(self._shard, mine, self._directory)
 
     def _assigned_to_me(self, layout: Sequence[pb.TensorSlice], deadline: float) -> tuple[list[pb.TensorSlice], int]:
         """Tell the other ranks what this one holds; return what it sends, and the dense size of the whole model.
@@ -269,11 +260,8 @@ class WeightPublisher:
             ValueError: if the slices of all ranks do not make up a model; on every rank.
         """
         described = pb.Shard(name="held", tensors=layout)
-        frames = self._ranks.exchange(_PLAN, Frame(described.SerializeToString()), deadline)
-        failure = first_failure(frames)
-        if failure is not None:
-            raise failure
-        held = [pb.Shard.FromString(frame.message) for frame in frames]
+        answers = self._ranks.exchange(_PLAN, described.SerializeToString(), deadline)
+        held = [pb.Shard.FromString(answer) for answer in answers]
         try:
             check_sendable(held)
             mine = assign_slices(held)[self._ranks.rank]
@@ -281,23 +269,15 @@ class WeightPublisher:
             raise ValueError(f"the ranks' slices do not make up a version: {error}") from error
         return [each for each in layout if (each.name, box(each)) in mine], total_bytes(held)
 
-    def _renew(
-        self, version: Version, copy: KeptCopy, live: list[torch.Tensor], deadline: float, *, compare: bool
-    ) -> Diff:
-        try:
-            return copy.renew(live, compare=compare, most_bytes=self._dense_bytes // 2)
-        except Exception as error:
-            self._report_failure(version, error, deadline)
-            raise
-
     def _report_failure(self, version: Version, error: Exception, deadline: float) -> None:
-        """Let the other ranks end at once, which wait for this one's layout or offer."""
-        step = _PLAN if self._copy is None else f"offer {version}"
+        """Tell the other ranks, which wait for this one's layout or offer, to end at once."""
+        step = _PLAN if self._layout is None else f"offer {version}"
         failure = SluiceError(grpc.StatusCode.INTERNAL, "ENCODE_FAILED", f"{type(error).__name__}: {error}")
         try:
-            self._ranks.exchange(step, Frame(failure=failure), deadline)
-        except SluiceError as lost:
-            log.warning("the other ranks could not be told of a failure", error=str(lost))
+            self._ranks.exchange(step, failure, deadline)
+        except SluiceError as answer:  # the failure itself, if the other ranks have it
+            if answer.reason == "RANK_LOST":
+                log.warning("the other ranks could not be told of a failure", error=str(answer))
 
     async def _agree(self, update: Update, copy: KeptCopy, deadline: float) -> Agreement:
         """Tell every rank what this one has, and settle the form.
@@ -311,16 +291,11 @@ class WeightPublisher:
             base=update.base.to_proto() if update.base is not None else None,
             size_bytes=update.diff.encoded_bytes,
             dense_bytes=copy.dense_bytes,
-            push_timings=pb.PushTimings(
-                diff=duration(update.diff.seconds), changed_fraction=update.diff.changed_fraction
-            ),
+            push_timings=_timings(update.diff.seconds, update.diff.changed_fraction),
         )
-        step, frame = f"offer {update.version}", Frame(offer.SerializeToString())
-        frames = await asyncio.to_thread(self._ranks.exchange, step, frame, deadline)
-        failure = first_failure(frames)
-        if failure is not None:
-            raise failure
-        return agree([pb.Manifest.FromString(frame.message) for frame in frames])
+        step = f"offer {update.version}"
+        answers = await asyncio.to_thread(self._ranks.exchange, step, offer.SerializeToString(), deadline)
+        return agree([pb.Manifest.FromString(answer) for answer in answers])
 
 
 def _payloads(copy: KeptCopy, update: Update, agreement: Agreement, labels: Mapping[str, str]) -> list[Payload]:
@@ -329,7 +304,7 @@ def _payloads(copy: KeptCopy, update: Update, agreement: Agreement, labels: Mapp
     def make(shard: Callable[[Diff], tuple[FileSource, pb.Shard]]) -> Callable[[], tuple[FileSource, pb.Shard] | None]:
         return lambda: shard(update.diff) if copy.slices else None
 
-    timings = pb.PushTimings(diff=duration(agreement.diff_s), changed_fraction=1.0)
+    timings = _timings(agreement.diff_s, 1.0)
     whole = pb.Manifest(kind=pb.VERSION_KIND_ANCHOR, labels=dict(labels), push_timings=timings)
     payloads = [Payload(whole, make(copy.dense), copy.local)]
     if agreement.delta and update.base is not None:
@@ -338,6 +313,12 @@ def _payloads(copy: KeptCopy, update: Update, agreement: Agreement, labels: Mapp
         delta = pb.Manifest(kind=pb.VERSION_KIND_DELTA, base=base, labels=dict(labels), push_timings=timings)
         payloads.insert(0, Payload(delta, make(copy.delta)))
     return payloads
+
+
+def _timings(diff_s: float, changed_fraction: float) -> pb.PushTimings:
+    timings = pb.PushTimings(changed_fraction=changed_fraction)
+    timings.diff.FromNanoseconds(int(diff_s * 1e9))
+    return timings
 
 
 class AdapterPublisher:

@@ -8,7 +8,7 @@ import pytest
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.ranks import Frame, Ranks, agree, first_failure
+from weightsync.publish.ranks import Ranks, agree, from_wire, messages, to_wire
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 
@@ -62,15 +62,15 @@ def test_costs_of_ranks_are_added_and_the_slowest_counts() -> None:
 
 def test_a_failure_travels_with_its_code_reason_and_facts() -> None:
     failure = SluiceError(grpc.StatusCode.DATA_LOSS, "DIGEST", "differs: push again", metadata={"stored_bytes": "5"})
-    received = Frame.from_wire(*Frame(failure=failure).to_wire())
-    told = first_failure([Frame(), received])
-    assert told is not None
+    with pytest.raises(SluiceError) as caught:
+        messages([b"", from_wire(*to_wire(failure))])
+    told = caught.value
     assert (told.code, told.reason, told.metadata) == (failure.code, failure.reason, failure.metadata)
     assert told.message == "rank 1: differs: push again"
-    assert Frame.from_wire(*Frame(b"said").to_wire()) == Frame(b"said")
+    assert from_wire(*to_wire(b"said")) == b"said"
 
 
 def test_a_process_alone_hears_itself() -> None:
     alone = Ranks()
-    assert alone.exchange("offer 1.1", Frame(b"said"), time.monotonic()) == [Frame(b"said")]
+    assert alone.exchange("offer 1.1", b"said", time.monotonic()) == [b"said"]
     assert (alone.rank, alone.count) == (0, 1)

@@ -20,10 +20,10 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.format.chunks import push_request
 from weightsync.format.manifest import manifest_digest
-from weightsync.publish.ranks import Frame, Ranks, first_failure
+from weightsync.publish.ranks import Answer, Ranks
 from weightsync.publish.shards import FileSource, KeptFile
 
-__all__ = ["Destination", "Payload", "PushReport", "VersionPush", "duration"]
+__all__ = ["Destination", "Payload", "PushReport", "VersionPush"]
 
 _REPEATABLE = {
     grpc.StatusCode.UNAVAILABLE,
@@ -192,12 +192,11 @@ class VersionPush:
 
     async def _attempt(self, payload: Payload, *, resume: bool) -> PushReport:
         """Send every rank's shard, have rank 0 commit them, and tell all ranks the outcome."""
-        frames = await self._exchange("shards", await self._send(payload, resume=resume))
+        sent = await self._exchange("shards", await self._send(payload, resume=resume))
         pushed = time.perf_counter()
-        parts = [pb.Manifest.FromString(frame.message) for frame in frames]
-        outcome = await self._commit(payload, parts) if self._ranks.rank == 0 else Frame()
-        answers = await self._exchange("outcome", outcome)
-        response = pb.CommitVersionResponse.FromString(answers[0].message)
+        parts = [pb.Manifest.FromString(each) for each in sent]
+        outcome = await self._exchange("outcome", await self._commit(payload, parts) if self._ranks.rank == 0 else b"")
+        response = pb.CommitVersionResponse.FromString(outcome[0])
         delta = payload.manifest.kind == pb.VERSION_KIND_DELTA
         return PushReport(
             bytes_sent=sum(part.size_bytes for part in parts),
@@ -208,19 +207,19 @@ class VersionPush:
             kind="delta" if delta else "anchor",
         )
 
-    async def _send(self, payload: Payload, *, resume: bool) -> Frame:
+    async def _send(self, payload: Payload, *, resume: bool) -> Answer:
         """Send this rank's shard; return its description, or why it could not be sent."""
-        started = time.perf_counter()
+        started = time.perf_counter_ns()
         part = pb.Manifest()
         try:
             shard = await self._send_shard(payload, resume=resume)
         except Exception as error:  # noqa: BLE001  whatever it is: the other ranks wait for this one's message
-            return Frame(failure=_typed(error))
+            return _typed(error)
         if shard is not None:
             part.shards.append(shard)
         part.size_bytes = self._bytes_sent
-        part.push_timings.push.CopyFrom(duration(time.perf_counter() - started))
-        return Frame(part.SerializeToString())
+        part.push_timings.push.FromNanoseconds(time.perf_counter_ns() - started)
+        return part.SerializeToString()
 
     async def _send_shard(self, payload: Payload, *, resume: bool) -> pb.Shard | None:
         made = await asyncio.to_thread(payload.make)
@@ -231,17 +230,17 @@ class VersionPush:
         try:
             if await self._to.committed():
                 return shard
-            if self._directory is not None:
+            refused = resume and self.handed_over is False  # then chunks are continued
+            if self._directory is not None and not refused:
                 self.handed_over = await transfer.hand_over(self._directory, payload.local)
                 if self.handed_over:
                     return shard
-                self._directory = None
             await transfer.send_chunks(resume=resume)
         finally:
             self._bytes_sent += transfer.bytes_sent
         return shard
 
-    async def _commit(self, payload: Payload, parts: Sequence[pb.Manifest]) -> Frame:
+    async def _commit(self, payload: Payload, parts: Sequence[pb.Manifest]) -> Answer:
         manifest = pb.Manifest(
             run=self._to.run,
             version=self._to.version.to_proto(),
@@ -255,31 +254,16 @@ class VersionPush:
             request = pb.CommitVersionRequest(manifest=manifest)
             response = await self._to.stub.CommitVersion(request, timeout=self._to.remaining())
         except (grpc.aio.AioRpcError, SluiceError) as error:
-            return Frame(failure=_typed(error))
+            return _typed(error)
         digest = pb.Manifest(digest=response.manifest.digest)
-        return Frame(pb.CommitVersionResponse(manifest=digest, duplicate=response.duplicate).SerializeToString())
+        return pb.CommitVersionResponse(manifest=digest, duplicate=response.duplicate).SerializeToString()
 
-    async def _exchange(self, what: str, frame: Frame) -> list[Frame]:
-        step = f"{what} {self._to.version}"
-        frames = await asyncio.to_thread(self._ranks.exchange, step, frame, self._deadline)
-        failure = first_failure(frames)
-        if failure is not None:
-            raise failure
-        return frames
+    async def _exchange(self, what: str, answer: Answer) -> list[bytes]:
+        return await asyncio.to_thread(self._ranks.exchange, f"{what} {self._to.version}", answer, self._deadline)
 
 
 class _ShardTransfer:
-    """Sends one shard.
-
-    Args:
-        to: The version that it belongs to.
-        source: Its bytes.
-        shard: Its description.
-        chunk_bytes: Bytes per chunk.
-
-    Attributes:
-        bytes_sent: Bytes of the shard that were handed over.
-    """
+    """Sends one shard: by a file of this host, or in chunks. `bytes_sent` counts the bytes that the service took."""
 
     def __init__(self, to: Destination, source: FileSource, shard: pb.Shard, chunk_bytes: int) -> None:
         self._to, self._source, self._shard, self._chunk_bytes = to, source, shard, chunk_bytes
@@ -294,12 +278,7 @@ class _ShardTransfer:
     async def hand_over(self, directory: Path, local: pb.LocalFile | None) -> bool:
         """Offer the shard as a file of this host; return whether the service took it.
 
-        Args:
-            directory: Shared memory in which a file is written if there is none yet.
-            local: The file that holds the shard, if there is one.
-
-        Raises:
-            grpc.aio.AioRpcError, SluiceError: as the contract says of PushWeights.
+        The file is `local`, or one that is written into the directory of shared memory for this.
         """
         if local is not None:
             return await self._offer(local)
@@ -311,14 +290,7 @@ class _ShardTransfer:
             await asyncio.to_thread(written.close)  # giving back shared memory takes as long as filling it
 
     async def send_chunks(self, *, resume: bool) -> None:
-        """Send what the service lacks.
-
-        Args:
-            resume: Whether to continue behind what the service holds of an earlier attempt.
-
-        Raises:
-            grpc.aio.AioRpcError, SluiceError: as the contract says of PushWeights.
-        """
+        """Send the shard, or with `resume` what the service lacks of it after an earlier attempt."""
         offset = await self._ask_offset() if resume else 0
         if offset < self._source.size:
             await self._call(self._requests(offset))
@@ -336,7 +308,7 @@ class _ShardTransfer:
         return True
 
     async def _ask_offset(self) -> int:
-        """Return where to continue: a header that continues at the end is corrected unless the service has everything."""
+        """Return where to continue: the service refuses a header that continues elsewhere, and names the right byte."""
         try:
             await self._call(_once(self._header(self._source.size)))
         except grpc.aio.AioRpcError as error:
@@ -347,8 +319,7 @@ class _ShardTransfer:
         return self._source.size
 
     async def _call(self, requests: AsyncIterator[bytes]) -> pb.PushWeightsResponse:
-        response: pb.PushWeightsResponse = await self._push(requests, timeout=self._to.remaining())
-        return response
+        return await self._push(requests, timeout=self._to.remaining())
 
     def _header(self, offset: int, local: pb.LocalFile | None = None) -> bytes:
         header = pb.PushHeader(
@@ -366,13 +337,6 @@ class _ShardTransfer:
             # Here and not in a thread: the way there and back takes longer than a chunk's sum and copy (0.15 ms).
             yield push_request(begin, self._source.views(begin, end))
             self.bytes_sent += end - begin
-
-
-def duration(seconds: float) -> Duration:
-    """Return seconds as protobuf writes them."""
-    written = Duration()
-    written.FromNanoseconds(int(seconds * 1e9))
-    return written
 
 
 def _write(source: FileSource, directory: Path) -> KeptFile:

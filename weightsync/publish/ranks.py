@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeAlias
 
 import grpc
 import torch
@@ -23,48 +24,45 @@ from sluice.versions import Version
 from weightsync.format.manifest import Box, box, check_manifest
 from weightsync.format.safetensors import DTYPES
 
-__all__ = ["Agreement", "Frame", "Ranks", "agree", "assign_slices", "first_failure", "total_bytes"]
+__all__ = ["Agreement", "Answer", "Ranks", "agree", "assign_slices", "from_wire", "messages", "to_wire", "total_bytes"]
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
-_MOST_FRAME_BYTES = 256 << 20
-"""Longest frame that is taken: descriptions of about two million slices."""
+_MOST_ANSWER_BYTES = 256 << 20
+"""Longest answer that is taken: descriptions of about two million slices."""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """What one rank says: a message, or why it cannot continue."""
+Answer: TypeAlias = bytes | SluiceError
+"""What one rank says: a message, or why it cannot continue."""
 
-    message: bytes = b""
-    failure: SluiceError | None = None
 
-    def to_wire(self) -> tuple[int, bytes]:
-        """Return a status code (0 is OK) and bytes."""
-        if self.failure is None:
-            return 0, self.message
-        return self.failure.code.value[0], self.failure.to_status().SerializeToString()
+def to_wire(answer: Answer) -> tuple[int, bytes]:
+    """Return a status code (0 is OK) and bytes."""
+    if isinstance(answer, bytes):
+        return 0, answer
+    return answer.code.value[0], answer.to_status().SerializeToString()
 
-    @classmethod
-    def from_wire(cls, code: int, data: bytes) -> Frame:
-        """Rebuild what `to_wire` returned."""
-        if not code:
-            return cls(message=data)
-        status, info = Status(), ErrorInfo()
-        try:
-            status.ParseFromString(data)
-        except DecodeError:
-            status.message = "a rank failed and sent no readable reason"
-        for detail in status.details:
-            detail.Unpack(info)
-        known = _CODES.get(code, grpc.StatusCode.UNKNOWN)
-        return cls(failure=SluiceError(known, info.reason or known.name, status.message, metadata=dict(info.metadata)))
+
+def from_wire(code: int, data: bytes) -> Answer:
+    """Rebuild what `to_wire` returned."""
+    if not code:
+        return data
+    status, info = Status(), ErrorInfo()
+    try:
+        status.ParseFromString(data)
+    except DecodeError:
+        status.message = "a rank failed and sent no readable reason"
+    for detail in status.details:
+        detail.Unpack(info)
+    known = _CODES.get(code, grpc.StatusCode.UNKNOWN)
+    return SluiceError(known, info.reason or known.name, status.message, metadata=dict(info.metadata))
 
 
 class Ranks:
     """The ranks that publish one model together.
 
-    Every exchange is a collective operation: all ranks call it, in the same order, and each learns of a failure of any
-    other. Nothing is pickled; frames are protobuf messages in uint8 tensors.
+    Every exchange is a collective operation: all ranks call it, in the same order, and if one fails, all fail. Nothing is
+    pickled; answers are protobuf messages in uint8 tensors.
 
     Args:
         group: A process group of CPU tensors (gloo) that nothing else uses, since operations of two threads on one group
@@ -77,41 +75,43 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.count = 1 if group is None else dist.get_world_size(group)
 
-    def exchange(self, step: str, frame: Frame, deadline: float) -> list[Frame]:
-        """Send a frame to all ranks; return every rank's, in the order of the ranks. Blocking.
+    def exchange(self, step: str, answer: Answer, deadline: float) -> list[bytes]:
+        """Send an answer to all ranks; return every rank's message, in the order of the ranks. Blocking.
 
         Args:
             step: What the exchange is about. Ranks at different steps (one was interrupted) must not mistake each other's
-                frames.
-            frame: What this rank says.
+                answers.
+            answer: This rank's message, or its failure.
             deadline: Time of `time.monotonic` at which to give up.
 
         Raises:
-            SluiceError: FAILED_PRECONDITION RANK_LOST if a rank is gone, silent beyond the deadline or at another step. The
-                group cannot be used afterwards.
+            SluiceError: the failure of the lowest rank that failed; FAILED_PRECONDITION RANK_LOST if a rank is gone, silent
+                beyond the deadline or at another step. The group cannot be used after that.
         """
         if self._group is None:
-            return [frame]
+            return messages([answer])
         if self._out_of_step:
             raise _gone("an earlier exchange was not finished")
         self._out_of_step = True
-        code, data = frame.to_wire()
+        code, data = to_wire(answer)
         mark = xxhash.xxh3_64_intdigest(step.encode()) >> 1  # into the range of int64
         lengths = self._all_gather(torch.tensor([code, len(data), mark], dtype=torch.int64), deadline)
         if any(int(each[2]) != mark for each in lengths):
             raise _gone(f"they are at different steps, this one at {step!r}")
         sizes = [int(each[1]) for each in lengths]
         longest = max(sizes)
-        if longest > _MOST_FRAME_BYTES:
+        if longest > _MOST_ANSWER_BYTES:
             raise SluiceError.invalid_argument("tensors", f"a rank describes its slices in {longest} bytes: too many")
         padded = torch.zeros(max(1, longest), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        frames = self._all_gather(padded, deadline)
+        received = self._all_gather(padded, deadline)
         self._out_of_step = False
-        return [
-            Frame.from_wire(int(length[0]), each[:size].numpy().tobytes())
-            for length, size, each in zip(lengths, sizes, frames, strict=True)
-        ]
+        return messages(
+            [
+                from_wire(int(length[0]), each[:size].numpy().tobytes())
+                for length, size, each in zip(lengths, sizes, received, strict=True)
+            ]
+        )
 
     def _all_gather(self, tensor: torch.Tensor, deadline: float) -> list[torch.Tensor]:
         remaining = deadline - time.monotonic()
@@ -126,15 +126,14 @@ class Ranks:
         return received
 
 
-def first_failure(frames: Sequence[Frame]) -> SluiceError | None:
-    """Return why the ranks cannot continue: the failure of the lowest rank that failed; None if none did."""
-    for rank, frame in enumerate(frames):
-        if frame.failure is not None:
-            if len(frames) == 1:
-                return frame.failure
-            error = frame.failure
-            return SluiceError(error.code, error.reason, f"rank {rank}: {error.message}", metadata=error.metadata)
-    return None
+def messages(answers: Sequence[Answer]) -> list[bytes]:
+    """Return the ranks' messages; raise the failure of the lowest rank that failed."""
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, SluiceError):
+            if len(answers) == 1:
+                raise answer
+            raise SluiceError(answer.code, answer.reason, f"rank {rank}: {answer.message}", metadata=answer.metadata)
+    return [answer for answer in answers if isinstance(answer, bytes)]
 
 
 def _gone(why: str) -> SluiceError:

@@ -193,11 +193,7 @@ class Upstream(Protocol):
     target: str
 
     async def has(self, resource: str) -> bool:
-        """Return whether it has the run named ``runs/{run}``.
-
-        Raises:
-            SluiceError: UNAVAILABLE if it does not answer.
-        """
+        """Return whether it has the run named ``runs/{run}``; raise SluiceError UNAVAILABLE if it does not answer."""
         ...
 
     def follow(self, runs: Runs, run: Run) -> None:
@@ -205,11 +201,7 @@ class Upstream(Protocol):
         ...
 
     def report(self, run: Run, request: pb.ReportVersionRequest) -> None:
-        """Forward a replica's report.
-
-        Raises:
-            SluiceError: if the report shows that relays feed each other.
-        """
+        """Forward a replica's report; raise SluiceError if it shows that relays feed each other."""
         ...
 
     def lease_s(self, run: Run) -> float:
@@ -285,9 +277,9 @@ class Runs:
         return self._runs[name]
 
     async def find(self, resource: str) -> Run:
-        """Return a run that exists, for a caller who only reads: nothing is made for a run that does not.
+        """Return a run that exists, for a caller that only reads. A mistyped name does not count towards `max_runs`.
 
-        So a mistyped name takes no place from the runs to come. A relay asks upstream about runs that it does not hold.
+        A relay asks upstream about runs that it does not hold.
 
         Raises:
             SluiceError: NOT_FOUND if there is no such run, UNAVAILABLE if upstream does not answer; else as `open`.
@@ -320,7 +312,7 @@ class Runs:
         return run
 
     async def begin_upload(self, run: Run, version: Version, announced: pb.Shard) -> Upload:
-        """Begin a shard at its beginning. What came in of it before is dropped; streams that still write to it fail.
+        """Begin a shard at byte 0. Drop what came in of it before; a stream that still writes to that fails.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED (disk), FAILED_PRECONDITION (directory in use).
@@ -410,10 +402,10 @@ class Runs:
         return stored
 
     async def _make_room(self, run: Run, need: int) -> None:
-        """See that a file of `need` bytes fits; the versions of all runs that nobody needs give way, the oldest first.
+        """Remove versions that nobody needs, of all runs the oldest first, until a file of `need` bytes fits.
 
-        So a run with many versions does not keep another from its first. Every run keeps its newest version, those that
-        its live replicas serve, and what these are reached through.
+        Every run keeps its newest version, those that its live replicas serve, and what leads to these. So a run with many
+        versions does not block the first version of another.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
@@ -428,20 +420,23 @@ class Runs:
                 raise _no_room(need, lacking)
 
     def _oldest_evictable(self) -> tuple[Run, Version] | None:
-        """Return the version to give up next, of all runs the one that was committed first; None if all are needed."""
+        """Return the version that was committed first of those that nobody needs; None if all are needed."""
+
+        def commit_ns(found: tuple[Run, Version]) -> int:
+            return found[0].versions[found[1]].manifest.commit_time.ToNanoseconds()
+
         now = self.clock()
         found = [(each, evictable[0]) for each in self if (evictable := each.ledger.evictable(now))]
-        return min(found, key=_commit_ns, default=None)
+        return min(found, key=commit_ns, default=None)
 
     @asynccontextmanager
     async def room_for(self, run: Run, need: int, *, evict: bool) -> AsyncIterator[None]:
-        """Reserve room for a file that the service makes itself, for as long as the block lasts.
+        """Reserve `need` bytes for a file that the service makes of a run, for as long as the block lasts.
 
         Args:
-            run: The run that the file is of.
-            need: Its bytes.
-            evict: Whether versions that nobody needs give way, as for a push; otherwise only those that retention would
-                not keep.
+            run: The run.
+            need: Bytes of the file.
+            evict: Remove versions that nobody needs, as for a push; otherwise only those that retention would not keep.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
@@ -468,7 +463,7 @@ class Runs:
         return max(beyond_disk, need + sum(each.bytes_held for each in self) - self.config.max_bytes)
 
     async def delete(self, run: Run, version: Version) -> None:
-        """Remove a version that nobody needs; without effect where there is none.
+        """Remove a version that nobody needs, if there is one.
 
         Raises:
             RefusedError: IN_USE.
@@ -479,7 +474,7 @@ class Runs:
             log.info("version removed", run=run.name, version=str(version))
 
     async def discard_upload(self, run: Run, upload: Upload, ticket: object) -> None:
-        """Drop what came in of a shard, unless a newer stream than the one with this ticket goes on with it."""
+        """Drop what came in of a shard, unless a newer stream than the ticket's continues it."""
         if await self.in_thread(upload.discard, ticket):
             run.uploads = {key: each for key, each in run.uploads.items() if each is not upload}
 
@@ -516,7 +511,7 @@ class Runs:
     async def retain_forever(self) -> None:
         """Apply retention after each commit, and regularly, because leases and uploads run out without a call.
 
-        It runs in the background, because removing a version takes the disk about as long as writing one.
+        Run it in the background: removing a version takes the disk about as long as writing one.
         """
         while True:
             with contextlib.suppress(TimeoutError):
@@ -579,15 +574,10 @@ def _name_of(resource: str) -> str:
         raise SluiceError.invalid_argument("run", str(error)) from error
 
 
-def _commit_ns(found: tuple[Run, Version]) -> int:
-    run, version = found
-    return run.versions[version].manifest.commit_time.ToNanoseconds()
-
-
 def _no_room(need: int, lacking: int) -> SluiceError:
     return SluiceError.resource_exhausted(
         "DISK_FULL",
-        f"{need} bytes need {lacking} bytes more than there are (weightsync.max_bytes, min_free_bytes), and every version"
-        " is in use: make room",
+        f"a file of {need} bytes lacks {lacking} bytes of room (weightsync.max_bytes, weightsync.min_free_bytes), and every"
+        " version is in use: free disk space, raise max_bytes, or lower keep",
         RETRY_AFTER_S,
     )

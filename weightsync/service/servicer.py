@@ -1,5 +1,6 @@
 """The service's RPCs: versions come in by WeightSyncService and are given out by WeightDeliveryService."""
 
+# ruff: noqa: N802 - RPCs have gRPC's names
 from __future__ import annotations
 
 import asyncio
@@ -9,9 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
 from sluice.host_files import PeerFileError, open_peer_file
 from sluice.rpc import SluiceError
@@ -30,8 +32,7 @@ from weightsync.service.upload import FAILURES, Upload, translated
 
 __all__ = ["WeightDeliveryServicer", "WeightSyncServicer"]
 
-Q = TypeVar("Q")
-R = TypeVar("R")
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 _DEFAULT_PAGE = 100
 _LARGEST_PAGE = 1000
@@ -55,12 +56,10 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
 
-    async def PushWeights(  # noqa: N802 - gRPC's name
-        self,
-        request_iterator: AsyncIterator[pb.PushWeightsRequest],
-        context: grpc.aio.ServicerContext[pb.PushWeightsRequest, pb.PushWeightsResponse],
+    async def PushWeights(
+        self, request_iterator: AsyncIterator[pb.PushWeightsRequest], context: Context
     ) -> pb.PushWeightsResponse:
-        """Take one shard in."""
+        """Take in one shard."""
         self._check_no_relay()
         first = await _next(request_iterator, self._runs.config.chunk_idle_s)
         if first is None or first.WhichOneof("part") != "header":
@@ -79,20 +78,12 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         finally:
             os.close(source)
 
-    async def CommitVersion(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.CommitVersionRequest,
-        context: grpc.aio.ServicerContext[pb.CommitVersionRequest, pb.CommitVersionResponse],
-    ) -> pb.CommitVersionResponse:
+    async def CommitVersion(self, request: pb.CommitVersionRequest, context: Context) -> pb.CommitVersionResponse:
         """Make a version visible."""
         self._check_no_relay()
         return await self._runs.commit(await self._runs.open(request.manifest.run), request.manifest)
 
-    async def ListVersions(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.ListVersionsRequest,
-        context: grpc.aio.ServicerContext[pb.ListVersionsRequest, pb.ListVersionsResponse],
-    ) -> pb.ListVersionsResponse:
+    async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> pb.ListVersionsResponse:
         """List versions, newest first; the page token is the last version of the page before."""
         run = await self._runs.find(request.run)
         versions = sorted(run.versions, reverse=True)
@@ -109,21 +100,13 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
             replicas=run.describe_replicas(self._runs.clock()),
         )
 
-    async def GetManifest(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.GetManifestRequest,
-        context: grpc.aio.ServicerContext[pb.GetManifestRequest, pb.GetManifestResponse],
-    ) -> pb.GetManifestResponse:
+    async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
         """Describe a version."""
         run = await self._runs.find(request.run)
         wanted = Version.from_proto(request.version) if request.HasField("version") else None
         return pb.GetManifestResponse(manifest=run.find(wanted).manifest)
 
-    async def DeleteVersion(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.DeleteVersionRequest,
-        context: grpc.aio.ServicerContext[pb.DeleteVersionRequest, pb.DeleteVersionResponse],
-    ) -> pb.DeleteVersionResponse:
+    async def DeleteVersion(self, request: pb.DeleteVersionRequest, context: Context) -> pb.DeleteVersionResponse:
         """Delete a version that nobody needs."""
         self._check_no_relay()
         run = await self._runs.find(request.run)
@@ -141,7 +124,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     async def _receive(
         self, run: Run, header: pb.PushHeader, fill: Callable[[Upload, object], Awaitable[None]]
     ) -> pb.PushWeightsResponse:
-        """Fill the upload that a header means, from where it stands, and check it once it is whole."""
+        """Continue or begin the upload that a header names, and check it once it is whole."""
         upload = await self._find_upload(run, header)
         ticket, stored = await self._runs.in_thread(upload.take_over)
         if not upload.complete and stored != header.resume_offset:
@@ -161,7 +144,7 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
         return pb.PushWeightsResponse(stored_bytes=upload.stored, digest=upload.digest)
 
     async def _find_upload(self, run: Run, header: pb.PushHeader) -> Upload:
-        """Return the upload that the stream continues, or a new one if the stream begins at its beginning."""
+        """Return the upload that the stream continues, or begin a new one if the stream starts at byte 0."""
         version = Version.from_proto(header.version)
         if run.committing == version:
             raise SluiceError.aborted("COMMITTING", f"version {version} is being committed; ask again by CommitVersion")
@@ -178,8 +161,8 @@ class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
     ) -> None:
         """Write one chunk in a thread while the next one arrives.
 
-        Never more than one, so that a slow disk slows the sender down. More would save starts of threads, and cost more
-        than that in fresh memory for the buffers.
+        Never more than one, so that a slow disk slows the sender down. Larger writes would start fewer threads, but cost more
+        in fresh memory for the buffers.
         """
         writing: asyncio.Future[None] | None = None
         flushing: asyncio.Future[None] | None = None
@@ -238,7 +221,11 @@ def _check_header(header: pb.PushHeader) -> None:
 
 
 def _committed_shard(run: Run, version: Version, shard: pb.Shard) -> pb.Shard | None:
-    """Return the shard if the version is committed with it; None if the version is not committed."""
+    """Return the shard if the version is committed with it; None if the version is not committed.
+
+    Raises:
+        SluiceError: ALREADY_EXISTS if the version is committed with another shard of this name.
+    """
     stored = run.versions.get(version)
     if stored is None:
         return None
@@ -253,7 +240,7 @@ def _committed_shard(run: Run, version: Version, shard: pb.Shard) -> pb.Shard | 
 
 
 def _continues(upload: Upload, header: pb.PushHeader) -> bool:
-    """Return whether the header means the file that is coming in: the same one, and not from its beginning."""
+    """Return whether the header continues this upload: it names the same file and does not start at byte 0."""
     known_digest = upload.digest or upload.announced.digest
     same = header.shard.size_bytes == upload.size and header.shard.digest in {"", known_digest}
     return same and (header.resume_offset > 0 or (upload.complete and bool(header.shard.digest)))
@@ -299,17 +286,13 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             them, so only the admin may report as one.
     """
 
-    def __init__(
-        self, runs: Runs, require_admin: Callable[[grpc.aio.ServicerContext[Any, Any]], None] | None = None
-    ) -> None:
+    def __init__(self, runs: Runs, require_admin: Callable[[Context], None] | None = None) -> None:
         self._runs = runs
         self._require_admin = require_admin
         self._watchers = 0
 
-    async def WatchVersions(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.WatchVersionsRequest,
-        context: grpc.aio.ServicerContext[pb.WatchVersionsRequest, pb.WatchVersionsResponse],
+    async def WatchVersions(
+        self, request: pb.WatchVersionsRequest, context: Context
     ) -> AsyncIterator[pb.WatchVersionsResponse]:
         """Announce the newest version, now and whenever there is a newer one.
 
@@ -332,11 +315,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
             self._watchers -= 1
             run.watchers -= 1
 
-    async def GetUpdatePath(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
-        self,
-        request: pb.GetUpdatePathRequest,
-        context: grpc.aio.ServicerContext[pb.GetUpdatePathRequest, pb.GetUpdatePathResponse],
-    ) -> None:
+    async def GetUpdatePath(self, request: pb.GetUpdatePathRequest, context: Context) -> None:  # type: ignore[override]  # see _write
         """Send the manifests that lead to a version. Its forms stay until they are sent, and a little longer."""
         run = await self._runs.find(request.run)
         wanted = Version.from_proto(request.version) if request.HasField("version") else None
@@ -347,11 +326,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                 response = await self._runs.in_thread(_describe_step, run, step)
                 await self._write(context, response)
 
-    async def PullWeights(  # type: ignore[override]  # noqa: N802 - writes itself, so that each write has a deadline
-        self,
-        request: pb.PullWeightsRequest,
-        context: grpc.aio.ServicerContext[pb.PullWeightsRequest, pb.PullWeightsResponse],
-    ) -> None:
+    async def PullWeights(self, request: pb.PullWeightsRequest, context: Context) -> None:  # type: ignore[override]  # see _write
         """Send bytes of one shard, read in a thread while the chunk before is sent."""
         run = await self._runs.find(request.run)
         form = _pulled_form(run, request)
@@ -374,11 +349,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                     reading.cancel()
                 file.close()
 
-    async def ListSources(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.ListSourcesRequest,
-        context: grpc.aio.ServicerContext[pb.ListSourcesRequest, pb.ListSourcesResponse],
-    ) -> pb.ListSourcesResponse:
+    async def ListSources(self, request: pb.ListSourcesRequest, context: Context) -> pb.ListSourcesResponse:
         """Name this service and its live relays."""
         run = await self._runs.find(request.run)
         newest = run.ledger.newest
@@ -387,11 +358,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         )
         return pb.ListSourcesResponse(sources=[own, *run.describe_relays(self._runs.clock())])
 
-    async def ReportVersion(  # noqa: N802 - gRPC's name
-        self,
-        request: pb.ReportVersionRequest,
-        context: grpc.aio.ServicerContext[pb.ReportVersionRequest, pb.ReportVersionResponse],
-    ) -> pb.ReportVersionResponse:
+    async def ReportVersion(self, request: pb.ReportVersionRequest, context: Context) -> pb.ReportVersionResponse:
         """Renew a replica's lease."""
         if not 0 < len(request.replica) <= _MOST_REPLICA_CHARACTERS:
             raise SluiceError.invalid_argument("replica", f"give a name of 1 to {_MOST_REPLICA_CHARACTERS} characters")
@@ -434,7 +401,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                 run.ledger.release(version, holder)
                 run.ledger.linger(version, until)
 
-    async def _write(self, context: grpc.aio.ServicerContext[Q, R], response: R) -> None:
+    async def _write(self, context: Context, response: Message) -> None:
         """Write one message of a stream.
 
         Raises:
