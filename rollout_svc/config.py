@@ -28,7 +28,7 @@ class LimitsConfig(Section):
     max_running: int | None = Field(
         None,
         ge=1,
-        description="Maximum number of samples in one engine step. Unset: the engine decides (vLLM: max_num_seqs).",
+        description="Maximum number of samples in one engine step. Unset: the default of the engine (vLLM: max_num_seqs).",
     )
     max_queued: int = Field(
         4096,
@@ -49,15 +49,19 @@ class LimitsConfig(Section):
 
 
 class RolloutDeadlines(Section):
-    """How long a replica waits before an operation counts as failed."""
+    """Seconds after which an operation of a replica counts as failed."""
 
     start_s: float = Field(600.0, gt=0, description="Seconds to load the model.")
     apply_s: float = Field(
         120.0,
         gt=0,
-        description="Seconds for each of the three steps of a weight update: prepare; pause and load; go back if that fails.",
+        description="Seconds for each of the three steps of a weight update: prepare; pause and load; go back if that fails. Also for any other command to the engine.",
     )
-    pause_s: float = Field(600.0, gt=0, description="Seconds that a pause in mode WAIT waits for requests to end.")
+    pause_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds that a pause in mode WAIT waits for requests to end; its time to live may be shorter.",
+    )
     pull_s: float = Field(600.0, gt=0, description="Seconds to fetch and stage one version.")
 
 
@@ -118,11 +122,11 @@ class RolloutConfig(Section):
     )
     kv_policy: Literal["keep", "recompute"] = Field(
         "keep",
-        description="Keys and values of requests in progress at an update: keep those of the old weights (cheap), or recompute them.",
+        description="What an update does with the KV cache of requests in progress: keep what the old weights computed (cheap), or recompute it.",
     )
     patch_on_device: bool = Field(
         False,
-        description="On an accelerator, change only the values in vLLM's weights that differ. So far tested on a CPU only.",
+        description="On an accelerator, write only the values of vLLM's weights that changed. Tested on a CPU only so far.",
     )
     stage_dir: Path = Field(
         Path("/dev/shm"),  # noqa: S108 - shared memory is where the engine's processes find a staged version
@@ -147,7 +151,7 @@ class RolloutConfig(Section):
     kv_cache_bytes: int | None = Field(
         None,
         ge=1,
-        description="Bytes for keys and values. Unset: the engine decides (on a CPU: 256 MiB with vLLM, 1 GiB with transformers).",
+        description="Bytes for keys and values. Unset: the default of the engine (on a CPU: 256 MiB with vLLM, 1 GiB with transformers).",
     )
     threads: int | None = Field(
         None,

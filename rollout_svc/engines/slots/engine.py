@@ -45,6 +45,9 @@ __all__ = ["SlotOptions", "TransformersEngine"]
 LEAST_COALESCE_S = 0.001
 """Minimum seconds between two chunks of a stream; an engine step takes longer."""
 
+SWAP_STEPS = 3
+"""A change of the weights waits for the step in progress, copies, and copies back if that fails; each has the deadline of a command."""
+
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 MOST_LOGITS_BYTES = 2 << 30
@@ -128,7 +131,7 @@ class TransformersEngine(LoraEngine):
             staged, self._resume_from = self._resume_from, None
             if staged is not None and staged.path.is_file():
                 try:
-                    await self._command(lambda: loop.swap(staged))
+                    await self._command(lambda: loop.swap(staged), deadlines=SWAP_STEPS)
                 except EngineError:
                     await self._stop()  # not healthy until the next attempt, which serves the base
                     raise
@@ -188,18 +191,18 @@ class TransformersEngine(LoraEngine):
             raise EngineError(f"the engine is broken: {self._running.broken}")
         return self._running
 
-    async def _command(self, action: Callable[[], Result]) -> Result:
-        """Run an action in the loop's thread, between two steps.
+    async def _command(self, action: Callable[[], Result], *, deadlines: int = 1) -> Result:
+        """Run an action in the loop's thread, between two steps, within so many times the deadline of a command.
 
         Raises:
             EngineError: what the action raised, or that the thread did not do it in time; then the engine is broken.
         """
-        loop = self._loop
+        loop, seconds = self._loop, deadlines * self._options.command_deadline_s
         try:
-            async with asyncio.timeout(self._options.command_deadline_s):
+            async with asyncio.timeout(seconds):
                 return await asyncio.wrap_future(loop.call(action))
         except TimeoutError as error:
-            why = f"the engine is still in one step after {self._options.command_deadline_s:g} s; call restart()"
+            why = f"the engine is still in one step after {seconds:g} s; call restart()"
             loop.broken = loop.broken or why
             for active in [each for of_name in self._active.values() for each in of_name]:
                 active.fail(EngineError(why))
@@ -318,7 +321,7 @@ class TransformersEngine(LoraEngine):
     async def _swap(self, loop: SlotLoop, staged: StagedVersion | None) -> ApplyReport:
         version = BASE if staged is None else staged.version
         await self._retire_other_bases(version)
-        times = await self._command(lambda: loop.swap(staged))
+        times = await self._command(lambda: loop.swap(staged), deadlines=SWAP_STEPS)
         self._serve_weights()
         return ApplyReport(version, *times)
 
