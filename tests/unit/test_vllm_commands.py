@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.model_files import BaseModel
 from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.processes import LoadRecorder, VllmProcesses
 from rollout_svc.engines.vllm.weights import VllmWeights
 from sluice.versions import Version
 from weightsync.staged import StagedVersion
@@ -126,3 +129,14 @@ async def test_an_update_that_waits_for_another_command_is_cancelled_at_once() -
         waiting.cancel()
         await asyncio.wait({waiting}, timeout=5)
         assert waiting.cancelled()
+
+
+async def test_a_shutdown_that_hangs_is_left_to_itself() -> None:
+    released = threading.Event()
+    llm: Any = SimpleNamespace(output_handler=None, shutdown=lambda _seconds: released.wait(60))
+    config: Any = SimpleNamespace()
+    processes = VllmProcesses(llm, LoadRecorder(), config, True, ThreadPoolExecutor(1), frozenset())
+    try:
+        await asyncio.wait_for(processes.shut_down(0.05), 10)
+    finally:
+        released.set()

@@ -15,11 +15,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollout_svc.engines.adapters import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.vllm.requests import Llm, ModelConfig, SchedulerStats, VllmConfig
+from sluice.tasks import settle
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
 
 __all__ = [
@@ -53,6 +55,8 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts its own segments
 
+
+log = structlog.get_logger()
 
 _OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
 """The objects that own the threads of gRPC: every channel, server, stub and call holds one of these."""
@@ -124,7 +128,11 @@ class VllmProcesses:
             handler.cancel()
             await asyncio.wait([handler], timeout=deadline_s)
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, self.llm.shutdown, deadline_s)
+        ending = loop.run_in_executor(self._thread, self.llm.shutdown, deadline_s)
+        if await settle(ending, timeout_s=2 * deadline_s):
+            ending.result()
+        else:
+            log.error("vLLM did not shut down in time; its processes end with this one", seconds=2 * deadline_s)
         self.llm.shutdown = _already_shut_down  # type: ignore[method-assign]  # its finaliser calls it once more
         self._thread.shutdown(wait=False)
         for segment in self._segments:  # vLLM does not delete those of tensor-parallel workers
