@@ -22,7 +22,7 @@ TIS = {"kind": "token_tis"}
         ({"preset": "gpro"}, "no objective 'gpro'; choose one of aipo, grpo"),
         ({"preset": "grpo", "delta": 3.0}, "grpo has no delta; it takes eps_low, eps_high, dual_clip"),
         ({"preset": "sft", "cap": 3.0}, "sft has no cap; it takes no parameters: remove it"),
-        ({"preset": "grpo", "params": {"x": 1.0}}, "write them beside preset"),
+        ({"preset": "grpo", "params": {"x": 1.0}}, "write the parameters of .* beside preset"),
         ({"preset": "my module:f"}, "is not an import path"),
         ({"preset": "my.module:f", "delta": 1.0}, "put it into params"),
         ({"preset": "dr_grpo"}, "set it to the longest completion"),
