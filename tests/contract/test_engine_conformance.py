@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import (
     CONTEXT,
     EOS,
@@ -35,6 +36,7 @@ from rollout_svc.engines.base import (
     Sampling,
 )
 from sluice.versions import BASE, Version
+from weightsync.staged import StagedVersion
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -414,3 +416,69 @@ class TestStatus:
         assert after.generated_tokens - before.generated_tokens == 3 * LONG.max_tokens
         assert after.prompt_tokens - before.prompt_tokens == 3 * len(PROMPT)
         assert (after.running, after.queued, after.healthy) == (0, 0, True)
+
+
+class TestVerification:
+    """Engines say whether they compute with the weights of a version: of memory as it is, not of what was once copied."""
+
+    FIRST, SECOND = Version(1, 1), Version(1, 2)
+
+    @staticmethod
+    def altered(version: StagedVersion, directory: Path, *names: str) -> StagedVersion:
+        """The same version with one value of each of some tensors in another place."""
+        tensors = load_file(version.path)
+        for name in names:
+            tensors[name].view(-1)[-1] += 1.0
+        save_file(tensors, directory / "altered.safetensors")
+        return replace(version, path=directory / "altered.safetensors")
+
+    async def test_the_version_that_was_applied_is_found_and_no_other(self, engine, models):
+        first = staged(models.second, self.FIRST)
+        await engine.apply(first)
+        assert await engine.verify_weights(first) == []
+        assert await engine.verify_weights(staged(models.third, self.SECOND)) == sorted(first.tensors)
+        assert await engine.verify_weights(None) == sorted(first.tensors)
+        await engine.reload_base()
+        assert await engine.verify_weights(None) == []
+
+    async def test_a_tied_output_layer_is_compared_with_the_embedding(self, tied_engine, models):
+        await tied_engine.apply(staged(models.tied_second, self.FIRST))
+        assert await tied_engine.verify_weights(staged(models.tied_second, self.FIRST)) == []
+        assert "model.embed_tokens.weight" in await tied_engine.verify_weights(None)
+
+    @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"])
+    async def test_one_value_is_enough(self, engine, models, tmp_path, name):
+        await engine.apply(staged(models.second, self.FIRST))
+        assert await engine.verify_weights(self.altered(staged(models.second, self.FIRST), tmp_path, name)) == [name]
+
+    async def test_a_sample_looks_at_some_tensors(self, engine, models):
+        await engine.apply(staged(models.second, self.FIRST))
+        found = await engine.verify_weights(staged(models.third, self.SECOND), share=0.2)
+        assert 0 < len(found) < len(staged(models.third, self.SECOND).tensors)
+        assert await engine.verify_weights(staged(models.second, self.FIRST), share=0.2) == []
+
+    async def test_a_version_that_is_not_what_serves_is_loaded_anew(self, engine, models, tmp_path):
+        right = staged(models.second, self.FIRST)
+        await engine.apply(self.altered(right, tmp_path, "model.norm.weight"))
+        now_right = replace(right, path=tmp_path / "altered.safetensors")
+        save_file(load_file(right.path), tmp_path / "next.safetensors")
+        (tmp_path / "next.safetensors").replace(now_right.path)
+        assert (await engine.apply(now_right)).pause_s == 0.0, "that version serves already"
+        assert await engine.verify_weights(now_right) == ["model.norm.weight"]
+        assert (await engine.apply(now_right)).pause_s > 0.0
+        assert await engine.verify_weights(now_right) == []
+
+    async def test_tokens_are_produced_meanwhile(self, engine, models):
+        await engine.apply(staged(models.second, self.FIRST))
+        request = GenerationRequest("request", [5, 9, 17], Sampling(max_tokens=200, ignore_eos=True, temperature=0.0))
+        before = (await engine.agenerate(request)).samples[0]
+        task = asyncio.create_task(engine.agenerate(request))
+        assert await engine.verify_weights(staged(models.second, self.FIRST)) == []
+        during = (await task).samples[0]
+        assert during.finish_reason is FinishReason.LENGTH
+        assert during.token_ids == before.token_ids
+        torch.testing.assert_close(torch.tensor(during.logprobs), torch.tensor(before.logprobs), atol=1e-4, rtol=0.0)
+
+    async def test_a_version_that_cannot_be_read_is_an_error(self, engine, models, tmp_path):
+        with pytest.raises(EngineError):
+            await engine.verify_weights(replace(staged(models.second, self.FIRST), path=tmp_path / "gone.safetensors"))
