@@ -132,13 +132,13 @@ class Admission(Generic[Payload]):
             raise RefusedError(
                 "WRONG_EPOCH",
                 f"the batch is for epoch {ticket.target.epoch}, but the trainer is in epoch {self._version.epoch}: "
-                "send it again with a target version of the present epoch",
+                "send it again with a target version of this epoch",
             )
         if ticket.tokenizer_digest != self.tokenizer_digest:
             raise RefusedError(
                 "WRONG_TOKENIZER",
-                f"the batch was made with tokenizer {ticket.tokenizer_digest or '(none)'}, the trainer has "
-                f"{self.tokenizer_digest}: start rollout and trainer on the same model",
+                f"the batch was made with tokenizer {ticket.tokenizer_digest or '(none)'}, but the trainer has "
+                f"{self.tokenizer_digest}: start rollout and trainer with the same model",
             )
         known = self._known.get(ticket.batch_id)
         if known is not None:
@@ -198,7 +198,7 @@ class Admission(Generic[Payload]):
         return False
 
     def take(self) -> Payload | None:
-        """Take the next batch to train; None if there is none. The batch before it must be finished.
+        """Take the next batch to train; None if the queue is empty. The batch before it must be finished.
 
         Raises:
             RuntimeError: if it is not.

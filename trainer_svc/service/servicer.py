@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import grpc
 
-from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, check_sides
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
@@ -170,7 +170,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         admission = trainer.admission
         if admission is None:
             return trainer_pb2.GetTrainerStateResponse(phase=trainer.phase)
-        objective = trainer.config.objective.resolved
         return trainer_pb2.GetTrainerStateResponse(
             phase=trainer.phase,
             policy_version=(admission.version or trainer.learner.version).to_proto(),
@@ -181,7 +180,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             optimizer_steps=trainer.learner.engine.optimizer_steps,
             newest_checkpoint=trainer.learner.newest_checkpoint,
             last_error=trainer.last_error,
-            advantage_estimator=objective.advantage if objective.runs_estimator else "",
+            advantage_estimator=_own_estimator(trainer.config),
             oldest_reported_number=0 if trainer.steps is None else trainer.steps.first_number,
         )
 
@@ -285,18 +284,17 @@ def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> Non
         raise SluiceError.invalid_argument(
             "header.trajectory_count", f"is {header.trajectory_count}; give 1 to {MAX_TRAJECTORIES}"
         )
-    named, own = header.advantage_estimator, _own_estimator(config)
+    named = header.advantage_estimator
     if named and named not in (*ESTIMATORS, *TRAINER_ESTIMATORS):
         raise SluiceError.invalid_argument(
             "header.advantage_estimator",
             f"there is no {named!r}; choose one of {', '.join((*ESTIMATORS, *TRAINER_ESTIMATORS))}",
         )
-    if named and named != own and (own or named in TRAINER_ESTIMATORS):
-        raise SluiceError.invalid_argument(
-            "header.advantage_estimator",
-            f"is {named}, but this trainer (objective {config.objective.preset}) computes {own or 'none by itself'}: "
-            f"set orchestrator.advantage to {own or 'one that needs rewards alone'}, or choose another trainer.objective",
-        )
+    if named:
+        try:
+            check_sides(named, _own_estimator(config))
+        except ValueError as error:
+            raise SluiceError.invalid_argument("header.advantage_estimator", str(error)) from error
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import contextvars
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -100,10 +99,13 @@ class Trainer:
         Raises:
             SluiceError: UNAVAILABLE while the model loads, FAILED_PRECONDITION after a failure.
         """
-        if self.admission is None:
-            raise SluiceError.unavailable("STARTING", "the trainer is loading its model: retry", retry_after_s=1.0)
         if self._failure is not None:
             raise _failed(self._failure)
+        return self._loaded()
+
+    def _loaded(self) -> Admission[Batch]:
+        if self.admission is None:
+            raise SluiceError.unavailable("STARTING", "the trainer is loading its model: retry", retry_after_s=1.0)
         return self.admission
 
     def admit(self, ticket: Ticket, batch: Batch) -> bool:
@@ -129,8 +131,7 @@ class Trainer:
         Raises:
             SluiceError: as the contract says of BeginEpoch.
         """
-        if self.admission is None:
-            raise SluiceError.unavailable("STARTING", "the trainer is loading its model: retry", retry_after_s=1.0)
+        self._loaded()
         if self.learner.ranks.broken is not None:
             raise self.learner.ranks.broken
         present, opening = self._opening or (0, None)
@@ -292,13 +293,14 @@ class Trainer:
             while (batch := admission.take()) is None:
                 self._arrived.clear()
                 await self._arrived.wait()
-            waits = Waits(batch_s=perf_counter() - waiting, push_s=push_wait_s)
+            waited_s = perf_counter() - waiting
             self._doing = trainer_pb2.TRAINER_PHASE_TRAINING
             applied = await self._compute.run(
                 partial(self.learner.apply, batch), deadline_s=self.config.deadlines.step_s, what="a training step"
             )
             version = admission.finish()
-            steps.append(_step_report(batch, applied, waits, self._publication.last_push))
+            report = _step_report(batch, applied, waited_s, push_wait_s, self._publication.last_push)
+            steps.append(report)
             skipping = self._check_finite(applied, skipping)
             push_wait_s = await self._publish()
             every = self.config.checkpoint.every_steps
@@ -356,20 +358,9 @@ def _failed(cause: SluiceError) -> SluiceError:
 # Step reports.
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """Seconds that the trainer waited before a step.
-
-    Attributes:
-        batch_s: Until the batch arrived.
-        push_s: Until the push of an earlier version had ended.
-    """
-
-    batch_s: float
-    push_s: float
-
-
-def _step_report(batch: Batch, applied: Applied, waits: Waits, pushed: PushReport | None) -> StepReport:
+def _step_report(
+    batch: Batch, applied: Applied, batch_wait_s: float, push_wait_s: float, pushed: PushReport | None
+) -> StepReport:
     """Assemble and log the report of one step.
 
     Its metrics are those of the batch (`FilteredBatch.metrics`), those of the optimizer steps (the fields of `StepMetrics`,
@@ -387,16 +378,17 @@ def _step_report(batch: Batch, applied: Applied, waits: Waits, pushed: PushRepor
     Args:
         batch: The batch.
         applied: What applying it did.
-        waits: What the trainer waited for before.
+        batch_wait_s: Seconds until the batch arrived.
+        push_wait_s: Seconds until the push of an earlier version had ended.
         pushed: The last push that ended; None before the first.
     """
-    idle_s = waits.batch_s + waits.push_s
+    idle_s = batch_wait_s + push_wait_s
     tokens = applied.metrics.tokens if applied.metrics is not None else 0
     metrics = {
         **applied.batch.metrics,
         **(applied.metrics.as_flat() if applied.metrics is not None else {}),
-        "wait_batch_seconds": waits.batch_s,
-        "wait_push_seconds": waits.push_s,
+        "wait_batch_seconds": batch_wait_s,
+        "wait_push_seconds": push_wait_s,
         "idle_share": idle_s / (idle_s + applied.seconds),
         "tokens_per_second": tokens / applied.seconds,
     }
