@@ -12,13 +12,13 @@ __all__ = ["CONFIG", "WeightSyncConfig"]
 
 
 class WeightSyncConfig(Section):
-    """Where versions are kept, how many, and how long the service waits for whom."""
+    """Where versions are kept, how many, and how long the service waits."""
 
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7101), description="Where the service listens."
     )
     directory: Path | None = Field(
-        None, description="Directory with one subdirectory of versions per run. Unset: `output_dir/<run>/weights`."
+        None, description="Directory that holds one directory of versions per run. Unset: `output_dir/<run>/weights`."
     )
     keep: int = Field(
         3, ge=1, description="Number of newest versions of a run to keep; versions in use are kept as well."
@@ -26,7 +26,7 @@ class WeightSyncConfig(Section):
     anchor_every: int = Field(
         16,
         ge=1,
-        description="Keep a dense form as an anchor, from which chains of deltas start, every so many versions; sooner if the chain outgrows half a dense copy.",
+        description="Keep the dense form of a version from which deltas start, every so many versions; sooner if the deltas since then outgrow half a dense copy.",
     )
     local_dir: Path | None = Field(
         Path("/dev/shm"),  # noqa: S108 - a well-known place is the point: trainers of this host write there

@@ -277,7 +277,7 @@ class WeightPublisher:
             self._ranks.exchange(step, failure, deadline)
         except SluiceError as answer:  # the failure itself, if the other ranks have it
             if answer.reason == "RANK_LOST":
-                log.warning("the other ranks could not be told of a failure", error=str(answer))
+                log.warning("this rank failed, and its failure did not reach the other ranks", error=str(answer))
 
     async def _agree(self, update: Update, copy: KeptCopy, deadline: float) -> Agreement:
         """Tell every rank what this one has, and settle the form.

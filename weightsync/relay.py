@@ -410,7 +410,7 @@ async def fetch_version(runs: Runs, run: Run, manifest: pb.Manifest, pull: Pull)
 
 
 async def _fetch_shard(runs: Runs, run: Run, manifest: pb.Manifest, shard: pb.Shard, pull: Pull) -> None:
-    """Pull one shard; if it turns out to be another file than announced, begin it anew."""
+    """Pull one shard. Start again from byte 0 if the file is not the announced one."""
     version = Version.from_proto(manifest.version)
     base = manifest.base if manifest.kind == pb.VERSION_KIND_DELTA else None
     wanted = ShardRange(manifest.run, manifest.version, shard.name, shard.size_bytes, base)

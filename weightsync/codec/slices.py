@@ -117,7 +117,7 @@ def encode(new: NDArray[np.uint8], base: NDArray[np.uint8] | None, dtype: str) -
 
     Args:
         new: Dense little-endian bytes, one dimension, contiguous.
-        base: Bytes of the same slice in the version that it is based on; None where there is none.
+        base: Bytes of the same slice in the version before; None for a slice that stands alone.
         dtype: Data type as safetensors names it.
 
     Raises:

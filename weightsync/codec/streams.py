@@ -266,7 +266,7 @@ def read_positions(
 
 
 def choose_bits(codes: Patterns) -> int:
-    """Return the smallest width with few escapes, 0 if there is none."""
+    """Return the smallest width that needs few escapes; 0 writes every code in full."""
     for bits in STEP_BITS[1:]:
         if np.count_nonzero(codes >= _escape(bits)) <= codes.size * _ESCAPES_AT_MOST:
             return bits

@@ -152,7 +152,7 @@ def parse_pull_response(message: bytes) -> RawChunk:
     """Return the chunk of a serialised `PullWeightsResponse`.
 
     Raises:
-        ChunkError: if the message is none.
+        ChunkError: if the message cannot be read.
     """
     try:
         chunk = _parse(memoryview(message))

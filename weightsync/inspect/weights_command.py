@@ -151,7 +151,7 @@ async def _verify_replica(config: WeightsConfig, replica: str, versions: Sequenc
         names = ", ".join(answer.different[:5])
         print(  # noqa: T201
             f"DIFFERENT: {len(answer.different)} tensors of replica {replica} are not those of version {version}: {names}."
-            " The next update loads them anew; if it happens again, look for failing memory"
+            " The next update loads them again; if it happens again, test the host's memory"
         )
         return 1
     print(f"replica {replica} computes with version {version}: every live tensor equals its file")  # noqa: T201

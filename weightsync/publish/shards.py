@@ -436,7 +436,7 @@ class KeptFile:
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
 
     def local(self, shard: str) -> pb.LocalFile | None:
-        """Return the file as the contract names it, None if there is none.
+        """Return the file as the contract names it; None for ordinary memory.
 
         Args:
             shard: Name of the shard that it holds.

@@ -54,7 +54,7 @@ class Forms:
         digest: The version's digest.
         dense_bytes: Bytes on disk of its whole tensors; None if it holds none.
         delta_bytes: Bytes on disk of its difference from `base`; None if it holds none.
-        adapter_bytes: Bytes on disk of an adapter; None if it is none.
+        adapter_bytes: Bytes on disk of an adapter; None for weights.
         base: Version that the delta or adapter is based on, always an older one.
         copy_bytes: Bytes that a dense copy of the model has.
         damaged: Whether applying the delta gave other bytes than announced.
@@ -170,7 +170,7 @@ def is_reachable(versions: Versions, version: Version) -> bool:
 
 
 def damaged_on_the_way(versions: Versions, version: Version) -> Version | None:
-    """Return the version whose damaged delta cuts off the way; None if there is none."""
+    """Return the version whose damaged delta cuts off the way; None if nothing does."""
     for each, forms in _towards_the_past(versions, version):
         if forms.dense_bytes is not None:
             return None

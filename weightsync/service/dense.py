@@ -76,7 +76,7 @@ class DenseForms:
     """The work for all runs of a service; one thread does it.
 
     Args:
-        reserve: Reserves room on the disk, in bytes, for as long as a block lasts; raises `SluiceError` if there is none.
+        reserve: Reserves room on the disk, in bytes, for as long as a block lasts; raises `SluiceError` if the disk is full.
         ended: Called after each attempt: versions that it held may be removed now.
         delay_s: Seconds from a commit until its dense form is begun.
         retry_s: Seconds after which a failed attempt is repeated.

@@ -211,7 +211,7 @@ class Ledger:
         self._holders.setdefault(version, set()).add(holder)
 
     def release(self, version: Version, holder: Hashable) -> None:
-        """End a hold; without effect if there is none."""
+        """End a hold, if there is one."""
         holders = self._holders.get(version, set())
         holders.discard(holder)
         if not holders:
