@@ -68,10 +68,12 @@ async def tree(tmp_path: Path) -> AsyncIterator[Tree]:
 
 
 async def start(stack: AsyncExitStack, tree: Tree, stage_dir: Path) -> list[Engine]:
-    """Receivers that share no staged copies, as if each had a host of its own."""
+    """Receivers that share no staged copies, as if each had a host of its own; each has found a relay when this returns."""
     engines = [Engine(f"replica-{index}") for index in range(RECEIVERS)]
     for engine in engines:
         await stack.enter_async_context(engine.receiving(tree.root.target, stage_dir / engine.name, **EAGER))
+    relayed = [await relay.serving.runs.open(RESOURCE) for relay in tree.relays]
+    await eventually(lambda: sum(run.watchers for run in relayed) == RECEIVERS, 60)
     return engines
 
 
