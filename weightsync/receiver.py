@@ -35,7 +35,7 @@ from weightsync.receive.adapters import AdapterDirectory
 from weightsync.receive.pull import BaseFile, PullCost, PullError, PullLimits, VersionBuilder
 from weightsync.receive.shared_area import BehindError, HostFile, HostFiles, SharedArea, remove_stale
 from weightsync.receive.sources import Reporter, SourceLimits, Sources, UpdateTimings, VersionWatch, observe_update
-from weightsync.receive.version_file import StagingError, dense_bytes
+from weightsync.receive.version_file import StagingError, dense_bytes, tensor_specs
 from weightsync.staged import (
     ApplyError,
     ApplyReport,
@@ -43,7 +43,6 @@ from weightsync.staged import (
     HeldVersions,
     StagedAdapter,
     StagedVersion,
-    tensor_specs,
 )
 
 # All that a rollout service needs: it imports nothing else of this package but `weightsync.staged`.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "StagedAdapter",
     "StagedVersion",
     "TensorSpec",
-    "tensor_specs",
 ]
 
 
@@ -32,15 +30,6 @@ class TensorSpec:
 
     dtype: str
     shape: tuple[int, ...]
-
-
-def tensor_specs(manifest: pb.Manifest) -> dict[str, TensorSpec]:
-    """Return type and shape of every tensor of a version."""
-    return {
-        each.name: TensorSpec(each.dtype, tuple(each.global_shape))
-        for shard in manifest.shards
-        for each in shard.tensors
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from sluice.host_files import close, lock_now, open_private, owned_directory, re
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.receive.pull import PullCost, VersionBuilder, in_thread
-from weightsync.receive.version_file import StagingError
-from weightsync.staged import HeldVersions, StagedAdapter, tensor_specs
+from weightsync.receive.version_file import StagingError, tensor_specs
+from weightsync.staged import HeldVersions, StagedAdapter
 
 __all__ = ["AdapterDirectory"]
 

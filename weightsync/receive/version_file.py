@@ -33,6 +33,7 @@ from weightsync.format.safetensors import (
     read_layout,
     render_header,
 )
+from weightsync.staged import TensorSpec
 
 __all__ = [
     "DeltaShard",
@@ -41,6 +42,7 @@ __all__ = [
     "StagingError",
     "copy_file",
     "dense_bytes",
+    "tensor_specs",
     "verify_other_form",
 ]
 
@@ -53,6 +55,15 @@ _COPY_BYTES = 8 << 20
 
 class StagingError(Exception):
     """What came in is not the version that was announced, or there is no room for it."""
+
+
+def tensor_specs(manifest: pb.Manifest) -> dict[str, TensorSpec]:
+    """Return type and shape of every tensor of a version."""
+    return {
+        each.name: TensorSpec(each.dtype, tuple(each.global_shape))
+        for shard in manifest.shards
+        for each in shard.tensors
+    }
 
 
 def dense_bytes(manifest: pb.Manifest) -> int:

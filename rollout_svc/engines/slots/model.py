@@ -487,10 +487,17 @@ class InPlaceWeights:
                 shape = tuple(file.get_slice(name).get_shape())
                 expected = self._base.shapes.get(name)
                 if shape != expected or name in seen:
-                    raise EngineError(f"{name} of {list(shape)} is given; the model has {expected}; stage it again")
+                    raise EngineError(
+                        f"the version does not fit the model: {name} is {list(shape)}, the model has {expected};"
+                        " push every tensor of the base model once, under its own name"
+                    )
                 seen.add(name)
-        if seen != self._live.keys():
-            raise EngineError(f"{sorted(self._live.keys() - seen)[:3]} are missing; stage the version again")
+        missing = sorted(self._live.keys() - seen)
+        if missing:
+            raise EngineError(
+                f"the version does not fit the model: missing {missing[:3]} ({len(missing)}); push every tensor of the base"
+                " model under its own name"
+            )
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def copy(self, paths: Sequence[Path]) -> None:
