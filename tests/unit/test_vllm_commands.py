@@ -111,7 +111,7 @@ def engine_to_update(llm: FailingLlm) -> VllmEngine:
     return engine
 
 
-@pytest.mark.parametrize("llm", [SlowLlm(0.15), SlowLlm(0.01, pause_s=60.0), SlowLlm(0.35)])
+@pytest.mark.parametrize("llm", [SlowLlm(0.25), SlowLlm(0.01, pause_s=60.0), SlowLlm(0.35)])
 async def test_the_calls_of_an_update_share_its_deadlines(llm: FailingLlm) -> None:
     """Each call ends in time; together they would take several times what an update may take."""
     engine = engine_to_update(llm)

@@ -1,4 +1,4 @@
-"""Changes and compares the weights of a running vLLM: the sequence of calls, their deadlines, and what happens when one fails."""
+"""The weights of a running vLLM: the calls that change and compare them, their deadlines, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -113,11 +113,12 @@ class VllmWeights:
             HalfLoadedError: if the model is in an unknown state; sampling stays paused.
         """
         end = self._end()
+        prepare_s = 0.0
         try:
-            await check(llm, files, end)
-            prepare_s = 0.0
             if self._double_buffer or self._patch:
                 prepare_s = await prepare(llm, files, end, patch=self._patch)
+            else:
+                await check(llm, files, end)
         except HalfLoadedError:
             raise
         except EngineError as error:
@@ -200,7 +201,7 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
 
 
 async def check(llm: Llm, files: WeightFiles, end: float) -> None:
-    """Let every worker check the files before any of them changes its model.
+    """Let every worker check the files before any of them changes its model. `prepare` does that too.
 
     Raises:
         EngineError: if a worker refuses them; nothing has changed.
@@ -232,11 +233,11 @@ async def prepare(llm: Llm, files: WeightFiles, end: float, *, patch: bool) -> f
         if all(kind == "ok" for kind, _ in replies):
             return max(float(seconds) for _, seconds in replies)
         await asyncio.sleep(PREPARE_CHECK_S)
-    kind, why = next(reply for reply in replies if reply[0] not in {"ok", "pending"})
-    if kind == "refused":
-        raise EngineError(f"version {files.version} was not loaded: {why}")
-    if kind == "err":
-        log.warning("preparing a version failed, loading it while paused", version=str(files.version), error=why)
+    why = dict(replies)
+    if "refused" in why:
+        raise EngineError(f"version {files.version} was not loaded: {why['refused']}")
+    if "err" in why:
+        log.warning("preparing a version failed, loading it while paused", version=str(files.version), error=why["err"])
     return 0.0
 
 
@@ -272,12 +273,7 @@ async def load(llm: Llm, files: WeightFiles, end: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The result of a comparison.
-
-    Attributes:
-        tensors: Names of the tensors whose live values differ, sorted.
-        unchecked: Names of the tensors whose form in the engine is not known, such as quantised ones, sorted.
-    """
+    """Names of the tensors whose live values differ, and of those whose form in the engine is unknown, such as quantised ones."""
 
     tensors: list[str]
     unchecked: list[str]
