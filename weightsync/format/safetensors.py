@@ -20,7 +20,6 @@ import xxhash
 __all__ = [
     "DTYPES",
     "HEADER_LENGTH_BYTES",
-    "MAX_HEADER_BYTES",
     "BadNameError",
     "Dtype",
     "Entry",
@@ -30,7 +29,9 @@ __all__ = [
     "ScannedTensor",
     "all_finite",
     "check_tensor",
+    "header_end",
     "parse_header",
+    "parse_layout",
     "place",
     "read_layout",
     "render_header",
@@ -39,7 +40,7 @@ __all__ = [
 HEADER_LENGTH_BYTES = 8
 """A file begins with its header's length, little-endian."""
 
-MAX_HEADER_BYTES = 64 << 20
+_MAX_HEADER_BYTES = 64 << 20
 """Longest header that is read; half a million tensors fit. The library's own bound is 100 MB."""
 
 _METADATA = "__metadata__"
@@ -217,6 +218,31 @@ class FileLayout:
     size: int
 
 
+def header_end(start: bytes | memoryview, size: int) -> int:
+    """Return where the data begins in a file of `size` bytes that begins with the 8 bytes `start`.
+
+    Raises:
+        LayoutError: if that is no place in the file.
+    """
+    end = HEADER_LENGTH_BYTES + int.from_bytes(start, "little")
+    if end > min(size, HEADER_LENGTH_BYTES + _MAX_HEADER_BYTES):
+        raise LayoutError(f"a header of {end} bytes in a file of {size}: not a safetensors file, or cut off")
+    return end
+
+
+def parse_layout(head: bytes | memoryview, size: int) -> FileLayout:
+    """Return the layout of a file of `size` bytes whose first bytes, up to its `header_end`, are `head`.
+
+    Raises:
+        LayoutError: if header and tensors do not fill the file.
+    """
+    entries = parse_header(head[HEADER_LENGTH_BYTES:])
+    end = len(head) + (entries[-1].end if entries else 0)
+    if end != size:
+        raise LayoutError(f"header and tensors make {end} bytes, the file has {size}")
+    return FileLayout(len(head), {entry.name: entry for entry in entries}, size)
+
+
 def read_layout(descriptor: int) -> FileLayout:
     """Read the header of an open safetensors file.
 
@@ -225,16 +251,8 @@ def read_layout(descriptor: int) -> FileLayout:
         OSError: if it cannot be read.
     """
     size = os.fstat(descriptor).st_size
-    length = int.from_bytes(os.pread(descriptor, HEADER_LENGTH_BYTES, 0), "little")
-    begin = HEADER_LENGTH_BYTES + length
-    if length > MAX_HEADER_BYTES or begin > size:
-        raise LayoutError(f"a header of {length} bytes: not a safetensors file, or cut off")
-    text = os.pread(descriptor, length, HEADER_LENGTH_BYTES)
-    entries = parse_header(text)
-    end = begin + (entries[-1].end if entries else 0)
-    if end != size:
-        raise LayoutError(f"header and tensors make {end} bytes, the file has {size}")
-    return FileLayout(begin, {entry.name: entry for entry in entries}, size)
+    end = header_end(os.pread(descriptor, HEADER_LENGTH_BYTES, 0), size)
+    return parse_layout(os.pread(descriptor, end, 0), size)
 
 
 def _entry(name: str, row: Mapping[str, Any]) -> Entry:
@@ -316,21 +334,12 @@ class Scan:
         self._head += data
         if len(self._head) < HEADER_LENGTH_BYTES:
             return data[len(data) :]
-        length = int.from_bytes(self._head[:HEADER_LENGTH_BYTES], "little")
-        self.data_begin = HEADER_LENGTH_BYTES + length
-        if length > MAX_HEADER_BYTES or self.data_begin > self.size:
-            raise LayoutError(f"a header of {length} bytes: not a safetensors file, or cut off")
+        self.data_begin = header_end(bytes(self._head[:HEADER_LENGTH_BYTES]), self.size)
         if len(self._head) < self.data_begin:
             return data[len(data) :]
-        entries = parse_header(memoryview(self._head)[HEADER_LENGTH_BYTES : self.data_begin])
-        data_size = entries[-1].end if entries else 0
-        if self.data_begin + data_size != self.size:
-            raise LayoutError(
-                f"header and tensors make {self.data_begin + data_size} bytes, not the announced {self.size}"
-            )
+        self.entries = list(parse_layout(bytes(self._head[: self.data_begin]), self.size).entries.values())
         self._head = bytearray()
-        self.entries = entries
-        self._close_empty(entries)
+        self._close_empty(self.entries)
         return data[self.data_begin - before :]
 
     def _feed_tensors(self, entries: list[Entry], data: memoryview) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from mmap import ACCESS_READ, MADV_DONTFORK, mmap
 from pathlib import Path
 
@@ -24,12 +24,12 @@ from weightsync.format.manifest import Box, ManifestError, box, check_manifest, 
 from weightsync.format.safetensors import (
     DTYPES,
     HEADER_LENGTH_BYTES,
-    MAX_HEADER_BYTES,
     Entry,
     FileLayout,
     LayoutError,
     Scan,
-    parse_header,
+    header_end,
+    parse_layout,
     read_layout,
     render_header,
 )
@@ -254,8 +254,6 @@ class DeltaShard:
         self.shard = shard
         self.position = 0
         self._bytes = np.empty(shard.size_bytes, dtype=np.uint8).data
-        self._entries: Mapping[str, Entry] = {}
-        self._data_begin = 0
 
     def feed(self, chunk: RawChunk) -> None:
         """Check and keep the next bytes; see `ChunkSink`."""
@@ -280,23 +278,13 @@ class DeltaShard:
         if digest != self.shard.digest:
             raise StagingError(f"shard {name} has digest {digest}, announced was {self.shard.digest}")
         try:
-            self._read_header()
+            end = header_end(self._bytes[:HEADER_LENGTH_BYTES], len(self._bytes))
+            self._layout = parse_layout(self._bytes[:end], len(self._bytes))
         except LayoutError as error:
             raise StagingError(f"shard {name}: {error}") from error
         expected = {entry_name(each) for each in self.shard.tensors if each.encoding != pb.TENSOR_ENCODING_UNCHANGED}
-        if expected != self._entries.keys():
+        if expected != self._layout.entries.keys():
             raise StagingError(f"shard {name} does not hold the announced entries")
-
-    def _read_header(self) -> None:
-        length = int.from_bytes(self._bytes[:HEADER_LENGTH_BYTES], "little")
-        self._data_begin = HEADER_LENGTH_BYTES + length
-        if length > MAX_HEADER_BYTES or self._data_begin > len(self._bytes):
-            raise LayoutError(f"a header of {length} bytes: not a safetensors file, or cut off")
-        entries = parse_header(self._bytes[HEADER_LENGTH_BYTES : self._data_begin])
-        size = self._data_begin + (entries[-1].end if entries else 0)
-        if size != len(self._bytes):
-            raise LayoutError(f"header and entries make {size} bytes, not {len(self._bytes)}")
-        self._entries = {entry.name: entry for entry in entries}
 
     def data(self, tensor: pb.TensorSlice) -> memoryview:
         """Return the encoded bytes of a slice; empty for one that did not change.
@@ -306,7 +294,7 @@ class DeltaShard:
         """
         if tensor.encoding == pb.TENSOR_ENCODING_UNCHANGED:
             return self._bytes[:0]
-        entry = self._entries[entry_name(tensor)]
+        entry = self._layout.entries[entry_name(tensor)]
         plain = tensor.encoding in {pb.TENSOR_ENCODING_UNSPECIFIED, pb.TENSOR_ENCODING_DENSE}
         wanted = (tensor.dtype, box(tensor).sizes) if plain else ("U8", (entry.size,))
         if (entry.dtype, entry.shape) != wanted:
@@ -314,7 +302,8 @@ class DeltaShard:
                 f"entry {entry.name} of shard {self.shard.name} is {entry.dtype} {list(entry.shape)}, expected"
                 f" {wanted[0]} {list(wanted[1])}"
             )
-        return self._bytes[self._data_begin + entry.begin : self._data_begin + entry.end]
+        begin = self._layout.data_begin
+        return self._bytes[begin + entry.begin : begin + entry.end]
 
 
 class PatchedFile:
