@@ -2,6 +2,7 @@
 
 import io
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from rich.console import Console
 from sluice.cli import quickstart
 from sluice.cli.rl import claim
 from sluice.config import ConfigError, load_run
+
+ROOT = Path(__file__).parents[2]
 
 EVALUATION = {"reward_mean": 0.5, "exact_share": 0.3, "greedy_reward_mean": 0.45, "greedy_exact_share": 0.35}
 
@@ -88,3 +91,14 @@ def test_a_quickstart_that_another_process_runs_is_left_alone(tmp_path: Path) ->
     run = load_run(["--output-dir", str(tmp_path), "--run", "quickstart"])
     with claim(run, resume=True) as directory, pytest.raises(ConfigError, match="another process"):
         quickstart.make_room(directory, Console(file=io.StringIO()))
+
+
+def test_the_picture_shows_what_a_terminal_shows_at_the_end() -> None:
+    screen = runpy.run_path(str(ROOT / "docs/images/draw_quickstart.py"))["screen"]
+    redrawn = "\r\x1b[2K\x1b[1A\x1b[2K"  # as rich redraws a panel of two lines
+    assert screen(f"one\r\ntwo\r\n3{redrawn}\x1b[1mTWO\x1b[0m\r\nTHREE\r\n") == [
+        "one",
+        "\x1b[1mTWO\x1b[0m",
+        "THREE",
+        "",
+    ]
