@@ -27,7 +27,7 @@ TIS = {"kind": "token_tis"}
         ({"preset": "my.module:f", "delta": 1.0}, "put it into params"),
         ({"preset": "dr_grpo"}, "set it to the longest completion"),
         ({"preset": "aipo", "aggregation": "constant"}, "set it to the longest completion"),
-        ({"preset": "aipo", "max_tokens": 5}, "aggregation constant only"),
+        ({"preset": "aipo", "max_tokens": 5}, "only aggregation constant has max_tokens"),
         ({"preset": "icepop", "low": 3.0, "high": 2.0}, "swap them"),
         ({"preset": "ppo", "dual_clip": 0.9}, "greater than 1"),
         # The weight would be lost, or counted twice.
