@@ -94,7 +94,7 @@ def test_a_kill_between_the_model_and_the_removal_of_checkpoints_costs_nothing(
     with pytest.raises(ConfigError, match="finished model of an earlier run: keep it"):
         SFT.run([each for each in words(model, rows, output) if each != "--resume"])
     assert SFT.run(words(model, rows, output)) == 0
-    assert "the run had finished; its model is whole" in capsys.readouterr().out
+    assert "the run had finished; its model is complete" in capsys.readouterr().out
     assert all(torch.equal(tensor, weights(output)[name]) for name, tensor in finished.items())
     assert not checkpoint_directory(output).exists()
     with pytest.raises(ConfigError, match="no checkpoint to resume from") as refused:

@@ -32,10 +32,13 @@ __all__ = [
     "token_rewards",
     "turns_of",
     "whiten",
-    "whiten_by_group",
     "with_advantages",
     "with_column",
 ]
+
+
+BATCH = "batch"
+"""The one group of values that are whitened over the whole batch."""
 
 
 def with_advantages(
@@ -64,7 +67,7 @@ def with_advantages(
         return with_column(sequences, "advantages", _process(sequences, objective, ranks))
     gamma = objective.estimator_parameters["gamma"] or 0.0
     returns = [discounted_sum(token_rewards(each, objective), gamma) for each in sequences]
-    return with_column(sequences, "advantages", whiten(returns, ranks))
+    return with_column(sequences, "advantages", whiten(returns, [BATCH] * len(returns), ranks))
 
 
 def check_rewards(sequence: Sequence, objective: ResolvedObjective) -> None:
@@ -147,10 +150,10 @@ def _process(sequences: Rows[Sequence], objective: ResolvedObjective, ranks: Ran
     ]
     match objective.process_scale:
         case "batch":
-            return whiten(credited, ranks)
+            return whiten(credited, [BATCH] * len(credited), ranks)
         case "group":
             names = [each.group_id or f"alone/{each.trajectory_id}" for each in sequences]
-            return whiten_by_group(credited, names, ranks)
+            return whiten(credited, names, ranks)
         case _:
             return credited
 
@@ -281,39 +284,21 @@ def carried_back(rewards: PerSequenceToken, loss_mask: MaskOfSequence, kept: Mas
     return rewards.masked_fill(lost, 0.0).index_add(0, heirs[inherited], rewards[inherited])
 
 
-def whiten(values: Rows[PerToken], ranks: Ranks = ALONE) -> list[PerToken]:
-    """Return (x - mean) / (std + 1e-6) over the tokens of all sequences on all ranks; std is unbiased, a lone token gives 0.
+def whiten(values: Rows[PerToken], groups: Rows[str], ranks: Ranks = ALONE) -> list[PerToken]:
+    """Return (x - mean) / (std + 1e-6) over the tokens of each group; std is unbiased, a lone token gives 0.
 
     Args:
         values: The loss tokens of each of this rank's sequences.
+        groups: The group of each sequence; its other sequences may lie on other ranks.
         ranks: All ranks that have a share of the batch.
 
     Returns:
         Whitened values in float64.
     """
-    own = torch.cat([each.double() for each in values]) if values else torch.zeros(0, dtype=torch.float64)
-    sums = ranks.total({"tokens": float(len(own)), "sum": float(own.sum())})
-    tokens = sums["tokens"]
-    if tokens < 2:
-        return [torch.zeros_like(each, dtype=torch.float64) for each in values]
-    mean = sums["sum"] / tokens
-    # A second pass, since a sum of squares would lose the spread of large values that are nearly equal.
-    squares = ranks.total({"squares": float((own - mean).square().sum())})["squares"]
-    std = (squares / (tokens - 1)) ** 0.5
-    return [(each.double() - mean) / (std + STD_OFFSET) for each in values]
-
-
-def whiten_by_group(values: Rows[PerToken], groups: Rows[str], ranks: Ranks = ALONE) -> list[PerToken]:
-    """Whiten over the tokens of each group, also if a group lies on several ranks.
-
-    Args:
-        values: The loss tokens of each of this rank's sequences.
-        groups: The group of each sequence.
-        ranks: All ranks that have a share of the batch.
-    """
     keys = [_key(group) for group in groups]
     sums = _group_totals(keys, [[float(len(each)), float(each.double().sum())] for each in values], 2, ranks)
     centred = [each.double() - sums[key][1] / sums[key][0] for each, key in zip(values, keys, strict=True)]
+    # A second pass, since a sum of squares would lose the spread of large values that are nearly equal.
     squares = _group_totals(keys, [[float(each.square().sum())] for each in centred], 1, ranks)
     whitened = []
     for each, key in zip(centred, keys, strict=True):

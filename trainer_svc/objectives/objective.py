@@ -281,7 +281,7 @@ MISMATCH_BOUNDS = {"float32": 1e-3, "bfloat16": 1e-2}
 
 
 def mismatch_warning(measured: Mapping[str, float], *, staleness: int, sampled: str, computed: str) -> str | None:
-    """Return a warning if trainer and engine disagree about tokens that the present weights sampled.
+    """Return a warning if trainer and engine disagree about tokens that the current weights sampled.
 
     Args:
         measured: Metrics of a step, with its `mismatch_kl`.
@@ -308,7 +308,7 @@ def mismatch_warning(measured: Mapping[str, float], *, staleness: int, sampled: 
 def bypass_warning(
     objective: ResolvedObjective, measured: Mapping[str, float], *, bf16: bool, staleness: int
 ) -> str | None:
-    """Return a warning if bounds as narrow as rounding are applied to the engine's own log-probabilities.
+    """Return a warning if the ratio is clipped to bounds as narrow as rounding, in the bypass form.
 
     Args:
         objective: What is minimised.

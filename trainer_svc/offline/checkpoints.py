@@ -1,7 +1,7 @@
-"""Where an offline run writes: its output, which must be free, and the checkpoints that it resumes from after a kill.
+"""The output of an offline run, and the checkpoints that it resumes from after a kill.
 
 outputs/sft                 the model directory; appears when the run has finished
-outputs/sft.checkpoints     while the run lasts: step_*/, and `exported` just before the model is written
+outputs/sft.checkpoints     during the run: step_*/, and the file `exported` just before the model is written
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from trainer_svc.offline.config import OfflineConfig, make_parent
 __all__ = ["FinishedError", "RunCheckpoints", "checkpoint_directory", "claim_output", "remove_checkpoints"]
 
 KEEP = 2
-"""One is whole while the next is written."""
+"""One is complete while the next is written."""
 
 EXPORTED = "exported"
-"""File beside the checkpoints that says: if the output exists, this run wrote it."""
+"""File beside the checkpoints. With it, an output that exists was written by this run."""
 
 _MAY_CHANGE = {
     *(ComputeConfig.model_fields.keys() - OptimizerConfig.model_fields.keys() - {"lora", "dtype"}),
@@ -39,11 +39,11 @@ _MAY_CHANGE = {
 
 
 class FinishedError(Exception):
-    """The run that was to be resumed has finished: its model is there."""
+    """The run to resume has already finished and written its model."""
 
 
 def checkpoint_directory(output: Path) -> Path:
-    """Return the directory of the checkpoints of a run that writes `output`."""
+    """Return the directory for the checkpoints of the run that writes `output`."""
     return output.with_name(f"{output.name}.checkpoints")
 
 
@@ -53,11 +53,11 @@ def remove_checkpoints(output: Path) -> None:
 
 
 def claim_output(config: OfflineConfig) -> None:
-    """Make sure that the run may write its output, before anything is loaded for it.
+    """Check that the run may write its output, before anything is loaded for it.
 
     Raises:
-        FinishedError: if the run is to be resumed and had written its output when it was killed.
-        FileExistsError: if the output exists, or checkpoints for it that are not to be resumed.
+        FinishedError: if `resume` is set and the run had written its output before it was killed.
+        FileExistsError: if the output exists, or checkpoints for it exist without `resume`.
         ConfigError: if the directory above the output cannot be made.
     """
     output, checkpoints = config.output, checkpoint_directory(config.output)
@@ -68,10 +68,12 @@ def claim_output(config: OfflineConfig) -> None:
             )
         make_parent(output)
     elif (checkpoints / EXPORTED).exists() and config.resume:
-        raise FinishedError(f"{output}: the run had finished; its model is whole, and its checkpoints are removed now")
+        raise FinishedError(
+            f"{output}: the run had finished; its model is complete, and its checkpoints are removed now"
+        )
     elif (checkpoints / EXPORTED).exists():
         raise FileExistsError(
-            f"{output} is the finished model of an earlier run: keep it and set output to another directory (--resume removes the checkpoints that are left over)"
+            f"{output} is the finished model of an earlier run: keep it and set output to another directory (--resume removes its leftover checkpoints)"
         )
     elif checkpoints.exists():
         raise FileExistsError(
@@ -99,17 +101,12 @@ class RunCheckpoints:
         self._writing: Future[checkpoint_pb2.CheckpointManifest] | None = None
 
     def resume(self) -> int:
-        """Restore the newest checkpoint, if the settings say so and there is one.
-
-        Returns:
-            The number of steps that are done.
+        """Restore the newest checkpoint, if `resume` is set and there is one; return the number of steps that are done.
 
         Raises:
             ConfigError: if the run that wrote it had other settings, or it is damaged.
         """
-        if not self._config.resume:
-            return 0
-        complete = self._kept.complete()
+        complete = self._kept.complete() if self._config.resume else []
         if not complete:
             return 0
         newest, older = complete[0], complete[1:]
@@ -142,7 +139,7 @@ class RunCheckpoints:
         self._writing = self._kept.begin(manifest, state)
 
     def before_export(self) -> None:
-        """Note that the output, once it exists, is this run's: a kill before `remove` then costs nothing."""
+        """Record that this run writes the output, so that a kill before `remove` loses nothing."""
         self._settle()
         if self._engine.mesh.rank == 0 and self._kept.directory.exists():
             write_durably(self._kept.directory / EXPORTED, b"")

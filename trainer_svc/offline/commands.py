@@ -155,7 +155,7 @@ class MergeConfig(Section):
 
 
 def merge(argv: list[str]) -> int:
-    """Merge, and say what was written."""
+    """Merge an adapter, and print what was written."""
     config = load_command(MergeConfig, argv, "merge-adapter", check=_check_merge)
     base = _base_of(config)
     check_hub(base)
@@ -182,7 +182,7 @@ def _check_merge(config: MergeConfig) -> None:
     """Find what would fail later, before anything is loaded.
 
     Raises:
-        ConfigError: if the adapter is none, its base cannot be a model, or the output exists.
+        ConfigError: if the directory holds no adapter, its base cannot be a model, or the output exists.
     """
     for name in (SETTINGS, WEIGHTS):
         if not (config.adapter / name).is_file():
@@ -200,7 +200,7 @@ def _check_merge(config: MergeConfig) -> None:
 
 
 def _base_of(config: MergeConfig) -> str:
-    """The base model: the one that is given, or that the adapter names.
+    """Return the base model: the given one, or the one that the adapter names.
 
     Raises:
         ConfigError: if there is neither.

@@ -92,14 +92,16 @@ def pair_places(batch: MicroBatch) -> tuple[Indices, Indices]:
     """Return the places of the chosen and of the rejected sequences in a micro-batch, pair by pair.
 
     Raises:
-        ValueError: if a group is no pair.
+        ValueError: if a group is not a pair.
     """
     groups: dict[str, list[int]] = {}
     for place, sequence in enumerate(batch.sequences):
         groups.setdefault(sequence.group_id, []).append(place)
     rewards = [sequence.reward for sequence in batch.sequences]
     if any(sorted(rewards[place] or 0.0 for place in pair) != [REJECTED, CHOSEN] for pair in groups.values()):
-        raise ValueError("a group of this micro-batch is no pair of a chosen and a rejected answer: pack whole groups")
+        raise ValueError(
+            "a group of this micro-batch is not a pair of a chosen and a rejected answer: pack whole groups"
+        )
     first = [max(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
     second = [min(pair, key=lambda place: rewards[place] or 0.0) for pair in groups.values()]
     # int64 also without a pair: a rank with fewer rows than others has empty micro-batches, and these must index.
@@ -111,21 +113,17 @@ def count_pairs(sequences: Rows[Sequence]) -> float:
     return len(sequences) / 2
 
 
+@dataclass(frozen=True, slots=True)
 class PreferenceLoss:
-    """The loss of pairs against a reference; a `LossFn`.
+    """The loss of pairs against a reference; a `LossFn`."""
 
-    Args:
-        config: The objective and its parameters.
-    """
-
-    def __init__(self, config: DpoConfig) -> None:
-        self.config = config
+    config: DpoConfig
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
         """Return the summed loss of a micro-batch's pairs, and sums for `preference_figures`.
 
         Raises:
-            ValueError: if log-probabilities are missing, or a group is no pair.
+            ValueError: if log-probabilities are missing, or a group is not a pair.
         """
         if outputs.logprobs is None or batch.reference_logprobs is None:
             raise ValueError("preferences need log-probabilities of the policy and of the reference")
@@ -172,21 +170,17 @@ def _pair_means(sums: Mapping[str, float], names: Mapping[str, str]) -> dict[str
     return {name: sums[key] / sums["pairs"] for name, key in names.items()}
 
 
+@dataclass(frozen=True, slots=True)
 class ScoreLoss:
-    """The Bradley-Terry loss of pairs of scores; a `LossFn`.
+    """The Bradley-Terry loss of pairs of scores, with the weight of their squared sum; a `LossFn`."""
 
-    Args:
-        centering: Weight of the squared sum of a pair's scores.
-    """
-
-    def __init__(self, centering: float = 0.0) -> None:
-        self.centering = centering
+    centering: float = 0.0
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
         """Return the summed loss of a micro-batch's pairs, and sums for `score_figures`.
 
         Raises:
-            ValueError: if a sequence has not exactly one value, or a group is no pair.
+            ValueError: if a sequence has not exactly one value, or a group is not a pair.
         """
         values = outputs.values
         if values is None or len(values) != len(batch.sequences):
@@ -208,20 +202,12 @@ def score_figures(sums: Mapping[str, float]) -> dict[str, float]:
     return _pair_means(sums, {"accuracy": "right", "margin": "margin", "score": "score"})
 
 
-PRESETS = {"forward": "sft", "reverse": "distill"}
-"""The objective of each divergence."""
-
-
 class TeacherLoss:
-    """The objective of a divergence, and how far the model is from the teacher; a `LossFn`.
-
-    Args:
-        divergence: "forward" or "reverse".
-    """
+    """The objective of a divergence, "forward" or "reverse", and the distance to the teacher; a `LossFn`."""
 
     def __init__(self, divergence: str) -> None:
-        self.objective = Objective.of(ObjectiveConfig(preset=PRESETS[divergence]))
-        self.sign = 1.0 if divergence == "forward" else -1.0
+        preset, self.sign = ("sft", 1.0) if divergence == "forward" else ("distill", -1.0)
+        self.objective = Objective.of(ObjectiveConfig(preset=preset))
 
     def __call__(self, outputs: Outputs, batch: MicroBatch) -> tuple[Scalar, dict[str, Scalar]]:
         """Return the summed loss of a micro-batch, and sums for `teacher_figures`.
@@ -239,7 +225,7 @@ class TeacherLoss:
 def teacher_figures(sums: Mapping[str, float]) -> dict[str, float]:
     """Return means over learned tokens: `kl`, the estimate of the divergence per token in nats, and `distance`, without signs.
 
-    The estimate holds as far as the texts are samples of the distribution that it is taken under: the teacher's for the
-    forward one, the model's for the reverse one, which is true of given texts before the first step alone.
+    The estimate is valid if the texts are samples of the teacher (forward), or of the current model (reverse), which given texts
+    are before the first step only.
     """
     return {"kl": sums["teacher_gap"] / sums["tokens"], "distance": sums["distance"] / sums["tokens"]}
