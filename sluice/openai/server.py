@@ -172,7 +172,8 @@ class RequestGuard:
     def __init__(self, app: ASGIApp, tokens: TokenCheck, paths: Collection[str], most: int, host: str) -> None:
         self._bound = host.strip("[]").lower()
         self._loopback = is_local(self._bound)
-        self._app, self._tokens, self._paths, self._most = app, tokens, frozenset(paths), most
+        self._app, self._paths, self._most = app, frozenset(paths), most
+        self._tokens = None if tokens.open else tokens
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,7 +204,7 @@ class RequestGuard:
         """Accept or refuse a request by its head, before its body is read."""
         if scope["path"] == HEALTH_PATH:
             return
-        if self._tokens.open:
+        if self._tokens is None:
             self._check_origin(headers)
         else:
             self._tokens.verify(headers.get("authorization"), "agent")
@@ -231,31 +232,21 @@ class RequestGuard:
             SluiceError: PERMISSION_DENIED.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
+        remedy = "or protect the server by tokens (security.admin_token_file)"
         # A server that is bound to the network may have names that it does not know; then only the origin is checked.
         if self._loopback and not self._is_ours(f"//{host}"):
-            reason, message = (
-                "HOST_NOT_ALLOWED",
-                f"the request is addressed to {host[:100]!r}: use localhost or 127.0.0.1",
-            )
-        elif origin is not None and not self._is_ours(origin):
-            reason, message = (
-                "ORIGIN_NOT_ALLOWED",
-                f"the page {origin[:100]!r} may not use this server: use one of this machine",
-            )
-        else:
-            return
-        remedy = "or protect the server by tokens (security.admin_token_file)"
-        raise SluiceError(grpc.StatusCode.PERMISSION_DENIED, reason, f"{message}, {remedy}")
+            message = f"the request is addressed to {host[:100]!r}: use localhost or 127.0.0.1, {remedy}"
+            raise SluiceError(grpc.StatusCode.PERMISSION_DENIED, "HOST_NOT_ALLOWED", message)
+        if origin is not None and not self._is_ours(origin):
+            message = f"the page {origin[:100]!r} may not use this server: use a page of this machine, {remedy}"
+            raise SluiceError(grpc.StatusCode.PERMISSION_DENIED, "ORIGIN_NOT_ALLOWED", message)
 
     def _is_ours(self, url: str) -> bool:
         try:
             name = (urlsplit(url).hostname or "").lower()
-            if name == self._bound or is_local(name):
-                return True
-            ipaddress.ip_address(name)
+            return name in {self._bound, "localhost"} or (ipaddress.ip_address(name).is_loopback or not self._loopback)
         except ValueError:  # not a URL, or a name that we do not know
             return False
-        return not self._loopback
 
 
 class _Call:
