@@ -164,24 +164,21 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         present = await self._weights.set_policy(request.mode, version, request.owner, ttl_s)
         return pb.SetWeightPolicyResponse(policy_version=present.to_proto())
 
-    async def UpdateWeights(self, request: pb.UpdateWeightsRequest, context: Context) -> pb.UpdateWeightsResponse:
-        """Fetch and apply a version now."""
+    async def UpdateWeights(
+        self, request: pb.UpdateWeightsRequest, context: Context | None = None
+    ) -> pb.UpdateWeightsResponse:
+        """Fetch and apply a version now. The HTTP port calls this, too."""
         del context
-        version = Version.from_proto(request.version) if request.HasField("version") else None
-        return await self.update(version)
-
-    async def update(self, version: Version | None) -> pb.UpdateWeightsResponse:
-        """Handle the RPC; the HTTP port calls this, too."""
-        report = await self._weights.update_to(version)
+        report = await self._weights.update_to(
+            Version.from_proto(request.version) if request.HasField("version") else None
+        )
         return pb.UpdateWeightsResponse(policy_version=report.version.to_proto(), pause=_duration(report.pause_s))
 
-    async def ReloadWeights(self, request: pb.ReloadWeightsRequest, context: Context) -> pb.ReloadWeightsResponse:
-        """Return to the base model."""
+    async def ReloadWeights(
+        self, request: pb.ReloadWeightsRequest, context: Context | None = None
+    ) -> pb.ReloadWeightsResponse:
+        """Return to the base model. The HTTP port calls this, too."""
         del request, context
-        return await self.reload()
-
-    async def reload(self) -> pb.ReloadWeightsResponse:
-        """Handle the RPC; the HTTP port calls this, too."""
         report = await self._weights.reload_base()
         return pb.ReloadWeightsResponse(policy_version=report.version.to_proto())
 

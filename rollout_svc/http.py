@@ -159,7 +159,7 @@ async def _stream(
     head: dict[str, Any],
 ) -> Response:
     """Begin a stream. An error before the first token still has its HTTP status."""
-    messages = merged([servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
+    messages = merged([servicer.GenerateStream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
     first: list[Numbered] = []
     async for message in messages:
         first.append(message)
@@ -175,7 +175,7 @@ async def _generate_all(
     """Sample for several requests at once. The first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(servicer.generate(each)) for each in requests]
+            tasks = [group.create_task(servicer.Generate(each)) for each in requests]
     except* SluiceError as errors:
         raise _first(errors) from errors
     return [task.result() for task in tasks]
@@ -238,17 +238,17 @@ def _add_administration(app: FastAPI, admin: RolloutAdminServicer, tokens: Token
 
     @app.post("/update_weights", dependencies=[Depends(admins_only)])
     async def update_weights(body: UpdateRequest | None = None) -> JSONResponse:
-        version = None
+        request = rollout_pb2.UpdateWeightsRequest()
         if body is not None and body.version is not None:
             try:
-                version = Version.parse(body.version)
+                request.version.CopyFrom(Version.parse(body.version).to_proto())
             except ValueError as error:
                 raise SluiceError.invalid_argument("version", str(error)) from error
-        updated = await admin.update(version)
+        updated = await admin.UpdateWeights(request)
         present = Version.from_proto(updated.policy_version)
         return JSONResponse({"version": str(present), "pause_s": updated.pause.ToNanoseconds() / 1e9})
 
     @app.post("/reload_weights", dependencies=[Depends(admins_only)])
     async def reload_weights() -> JSONResponse:
-        reloaded = await admin.reload()
+        reloaded = await admin.ReloadWeights(rollout_pb2.ReloadWeightsRequest())
         return JSONResponse({"version": str(Version.from_proto(reloaded.policy_version))})

@@ -24,6 +24,7 @@ from rollout_svc.engines.base import (
     GenerationResult,
     InferenceEngine,
     ModelInfo,
+    Sample,
 )
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, TextStream
@@ -90,13 +91,9 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Return the ids of the requests in progress."""
         return [request.request_id for request in self._in_progress.values()]
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """Sample and respond when all samples have ended."""
+    async def Generate(self, request: pb.GenerateRequest, context: Context | None = None) -> pb.GenerateResponse:
+        """Sample and respond when all samples have ended. The HTTP port calls this, too."""
         del context
-        return await self.generate(request)
-
-    async def generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
-        """Handle the RPC; the HTTP port calls this, too."""
         if not request.request_id:
             return await self._generate(request)
         content = request.SerializeToString(deterministic=True)
@@ -109,27 +106,24 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
         continued = _continued(request, wanted)
-        decode = self._tokenizer.decode if request.return_text else lambda _: ""
+
+        def text(sample: Sample) -> str:
+            return self._tokenizer.decode([*continued, *sample.token_ids]) if request.return_text else ""
+
         return pb.GenerateResponse(
             request_id=wanted.request_id,
             prompt_token_ids=wanted.prompt_ids,
-            samples=[sample_message(each, decode([*continued, *each.token_ids])) for each in result.samples],
+            samples=[sample_message(each, text(each)) for each in result.samples],
             tokenizer_digest=self._tokenizer.digest,
             prompt_logprobs=result.prompt_logprobs,
             cached_prompt_tokens=result.cached_prompt_tokens,
         )
 
     async def GenerateStream(
-        self, request: pb.GenerateStreamRequest, context: Context
+        self, request: pb.GenerateStreamRequest, context: Context | None = None
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Sample and send tokens as they are sampled."""
+        """Sample and send tokens as they are sampled. The HTTP port calls this, too. Closing the iterator aborts the sampling."""
         del context
-        async with contextlib.aclosing(self.stream(request)) as messages:
-            async for message in messages:
-                yield message
-
-    async def stream(self, request: pb.GenerateStreamRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Handle the RPC; the HTTP port calls this, too. Closing the iterator aborts the sampling."""
         coalesce = _coalesce_s(request)
         texts: dict[int, TextStream] = {}
         async with self._admitted(request.request) as wanted:
