@@ -49,7 +49,7 @@ def test_each_value_lands_at_its_token() -> None:
     assert sequence.reference_logprobs is not None
     assert sequence.reference_logprobs[sequence.loss_mask].tolist() == [-1, -2, -3, -4, -5]
     assert [(span.start, span.version) for span in sequence.versions] == [(2, Version(1, 4)), (7, Version(1, 5))]
-    assert (sequence.temperature, sample.reward, sample.trained_tokens) == (pytest.approx(0.7), 0.5, 5)
+    assert (sequence.temperature, sequence.reward, sample.trained_tokens) == (pytest.approx(0.7), 0.5, 5)
 
 
 @pytest.mark.parametrize(("given", "expected"), [([], [0] * 5), ([2.0], [2.0] * 5), ([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])])
@@ -64,7 +64,7 @@ def test_a_missing_reward_is_not_zero() -> None:
     message = trajectory()
     message.ClearField("reward")
     (missing, zero), _ = convert([message, trajectory(trajectory_id="u", episode_id="f", reward=0.0)], EXPECTED)
-    assert (missing.reward, zero.reward) == (None, 0.0)
+    assert (missing.sequence.reward, zero.sequence.reward) == (None, 0.0)
 
 
 def test_a_missing_logprob_is_kept_as_missing() -> None:
@@ -75,7 +75,6 @@ def test_a_missing_logprob_is_kept_as_missing() -> None:
 
 def test_a_truncated_episode_is_known_by_its_finish_reason() -> None:
     (sample,), _ = convert([trajectory(finish_reason=tokens_pb2.FINISH_REASON_LENGTH)], EXPECTED)
-    assert sample.truncated
     assert sample.sequence.truncated
 
 
