@@ -1,4 +1,4 @@
-"""`sluice trainer`: build the trainer, serve until a signal, stop cleanly. Under torchrun rank 0 serves and the others follow."""
+"""`sluice trainer`: build the trainer, serve until a signal, stop cleanly. Under torchrun rank 0 serves; the others follow it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     config.check_start(common)
     compute = ComputeThread()
     deadlines = config.deadlines
-    meeting = partial(_meet, config)
-    mesh, link = await compute.run(meeting, deadline_s=deadlines.load_s, what="meeting the other ranks")
+    mesh, link = await compute.run(partial(_join, config), deadline_s=deadlines.load_s, what="joining the other ranks")
     try:
         if mesh.rank == 0:
             await _lead(common, config, compute, mesh, link)
@@ -57,8 +56,8 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         _end(None)
 
 
-def _meet(config: TrainerConfig) -> tuple[Mesh, RankLink | None]:
-    """Meet the other ranks, if there are any.
+def _join(config: TrainerConfig) -> tuple[Mesh, RankLink | None]:
+    """Join the other ranks, if there are any.
 
     Raises:
         ConfigError: if they are not as many as the settings say.
@@ -70,7 +69,7 @@ def _meet(config: TrainerConfig) -> tuple[Mesh, RankLink | None]:
     if mesh.dims.world_size == 1:
         return SINGLE, None
     deadlines = config.deadlines
-    log.info("met the other ranks", rank=mesh.rank, mesh=str(mesh.dims))
+    log.info("joined the other ranks", rank=mesh.rank, mesh=str(mesh.dims))
     return mesh, RankLink(mesh, max(deadlines.load_s, deadlines.step_s, deadlines.save_s, deadlines.push_s))
 
 
@@ -144,7 +143,7 @@ def _weight_publisher(
 
 
 def _end(error: BaseException | None) -> None:
-    """End this process at once: process groups with lost members, and threads that wait in them, cannot be shut down.
+    """Exit at once: a process group that lost a member, and the threads that wait in it, cannot be shut down.
 
     Raises:
         BaseException: the error, if it is for the caller to explain.

@@ -285,7 +285,7 @@ def test_what_is_damaged_or_not_whole_is_refused_before_it_is_read(model: Path, 
     with pytest.raises(CheckpointDamagedError, match=shard.name):
         checkpoints.load(tmp_path / "x")
     (tmp_path / "x" / "manifest.json").unlink()
-    with pytest.raises(CheckpointDamagedError, match="not a whole checkpoint"):
+    with pytest.raises(CheckpointDamagedError, match="not a complete checkpoint"):
         checkpoints.load(tmp_path / "x")
     assert_same(policy.state_tensors(), before)
 

@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_told_with_what_to_do(model: Path, rows: Path, t
     newest = max(checkpoint_directory(output).glob("step_*"))
     shard = next((newest / "state").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=f"{shard.name} is missing or not as it was written.*remove {newest}") as told:
+    with pytest.raises(ConfigError, match=f"{shard.name} is missing or was changed.*remove {newest}") as told:
         SFT.run(words(model, rows, output))
     assert "\n" not in str(told.value)
 

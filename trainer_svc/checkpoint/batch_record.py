@@ -1,4 +1,4 @@
-"""The record of applied batches: what became of every trajectory, in append-only files that checkpoints name.
+"""The record of applied batches: the outcome of every trajectory, in append-only files.
 
     trainer/batches/00000001.record    frames of length, CRC-32 and a serialized BatchRecord (checkpoint.proto)
 
@@ -54,7 +54,7 @@ def content_digest(trajectories: Iterable[tokens_pb2.Trajectory]) -> str:
 
 
 class BatchRecordFiles:
-    """Append batches, and find those that given weights hold. Everything here blocks.
+    """Append batches, and find the batches that some weights contain. Every method blocks.
 
     Args:
         directory: Holds the files; made when the first batch is appended.
@@ -65,7 +65,7 @@ class BatchRecordFiles:
         self._file: FileIO | None = None
 
     def append(self, record: checkpoint_pb2.BatchRecord) -> None:
-        """Append one batch. It survives a kill of this process at once, a power cut after the next `sync`.
+        """Append one batch. It survives a kill of this process, and after the next `sync` also a power failure.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED if the disk is full or not writable.
@@ -81,13 +81,13 @@ class BatchRecordFiles:
             self.close()  # the next append cuts a torn frame off
             raise SluiceError.resource_exhausted(
                 "BATCH_RECORD_NOT_WRITTEN",
-                f"batch {record.batch_id!r} could not be noted as applied ({fault}): free space below {self.directory}, then"
+                f"batch {record.batch_id!r} could not be recorded as applied ({fault}): free space below {self.directory}, then"
                 " begin a newer epoch",
                 retry_after_s=10.0,
             ) from fault
 
     def sync(self) -> checkpoint_pb2.BatchRecordPosition | None:
-        """Make everything appended so far survive a power cut.
+        """Make everything appended so far survive a power failure.
 
         Returns:
             Where the record ends; None if nothing was ever appended.
@@ -105,7 +105,7 @@ class BatchRecordFiles:
         )
 
     def held_by(self, version: Version, lineage: Lineage, most: int) -> list[checkpoint_pb2.BatchRecord]:
-        """Return the newest batches that the weights of a version hold, oldest first and without a gap.
+        """Return the newest batches that the weights of a version contain, oldest first and without a gap.
 
         Args:
             version: The weights.
@@ -135,7 +135,7 @@ class BatchRecordFiles:
             self._file = None
 
     def _open(self) -> FileIO:
-        """Return the file to append to; cut off what a crash left of a frame, begin a new file when the last is full."""
+        """Return the file to append to. Cut off a torn frame at its end; begin a new file when it is full."""
         if self._file is None:
             paths = self._paths()
             if paths:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which are whole, which stay, and from which one training continues."""
+"""The checkpoints of one run: which are complete, which are kept, and which one training continues from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints and the epochs of one run. Everything here blocks.
+    """The checkpoints and the epochs of one run. Every method blocks.
 
     Args:
         directory: Holds one directory per checkpoint; made when the first one is written.
@@ -49,7 +49,7 @@ class Checkpoints:
         self._epochs = epochs
 
     def read_lineage(self) -> None:
-        """Read the epochs that the run's file and its checkpoints know; the checkpoints may have been moved here alone.
+        """Read the epochs from the run's file and from its checkpoints, which may have been moved here without that file.
 
         Raises:
             SluiceError: DATA_LOSS if the file is damaged.
@@ -69,7 +69,7 @@ class Checkpoints:
         self.lineage = known
 
     def begin_epoch(self, epoch: int, origin: Version, *, write: bool) -> None:
-        """Add an epoch; with `write` also on disk, which one process of a run does."""
+        """Add an epoch. With `write`, which one process of a run sets, also note it on disk."""
         self.lineage = self.lineage.begin(epoch, origin)
         if write and self._epochs is not None:
             self._epochs.parent.mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,14 @@ class Checkpoints:
         return next((manifest for manifest in self.complete() if manifest.checkpoint.name == name), None)
 
     def newest(self) -> checkpoint_pb2.CheckpointManifest | None:
-        """Return the newest complete checkpoint on the line of the newest epoch, so that a rollback is not undone."""
+        """Return the newest complete checkpoint that the newest epoch descends from, so that a rollback stays in effect."""
         end_of_line = Version(self.lineage.newest_epoch, ENDLESS)
         return next(
             (each for each in self.complete() if not self.lineage.is_retired(origin_of(each), end_of_line)), None
         )
 
     def sweep(self) -> None:
-        """Remove what interrupted writes left behind; no checkpoint is being written now."""
+        """Remove what interrupted writes left behind. Call it while no checkpoint is being written."""
         for path in list(self.directory.glob(".step_*")):
             recover(self.directory / path.name.split(".")[1])
             if path.is_dir() and not path.is_symlink():
@@ -123,7 +123,7 @@ class Checkpoints:
         )
 
     def written(self, version: Version, journal_position: int) -> checkpoint_pb2.CheckpointManifest | None:
-        """Return the checkpoint of a version if there is one; note a later position of the journal in it.
+        """Return the checkpoint of a version if there is one, and update its journal position if the given one is later.
 
         Raises:
             OSError: if the position cannot be noted, or the checkpoint before takes too long.
@@ -147,7 +147,7 @@ class Checkpoints:
             gone = path.with_name(f".{path.name}.retired")
             remove_tree(gone)
             try:
-                path.rename(gone)  # so that a half-removed one is not taken for a whole one; the next start sweeps it
+                path.rename(gone)  # a half-removed checkpoint must not look complete; the next start removes it
             except OSError as error:
                 log.warning("a surplus checkpoint could not be removed", path=str(path), error=str(error))
                 continue
@@ -160,8 +160,8 @@ def surplus(
 ) -> list[checkpoint_pb2.CheckpointManifest]:
     """Return the checkpoints to remove. Pure.
 
-    The newest ones that the written version builds upon stay. Retired ones, which a rollback left behind, stay only while
-    there are fewer of those than `keep`.
+    Keep the newest ones that the written version descends from. Keep those that a rollback left behind only while there
+    are fewer than `keep` others.
 
     Args:
         complete: All complete checkpoints, newest first.
@@ -173,7 +173,7 @@ def surplus(
 
 
 def origin_of(manifest: checkpoint_pb2.CheckpointManifest | None) -> Version:
-    """Return the version that a checkpoint was written at; that of the base model for None."""
+    """Return the version that a checkpoint was written at; the base model's for None."""
     return BASE if manifest is None else Version.from_proto(manifest.checkpoint.policy_version)
 
 

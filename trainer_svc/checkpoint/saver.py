@@ -174,7 +174,7 @@ class Saver:
         return future
 
     def wait(self) -> None:
-        """Return when no checkpoint is being written, however that ended.
+        """Wait until no checkpoint is being written, whatever the outcome.
 
         Raises:
             TimeoutError: if one is still being written after the deadline.
@@ -200,7 +200,7 @@ class Saver:
         def check() -> None:
             manifest = read_manifest(directory / MANIFEST)
             if manifest is None:
-                raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a whole checkpoint")
+                raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a complete checkpoint")
             files = [file for file in manifest.files if file.path.startswith(f"{STATE}/")]
             check_files(files[self._ranks.index :: self._ranks.size], directory)
 
@@ -318,7 +318,7 @@ def _building(target: Path) -> Path:
 
 
 def _put_in_place(building: Path, target: Path) -> None:
-    """Rename the finished directory; a checkpoint of the same name makes room."""
+    """Rename the finished directory to its target; replace a checkpoint of the same name."""
     retired = target.with_name(f".{target.name}.retired")
     remove_tree(retired)
     if target.exists():
@@ -329,7 +329,7 @@ def _put_in_place(building: Path, target: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """Finish what a kill between the two renames left: a new checkpoint that is whole and has no name yet."""
+    """Rename a complete checkpoint that a kill between the two renames left in its hidden directory."""
     if not target.exists() and (_building(target) / MANIFEST).exists():
         _building(target).rename(target)
 
@@ -384,7 +384,7 @@ class EngineCheckpoints:
         return self._saver.begin(Path(directory), manifest, state, export=partial(export_state, engine, dtype=dtype))
 
     def load(self, directory: str | Path) -> None:
-        """Continue from a checkpoint, whatever number of ranks wrote it; also from one of the service.
+        """Restore a checkpoint that any number of ranks wrote; also one of the service.
 
         Raises:
             CheckpointDamagedError: if it is not whole.
@@ -393,19 +393,19 @@ class EngineCheckpoints:
         self._saver.load(Path(directory), {POLICY: self._engine})
 
 
-# Manifests, and files that survive a power cut.
+# Manifests, and files that survive a power failure.
 
 
 class CheckpointDamagedError(Exception):
-    """A file of a checkpoint is not what its manifest says."""
+    """A file of a checkpoint differs from its manifest, or is missing."""
 
 
 def read_manifest(path: Path) -> CheckpointManifest | None:
-    """Read a manifest. Return None, with a warning, if it is not one: the directory is then not a complete checkpoint."""
+    """Read a manifest. Warn and return None if it cannot be read: the directory is then not a complete checkpoint."""
     try:
         return json_format.Parse(path.read_text(encoding="utf-8"), CheckpointManifest(), ignore_unknown_fields=True)
     except FileNotFoundError:
-        return None  # removed a moment ago
+        return None  # another process removed it meanwhile
     except (json_format.ParseError, UnicodeDecodeError) as error:
         log.warning("not a checkpoint: its manifest cannot be read", path=str(path), error=str(error))
         return None
@@ -445,7 +445,7 @@ def check_files(files: Iterable[CheckpointFile], directory: Path) -> None:
         path = directory / file.path
         if not path.is_file() or _digest(path) != file.digest:
             raise CheckpointDamagedError(
-                f"{path} is missing or not as it was written: restore another checkpoint, and look at the disk"
+                f"{path} is missing or was changed after it was written: restore another checkpoint, and check the disk"
             )
 
 

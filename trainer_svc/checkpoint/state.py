@@ -82,9 +82,9 @@ def training_state(engines: Mapping[str, TrainEngine], rank: int) -> LiveState:
 
 
 def restore_state(engines: Mapping[str, TrainEngine], directory: Path, rank: int) -> None:
-    """Put the state back, whatever number of ranks and layout wrote it.
+    """Restore the state, whatever number of ranks and layout wrote it.
 
-    The random state of a rank that the checkpoint does not know stays as it is.
+    A rank whose random state is not in the checkpoint keeps its own.
 
     Args:
         engines: Engines by name; further engines in the checkpoint are not read.
@@ -129,7 +129,7 @@ def _random_state(rank: int) -> dict[str, torch.Tensor]:
 
 
 def _restore_random_state(tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Put the generators back; one that the tensors do not name stays as it is."""
+    """Restore the generators; leave one alone that the tensors do not name."""
     if (cpu := tensors.get(f"random.cpu.{rank}")) is not None:
         torch.set_rng_state(cpu)
     if torch.cuda.is_available() and (cuda := tensors.get(f"random.cuda.{rank}")) is not None:
@@ -162,7 +162,7 @@ class TensorSlice:
 
 
 def held_slices(tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.Tensor]:
-    """Return the live memory that this process holds of each tensor; a tensor of which it holds nothing is left out."""
+    """Return the slices that this process holds, as live memory."""
     held: dict[TensorSlice, torch.Tensor] = {}
     for name, tensor in tensors.items():
         local, offsets = local_slice(tensor)
@@ -172,7 +172,7 @@ def held_slices(tensors: Mapping[str, torch.Tensor]) -> dict[TensorSlice, torch.
 
 
 def assign_slices(held: Sequence[Collection[TensorSlice]]) -> list[set[TensorSlice]]:
-    """Give each slice to exactly one of the ranks that hold it: the one with least to write so far, largest slices first.
+    """Assign each slice to one of the ranks that hold it: the one with the least to write so far, largest slices first.
 
     Args:
         held: What each rank holds, by rank.
@@ -286,7 +286,7 @@ def stored_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def read_tensors(directory: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Read each tensor's values, or the range that this rank holds of it, into its memory.
+    """Read each tensor, or the range of it that this rank holds, into its memory.
 
     Args:
         directory: A directory that `write_slices` filled, in any layout.

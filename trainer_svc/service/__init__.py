@@ -1,1 +1,1 @@
-"""What the trainer service is made of: intake of batches, the loop, what it reports."""
+"""The trainer as a service: batches come in, versions, checkpoints and step reports go out."""

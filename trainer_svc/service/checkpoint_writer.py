@@ -78,12 +78,12 @@ class CheckpointWriter:
         try:
             await self.settled(grace_s)
         except SluiceError:
-            log.warning("a checkpoint was not written in time, leaving it behind", grace_s=grace_s)
+            log.warning("the checkpoint in progress did not finish in time; abandoning it", grace_s=grace_s)
             return False
         return True
 
     async def _wait(self, writing: asyncio.Task[Checkpoint], timeout_s: float) -> None:
-        """Wait for a checkpoint, which is written to its end even if the caller is cancelled."""
+        """Wait for a checkpoint. If the caller is cancelled, the writing continues."""
         await asyncio.wait({writing}, timeout=timeout_s)
         if not writing.done():
             raise SluiceError(

@@ -1,4 +1,4 @@
-"""Check the trajectories of a batch and convert them to training rows. Pure; a fault names the index and the field."""
+"""Check the trajectories of a batch and convert them to training rows. Pure. Each fault names the trajectory's index and the field."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def convert(trajectories: Rows[tokens_pb2.Trajectory], expected: Expectations) -
 
 
 def _trained(trajectory: tokens_pb2.Trajectory) -> Mask:
-    """Return which tokens are trained, as far as the runs reach."""
+    """Return which tokens are trained; shorter than the trajectory if its runs are."""
     runs = np.array(trajectory.mask_runs, dtype=np.int64)
     if int(runs.sum()) > MAX_TOKENS:  # refused below; a hostile run length must not allocate memory first
         return np.zeros(0, dtype=np.bool_)
@@ -154,7 +154,7 @@ def _faulty_names(trajectory: tokens_pb2.Trajectory) -> Iterator[tuple[str, str]
     if trajectory.adapter:
         yield (
             "adapter",
-            "names an adapter that was loaded beside the policy, which is not what is trained; the policy's own samples leave it empty",
+            "names an adapter that is served beside the policy and is not trained; leave it empty for samples of the policy",
         )
 
 
@@ -315,7 +315,7 @@ def _column(values: Any, places: NDArray[np.int64], length: int) -> torch.Tensor
 def _token_rewards(trajectory: tokens_pb2.Trajectory, places: NDArray[np.int64], length: int) -> torch.Tensor | None:
     """Return the reward at each trained token; None if the environment rewards the episode as a whole.
 
-    A turn's reward stands at its last trained token. What the episode's reward has beyond its turns' stands at the last one.
+    A turn's reward goes to its last trained token. The rest of the episode's reward goes to the last token of all.
     """
     if len(trajectory.token_rewards):
         return _spread(trajectory.token_rewards, places, length, 0.0)
@@ -331,7 +331,7 @@ def _token_rewards(trajectory: tokens_pb2.Trajectory, places: NDArray[np.int64],
 
 
 def _spread(values: Any, places: NDArray[np.int64], length: int, elsewhere: float) -> torch.Tensor:  # noqa: ANN401  a protobuf container
-    """Put the values of the trained tokens at their places. One value is for all of them; without values all are `elsewhere`."""
+    """Spread values over the trained tokens, one for each or one for all. The other tokens get `elsewhere`."""
     row = np.full(length, elsewhere, dtype=np.float32)
     if len(values):
         row[places] = np.array(values, dtype=np.float32)

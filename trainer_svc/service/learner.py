@@ -90,7 +90,7 @@ class ComputeThread:
         finally:
             if not awaited.done():
                 future.cancel()
-                awaited.cancel()  # nobody waits for the outcome of a running job any more
+                awaited.cancel()  # a running job continues; its outcome is dropped
         if awaited.cancelled():
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -292,7 +292,7 @@ class Learner:
         return applied
 
     def train(self, rows: Rows[Sequence]) -> tuple[Updated, torch.Tensor]:
-        """Train on this rank's share of a batch; the other ranks do so at the same time.
+        """Train on this rank's rows of a batch; the other ranks train on theirs at the same time.
 
         Returns:
             What was done, and `Updated.rows` of all data-parallel ranks, in their order.
@@ -302,7 +302,7 @@ class Learner:
         return updated, self.engine.ranks.gather(updated.rows)
 
     def _advise(self, metrics: StepMetrics, filtered: FilteredBatch, batch: Batch) -> None:
-        """Warn once of each setting that a step shows to be a poor choice."""
+        """Warn once about each setting that a step shows to be a poor choice."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self.publish_dtype)
         oldest = int(filtered.metrics["staleness_max"])
         objective = self.update.objective.resolved
@@ -324,14 +324,14 @@ class Learner:
     def abandon(self) -> None:
         """End the running step at its next forward pass, without applying its batch, and any later step before `restore`.
 
-        The only method that another thread may call. With several ranks a step runs to its end, because they would not all
-        leave it at the same place.
+        This is the only method that another thread may call. With several ranks the step runs to its end, because the
+        ranks would leave it at different places.
         """
         if not self.ranks.several:
             self._abandoned.set()
 
     def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Offer:
-        """Encode what is published: the difference from the version before, or the adapter. Later steps do not change it.
+        """Encode the weights for publication: the difference from the previous version, or the adapter.
 
         Args:
             publisher: Encodes and keeps it.
@@ -365,7 +365,7 @@ class Learner:
         return done
 
     def snapshot(self, journal_position: int) -> Future[checkpoint_pb2.CheckpointManifest]:
-        """Do this rank's part of a checkpoint: copy its state now, write its share in the background."""
+        """Do this rank's part of a checkpoint: copy its state now, write its part in the background."""
         manifest = checkpoint_pb2.CheckpointManifest(
             checkpoint=Checkpoint(
                 policy_version=self.version.to_proto(),
@@ -414,7 +414,7 @@ class Learner:
         return manifest
 
     def _position(self) -> dict[str, Any]:
-        """Return what only the leading rank counts, for the ranks that follow."""
+        """Return what rank 0 alone counts, for the other ranks."""
         return {"version": str(self.version), "last_batch_id": self.last_batch_id}
 
     def _restore_base(self) -> None:
@@ -450,7 +450,7 @@ class Learner:
         if manifest.tokenizer_digest != self.tokenizer_digest:
             raise SluiceError.failed_precondition(
                 "OTHER_MODEL",
-                f"checkpoint {manifest.checkpoint.name} was made with another tokenizer: resume with the run's model, or use a new run name",
+                f"checkpoint {manifest.checkpoint.name} was written with another tokenizer: resume with the model of that run, or use a new run name",
             )
         self._is_base = False
         try:
@@ -531,7 +531,7 @@ class FollowingRank:
                 raise RuntimeError(f"rank 0 gave the unknown command {unknown!r}: run the same release on every rank")
 
     async def _publish(self) -> None:
-        """Push this rank's part whenever rank 0 pushes its own. Rank 0 learns of every failure and decides about retries."""
+        """Push this rank's part whenever rank 0 pushes its own. Rank 0 sees every failure and decides about retries."""
         while (command := await asyncio.to_thread(self._link.next, "publish"))["do"] != "stop":
             offer = self._offer
             if offer is None or str(offer.version) != command["version"]:
@@ -541,4 +541,6 @@ class FollowingRank:
             except SluiceError as error:
                 if error.reason == "RANK_LOST":
                     raise
-                log.warning("push failed; rank 0 decides what follows", version=command["version"], error=str(error))
+                log.warning(
+                    "push failed; rank 0 decides whether to retry", version=command["version"], error=str(error)
+                )

@@ -109,7 +109,7 @@ class PolicyPublisher:
 
 
 async def _nothing(*, deadline_s: float) -> PushReport:
-    raise RuntimeError(f"this rank has nothing to publish, not within {deadline_s:g} s either")
+    raise RuntimeError(f"this rank has nothing to publish (deadline {deadline_s:g} s); this is a defect")
 
 
 class Publication:
@@ -142,7 +142,7 @@ class Publication:
         self._offered.put_nowait(offered)
 
     async def idle(self) -> None:
-        """Return when no version is being published. `run` bounds the wait by its deadline."""
+        """Wait until no version is being published. The deadline of `run` bounds the wait."""
         await self._idle.wait()
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a trainer, led by rank 0: every command that changes weights is carried out by all ranks, or ends all of them.
+"""The ranks of a trainer, led by rank 0: all ranks carry out every command that changes weights, or all end.
 
 Rank 0 posts a command, does its own part, and waits until the others have done theirs. After a failure of any rank the weights
 may differ and the collectives no longer match, so the group is broken for good: the process ends, torchrun starts all ranks
@@ -94,7 +94,7 @@ class RankGroup:
         may_fail: bool = False,
         **arguments: Any,  # noqa: ANN401  JSON values
     ) -> Iterator[Assignment]:
-        """Have every rank do something: the others carry out the command, this one the body of the block.
+        """Run a command on every rank: the others carry it out, this rank runs the body of the block.
 
         Args:
             do: Name of the command.
@@ -140,7 +140,7 @@ class RankGroup:
             self._link.post("publish", {"do": "publish", **arguments})
 
     def stop_others(self) -> None:
-        """Let the other ranks end; this process ends next."""
+        """Tell the other ranks to end; this process ends next."""
         if self._link is not None and self.broken is None:
             for stream in ("compute", "publish"):
                 self._link.post(stream, {"do": "stop"})
@@ -168,7 +168,7 @@ def _distribute(link: RankLink, rows: Rows[Sequence], assign: Assign) -> Assignm
 
 
 def _explain(error: BaseException, link: RankLink) -> SluiceError:
-    """Return the reason of the rank that failed first, if it gave one, else what this rank saw."""
+    """Return the error of the rank that failed first if it reported one, else what this rank saw."""
     if isinstance(error, SluiceError):
         return _lost(error.message) if error.reason in OUT_OF_STEP else error
     if isinstance(error, RankFailedError):
@@ -270,7 +270,7 @@ class RankLink:
                 store.wait([key], IDLE)
                 return dict(json.loads(store.get(key)))
             except dist.DistStoreError:
-                continue  # no command for so long
+                continue  # no command within the longest single wait
             except RuntimeError as error:
                 raise RankFailedError(f"rank 0 is gone ({_first_line(error)})") from error
 
@@ -287,7 +287,7 @@ class RankLink:
         store.set(_done(self._numbers["compute"], self.rank), reason)
 
     def failure(self) -> str:
-        """Return why a rank ended, if it could say so; empty if none did."""
+        """Return the reported reason why a rank ended; empty if there is none."""
         store = self._stores["compute"]
         return bytes(store.get(_FAILURE)).decode() if store.check([_FAILURE]) else ""
 

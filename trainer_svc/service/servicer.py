@@ -258,7 +258,7 @@ def _ticket(header: trainer_pb2.BatchHeader) -> Ticket:
 
 
 def _own_estimator(config: TrainerConfig) -> str:
-    """Return the estimator that the update runs; empty if batches bring advantages, or name one that needs rewards alone."""
+    """Return the estimator that the update runs; empty if advantages come with the batch or from rewards alone."""
     objective = config.objective.resolved
     return objective.advantage if objective.runs_estimator else ""
 

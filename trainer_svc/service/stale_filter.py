@@ -1,4 +1,4 @@
-"""Which trajectories of a batch are trained: staleness per token, then advantages on the survivors. Pure."""
+"""Decide which trajectories of a batch are trained: staleness per token, then advantages of those that stay. Pure."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _staleness_metrics(decisions: Rows[Decision]) -> dict[str, float]:
 
 
 def _drop_metrics(decisions: Rows[Decision]) -> dict[str, float]:
-    """Count the trajectories and tokens that are not trained, by cause; cut tokens of trained trajectories are stale."""
+    """Count the trajectories and tokens that are not trained, by cause. Tokens cut from a trained trajectory are stale."""
     trajectories: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for decision in decisions:

@@ -213,7 +213,11 @@ class Trainer:
         if training is not None:
             training.cancel()
             await asyncio.wait({training})
-        self._end_epoch(SluiceError.aborted("EPOCH_CHANGED", "another epoch begins: watch again when it has begun"))
+        self._end_epoch(
+            SluiceError.aborted(
+                "EPOCH_CHANGED", "another epoch begins: call WatchSteps again when BeginEpoch has returned"
+            )
+        )
         self._failure = None
 
     def _end_epoch(self, reason: SluiceError) -> None:
@@ -225,7 +229,7 @@ class Trainer:
             self.steps.end(reason)
 
     def _check_ranks(self, error: SluiceError) -> None:
-        """Give up the ranks after an error that leaves some of them in the middle of a command that others have left.
+        """Give up the rank group after an error that leaves its ranks at different commands.
 
         Raises:
             SluiceError: UNAVAILABLE, if several ranks have to start again.
@@ -278,11 +282,11 @@ class Trainer:
         except ExceptionGroup as group:
             error: Exception = group
             while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]  # the others followed from it
+                error = error.exceptions[0]  # the first; it caused the others
             raise error from group
 
     async def _train(self, admission: Admission[Batch], steps: StepLog) -> None:
-        """Apply batches in their order, and publish, report and save what results.
+        """Apply batches in order. Report each step, publish its version, and save a checkpoint if one is due.
 
         The next batch is trained while a version is pushed; its weights are encoded when that push has ended.
         """
@@ -309,7 +313,7 @@ class Trainer:
                 await self.checkpoints.begin_scheduled()
 
     async def _publish(self) -> float:
-        """Encode the new version once the one before is pushed, and offer it. Return the seconds of waiting."""
+        """Encode the new version once the previous one is pushed, and publish it in the background. Return the seconds of waiting."""
         start = perf_counter()
         self._doing = trainer_pb2.TRAINER_PHASE_PUBLISHING
         await self._publication.idle()
@@ -441,7 +445,7 @@ def _held_report(record: checkpoint_pb2.BatchRecord) -> StepReport:
 
 
 class StepLog:
-    """The reports of one epoch by version number, without gaps. Any number of watchers read it at their own pace.
+    """The reports of one epoch by version number, without gaps. Each watcher reads it at its own pace.
 
     Args:
         begins_after: Version number that the epoch began from.
@@ -466,7 +470,7 @@ class StepLog:
         self._changed.set()
 
     def end(self, error: SluiceError) -> None:
-        """End the log: watchers get this error after the reports that they have not read yet."""
+        """End the log. Watchers first get the reports that they have not read yet, then this error."""
         self._ended = error
         self._changed.set()
 

@@ -1,1 +1,1 @@
-"""One update of the policy on a batch of samples."""
+"""Update the policy, and its critic, on a batch of samples."""

@@ -1,4 +1,4 @@
-"""The critic of PPO: its loss, with its own network or on the policy's, its values, and how good they are."""
+"""The critic of PPO, with its own network or on the policy's: its loss, its values, and how good they are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Critic:
 
     @property
     def warming_up(self) -> bool:
-        """Whether the critic still learns alone, which its own steps decide: checkpoints hold them."""
+        """Whether the critic still learns alone. Its own optimizer steps decide, which checkpoints hold."""
         return self.engine.optimizer_steps < self.freeze_policy_steps
 
     def step(self, sequences: Rows[Sequence]) -> StepMetrics:

@@ -171,7 +171,7 @@ class PolicyUpdate:
         are counted and, if the objective gives them no gradient, not forwarded.
 
         Args:
-            sequences: This rank's share of the batch; with `proximal_share` if the objective has `proximal = loglinear`.
+            sequences: This rank's rows of the batch; with `proximal_share` if the objective has `proximal = loglinear`.
 
         Raises:
             ValueError: if a token id is outside of the vocabulary, or a row lacks what the objective reads and no model
@@ -184,7 +184,7 @@ class PolicyUpdate:
         rows, dropped = agree(self.engine.ranks, partial(self._trainable, rows))
         rows = self._prepared(with_group_tokens(rows), seconds)
         losses = {f"dropped_tokens/{cause}": float(dropped.get(cause, 0)) for cause in CAUSES}
-        measured = _shares(self.engine.ranks.total(_advantage_sums(rows) | losses))
+        measured = _with_fractions(self.engine.ranks.total(_advantage_sums(rows) | losses))
         if self.critic is not None:
             judged = value_facts(rows, self.engine.ranks)
             measured |= {CRITIC + name: value for name, value in judged.items()}
@@ -206,12 +206,12 @@ class PolicyUpdate:
         return rows
 
     def _trainable(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], dict[str, int]]:
-        """Check that each row has every column that is read later, and drop the tokens that cannot be trained."""
+        """Check that each row has every column that the objective reads, and drop the tokens that cannot be trained."""
         check_columns(sequences, self.objective.resolved)
         return keep_trainable(sequences, self.objective.resolved)
 
     def _prepared(self, rows: list[Sequence], seconds: dict[str, float]) -> list[Sequence]:
-        """Add what the weights in training give before the first step, and the advantages and selections that follow."""
+        """Add what the present weights compute (proximal log-probabilities, values), then advantages and selections."""
         objective, ranks = self.objective.resolved, self.engine.ranks
         after = None
         if objective.needs_proximal:
@@ -226,9 +226,9 @@ class PolicyUpdate:
             return with_selection(rows, objective, ranks) if objective.selects_tokens else rows
 
     def _train(self, rows: list[Sequence]) -> Updated:
-        """Make the epochs of the policy, then those of a critic with its own network.
+        """Train the policy for all epochs, then a critic with its own network.
 
-        A batch is part of the critic's warm-up as a whole or not at all.
+        The whole batch belongs to the critic's warm-up, or none of it.
         """
         own = None if self.critic is None or self.critic.shared else self.critic
         alone = own if own is not None and own.warming_up else None
@@ -264,7 +264,7 @@ class PolicyUpdate:
         return [split_by_group(rows, count, seed=seed, ranks=ranks) for seed in seeds]
 
     def _judged(self, rows: Rows[Sequence]) -> StepMetrics:
-        """Return the policy's loss and its distance from the sampler, from a forward pass alone."""
+        """Measure the policy's loss and its distance from the sampler, by a forward pass alone."""
         objective = self.objective
         return self.engine.eval_batch(rows, objective.loss, objective.weight, entropy=objective.entropy)
 
@@ -279,9 +279,9 @@ class PolicyUpdate:
 
 
 def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE) -> dict[str, TrainEngine]:
-    """Load the reference and the teacher, as far as the objective reads them and batches do not bring their log-probabilities.
+    """Load the reference and the teacher, if the objective reads them and batches do not bring their log-probabilities.
 
-    They only compute: each takes 4 bytes per parameter (2 in bfloat16), and nothing for an optimizer.
+    Frozen models only compute log-probabilities: each takes 4 bytes per parameter (2 in bfloat16), and nothing for an optimizer.
 
     Args:
         config: The trainer's settings.
@@ -349,8 +349,8 @@ def _advantage_sums(sequences: Rows[Sequence]) -> dict[str, float]:
     }
 
 
-def _shares(facts: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of loss tokens with positive and with negative advantages, and the other facts that are not 0."""
+def _with_fractions(facts: Mapping[str, float]) -> dict[str, float]:
+    """Replace the counts of tokens with positive and negative advantages by fractions, and drop the causes that are 0."""
     measured = {name: value for name, value in facts.items() if value or not name.startswith("dropped_tokens/")}
     tokens = measured.pop("tokens")
     positive, negative = measured.pop("positive"), measured.pop("negative")
@@ -387,16 +387,16 @@ KEY_BYTES = 7
 
 
 def split_by_group(sequences: Rows[Sequence], count: int, *, seed: str, ranks: Ranks = ALONE) -> list[list[int]]:
-    """Cut this rank's share of a batch into minibatches.
+    """Cut this rank's rows of a batch into minibatches.
 
     Groups are assigned from large to small, each to the minibatch with the fewest loss tokens; the seed decides the order
     of groups of about the same size. Every rank makes the same assignment, also if a group lies on several ranks.
 
     Args:
-        sequences: This rank's share.
+        sequences: This rank's rows.
         count: Minibatches wanted; a batch with fewer groups has fewer.
         seed: Another one gives another cut.
-        ranks: All ranks that have a share.
+        ranks: All ranks that train on the batch.
 
     Returns:
         For each minibatch the places of this rank's sequences in it. Every rank gets as many minibatches, at least one; this
@@ -431,7 +431,7 @@ def _places(tokens: Counter[int], count: int, seed: str) -> dict[int, int]:
 
 
 def _key(sequence: Sequence) -> int:
-    """Return a number for a sequence's group; without a group, for its id, or for its tokens."""
+    """Return a number for a sequence's group; without a group, for its id, else for its tokens."""
     if sequence.group_id:
         return _digest(b"group/" + sequence.group_id.encode())
     if sequence.trajectory_id:
