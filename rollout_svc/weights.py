@@ -93,7 +93,7 @@ class ReplicaWeights:
     async def set_policy(
         self, wire_mode: rollout_pb2.WeightPolicyMode.ValueType, version: Version | None, owner: str, ttl_s: float
     ) -> Version:
-        """Say which versions the replica takes.
+        """Set which versions the replica takes.
 
         Returns:
             The version that serves now.

@@ -1,4 +1,4 @@
-"""What tells the machines of a cluster apart, so that an engine finds the source on its own."""
+"""The identity of a machine, by which an engine finds the source on its own host."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def host_id(boot_id: Path = BOOT_ID) -> str:
         seed = boot_id.read_text().strip()
     except OSError:
         seed = ""
-    # A digest, because the boot id itself is nobody's business beyond this machine.
+    # A digest, because the boot id must not leave this machine.
     return hashlib.blake2b((seed or socket.gethostname()).encode(), digest_size=16, person=b"sluice-host").hexdigest()

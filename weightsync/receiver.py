@@ -341,7 +341,7 @@ class WeightReceiver:
     def set_policy(
         self, mode: PolicyMode, version: Version | None = None, *, owner: str = "", ttl_s: float | None = None
     ) -> Policy:
-        """Say which versions the replica takes; see `WeightPolicy.set` for the meaning and the errors."""
+        """Set which versions the replica takes; see `WeightPolicy.set` for the meaning and the errors."""
         policy = self._policy.set(
             mode, version, owner=owner, ttl_s=ttl_s, serving=self._serving(), now=time.monotonic()
         )

@@ -1,4 +1,4 @@
-"""What passes between the receiver, which stages versions, and the engine, which applies them and says what it holds."""
+"""The contract between the receiver, which stages versions, and the engine, which applies them and says what it holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class ApplyError(Exception):
-    """The engine did not take the version. What it holds now, it says itself."""
+    """The engine did not apply the version. `Engine.held` says what it holds now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class StagedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ApplyReport:
-    """What applying a version cost.
+    """The cost of applying a version.
 
     Attributes:
         version: The version that serves now.

@@ -1,1 +1,1 @@
-"""The engine's half: pulls, patches, verifies, stages and has applied."""
+"""What the receiver uses: sources of versions, pulls, the file of a version, files shared by a host, adapters."""

@@ -84,11 +84,11 @@ log = structlog.get_logger(__name__)
 
 
 class PullError(Exception):
-    """Bytes could not be pulled.
+    """A version or shard could not be pulled.
 
     Args:
         message: What failed.
-        unreachable: Whether nobody answered, so that asking the same service for other bytes is no way out.
+        unreachable: Whether nobody answered; then it is useless to ask the same service for other bytes.
     """
 
     def __init__(self, message: str, *, unreachable: bool = False) -> None:

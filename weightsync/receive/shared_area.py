@@ -311,7 +311,7 @@ class BehindError(Exception):
 
 @dataclass(slots=True)
 class HostFile:
-    """A version's file, whole or to be filled.
+    """The file of a version: whole, or to be filled.
 
     Attributes:
         copy: The whole file; None until it is filled.
@@ -342,7 +342,7 @@ class HostFiles:
     async def open(
         self, path: Path, held: Path | None, needed: int, *, or_newer: bool = False
     ) -> AsyncIterator[HostFile]:
-        """Give a file that exists or that another process makes; otherwise an empty one, for the block to fill.
+        """Yield a file that exists or that another process makes; otherwise an empty one, for the block to fill.
 
         A file that the block fills gets its name when the block ends, and is removed if it raises. The file is used until
         `release`.

@@ -100,9 +100,9 @@ class Candidate:
 
     Attributes:
         address: Where it is; `ROOT` for the root.
-        host: What tells its host apart.
+        host: Identity of its host.
         watchers: WatchVersions streams that it has, the engine's own included.
-        newest: Newest version that it gives out.
+        newest: Newest version that it serves.
         latency_s: Seconds that its last answer took.
     """
 
@@ -132,14 +132,14 @@ def choose(candidates: Sequence[Candidate], current: str | None, *, host: str, r
     Args:
         candidates: The sources that answer.
         current: The one in use; None before the first choice.
-        host: What tells the engine's host apart.
+        host: Identity of the engine's host.
         replica: The engine's name.
         draw: A random number in [0, 1): only some of many engines leave a crowded source at a time.
     """
     newest = max((each.newest for each in candidates if each.newest is not None), default=None)
     usable = [each for each in candidates if each.address == ROOT or behind(each.newest, newest) <= MOST_BEHIND]
     staying = next((each for each in usable if each.address == current), None)
-    # An engine that came from elsewhere has heard of the newest version; where it goes, that must be at hand.
+    # An engine that changes its source was told of the newest version; the next source must have it.
     open_to_us = [each for each in usable if current is None or behind(each.newest, newest) == 0 or each is staying]
     if not open_to_us:
         return ROOT
@@ -160,12 +160,12 @@ def _distance(candidate: Candidate, host: str) -> tuple[bool, bool]:
 
 
 def _share_to_leave(crowded: Candidate, other: Candidate) -> float:
-    """The share of a source's watchers whose leaving makes both equal."""
+    """Return the share of a source's watchers that must leave to make both equal."""
     return (crowded.watchers - other.watchers) / (2 * crowded.watchers)
 
 
 def _lightest(candidates: Sequence[Candidate], replica: str) -> Candidate:
-    """One of those with few watchers: counts within a factor of two are alike, since others choose at the same time."""
+    """Return one of those with few watchers. Counts within a factor of two are equal, since others choose at the same time."""
     least = min(each.watchers for each in candidates)
     light = [each for each in candidates if each.watchers <= 2 * least + 1]
     return min(
@@ -185,8 +185,8 @@ class SourceLimits:
     """How long an engine waits for sources.
 
     Attributes:
-        look_s: Seconds between looks at what sources there are.
-        answer_s: Seconds that a source has to answer.
+        look_s: Seconds between two questions which sources there are.
+        answer_s: Deadline of a source's answer, in seconds.
         fallback_s: Seconds that the source in use may fail before it is left.
         retry_s: Seconds between questions to one that fails.
         ban_s: Seconds for which a source that was left is not taken again, at first; doubled each time.
@@ -205,7 +205,7 @@ class SourceLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One service that gives versions out."""
+    """One service that serves versions, and the calls to it."""
 
     channel: grpc.aio.Channel
     delivery: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub
@@ -217,7 +217,7 @@ class _Source:
 
 
 class Sources:
-    """The weight service and its relays, as one engine sees them: it uses one of them at a time.
+    """The weight service and its relays. An engine uses one of them at a time.
 
     New calls go to the source in use. Calls in progress stay where they began, except watches.
 
@@ -307,7 +307,7 @@ class Sources:
         return response
 
     def note_failure(self, source: _Source, code: grpc.StatusCode) -> None:
-        """Leave a relay at once if it lacks what the engine wants; check a relay that failed for another reason soon."""
+        """Leave a relay at once if it lacks what the engine wants. After another failure, check soon whether it answers."""
         if self.current == ROOT or source is not self._sources[self.current]:
             return
         if code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS}:
@@ -322,7 +322,7 @@ class Sources:
     # --- the choice -----------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Choose a source before the engine begins, so that it need not change; takes seconds at most."""
+        """Choose a source before the first call, so that it need not change. This takes seconds at most."""
         if self._connect is not None and not self._settled:
             await self._look()
 
@@ -384,7 +384,7 @@ class Sources:
             watch.cancel()
 
     async def _ask(self) -> list[Candidate | None]:
-        """Ask the root for its relays, and those worth asking for their state. Sources that do not answer are left out."""
+        """Return the state of the root and of the relays worth asking; None for one that does not answer."""
         started = time.monotonic()
         listed = await self._list(ROOT)
         root = None
@@ -407,7 +407,7 @@ class Sources:
         return _candidate(address, listed[0], time.monotonic() - started) if listed else None
 
     async def _list(self, address: str) -> list[pb.WeightSource]:
-        """Return what a source says of itself and of its relays; empty if it does not answer."""
+        """Return how a source describes itself and its relays; empty if it does not answer."""
         if address not in self._sources and self._connect is not None:
             self._sources[address] = _Source.at(self._connect(address))
         request = pb.ListSourcesRequest(run=self._run)
@@ -488,7 +488,7 @@ class _Stream:
 def _cancelled_by_caller() -> bool:
     """Return whether the task that waits was cancelled.
 
-    gRPC raises the same error where a call's channel is closed; a task that let it through would end without a word.
+    gRPC raises the same error if a call's channel is closed. A task that did not catch it would end silently.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
@@ -508,7 +508,7 @@ def pull_call(channel: grpc.aio.Channel) -> PullCall:
 
 
 class VersionWatch:
-    """Watches one run.
+    """Receives the announcements of one run's versions.
 
     Args:
         call: WatchVersions of the service.
@@ -631,7 +631,7 @@ class UpdateTimings:
     total_s: float = 0.0
 
     def to_proto(self) -> pb.UpdateTimings:
-        """Return the message of the contract."""
+        """Return the message that reports it."""
         message = pb.UpdateTimings(pulled_bytes=self.pulled_bytes)
         parts = {"pull": self.pull_s, "stage": self.stage_s, "pause": self.pause_s, "apply": self.apply_s}
         for name, seconds in {**parts, "total": self.total_s}.items():
@@ -678,7 +678,7 @@ class Reporter:
         error: str = "",
         timings: UpdateTimings | None = None,
     ) -> None:
-        """Report soon, without waiting. The version is the one that the phase is about; None stands for the one that serves."""
+        """Send a report soon, without waiting. `version` is what the phase is about; None means the one that serves."""
         self._last = report = pb.ReportVersionRequest(run=self._run, replica=self._replica, phase=phase, error=error)
         if version is not None:
             report.version.CopyFrom(version.to_proto())
@@ -689,7 +689,7 @@ class Reporter:
         self._news.set()
 
     async def run_forever(self) -> None:
-        """Send reports until cancelled; one that cannot be sent is sent again at the next renewal."""
+        """Send reports until cancelled. A report that failed is sent again at the next renewal."""
         while True:
             self._news.clear()
             try:

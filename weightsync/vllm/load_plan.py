@@ -51,7 +51,7 @@ class Region:
     strides: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The region of a contiguous tensor, as a view."""
+        """Return the region of a contiguous tensor, as a view."""
         return tensor.as_strided(self.sizes, self.strides, tensor.storage_offset() + self.offset)
 
 
@@ -73,7 +73,7 @@ class Copy:
 
     @staticmethod
     def storage_key(tensor: torch.Tensor) -> int:
-        """What tells storages apart as long as they live; also those on the meta device, which have no address."""
+        """Return a key of a storage that is unique while it lives, also on the meta device, where there are no addresses."""
         key: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - no public name for it
         return key
 
@@ -98,7 +98,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
         self._reads: dict[str, list[tuple[int, int]]] = {}
 
     def watch(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Give the tensors on, each watched from then on. They are held, so that no address is used again meanwhile."""
+        """Yield the tensors and watch each from then on. They are kept, so that no address is used again meanwhile."""
         for name, tensor in tensors:
             self._reads.setdefault(name, [])
             if tensor.numel():
@@ -108,7 +108,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
             yield name, tensor
 
     def reads(self) -> dict[str, Ranges]:
-        """Elements that were read of each watched tensor."""
+        """Return the elements that were read of each watched tensor."""
         return {name: normal(ranges) for name, ranges in self._reads.items()}
 
     def __torch_dispatch__(
@@ -147,7 +147,7 @@ class ReadRecorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typ
                 self.copies.append(Copy(name, source, Copy.storage_key(into), target))
 
     def _find(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """The watched tensor that holds another one's first byte, and its name."""
+        """Return the watched tensor that holds another one's first byte, and its name."""
         address = tensor.data_ptr()
         position = bisect_right(self._begins, address) - 1
         if position < 0:

@@ -1,4 +1,4 @@
-"""The half of weight sync that runs inside vLLM's workers: from staged safetensors files into a live model.
+"""The half of weight sync inside vLLM's workers: it loads staged safetensors files into the live model.
 
 The files lie in shared memory and tensors are views of the mapping, so the only copy is the one into the model. A version
 comes in by one of three ways, prepared while the engine samples where that is possible:
@@ -162,7 +162,7 @@ class StagedFileEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         self._loaded = self._patch = None
 
     def check(self, paths: list[str], names: list[str]) -> Answer:
-        """Whether the files hold every tensor of the model: ("ok", None) or ("refused", why); the model is untouched."""
+        """Check that the files hold every tensor of the model: ("ok", None) or ("refused", why). The model is not touched."""
         try:
             check_complete(paths, names, {TIED_HEAD} if self._tied else set())
         except Exception as error:  # noqa: BLE001 - see the module's docstring
@@ -359,7 +359,7 @@ class WorkerExtension:
         return engine.outcome if engine is not None else ("err", "no weight-transfer engine is configured")
 
     def sluice_check(self, paths: list[str], names: list[str]) -> Answer:
-        """Whether a version's files hold every tensor of the model: ("ok", None) or ("refused", why)."""
+        """Check that a version's files hold every tensor of the model: ("ok", None) or ("refused", why)."""
         answer: Answer = self.weight_transfer_engine.check(paths, names)
         return answer
 
