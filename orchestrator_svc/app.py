@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -12,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import Dispatcher, EpisodeRunner, TaskStream
-from orchestrator_svc.envs.base import Environment, MultiTurnEnvironment, SingleTurnEnvironment, Task
+from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.scoring import Scorer
 from orchestrator_svc.evaluation import Evaluations
@@ -24,7 +25,7 @@ from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.training import TrainerLink, Training
-from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow
+from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow, list_tasks
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
@@ -102,6 +103,8 @@ async def _built(
 ) -> AsyncIterator[tuple[Run, RunStatus, OrchestratorServicer]]:
     """Build the run and its parts; those with files or processes are closed in reverse order."""
     calls = EnvironmentCalls(config.environment_threads, config.deadlines.environment_s)
+    start_s = (config.deadlines.start_s, "orchestrator.deadlines.start_s")
+    tasks_of = partial(list_tasks, environment, seed=common.seed, limit=start_s)
     async with contextlib.AsyncExitStack() as stack:
         scorer = None
         if isinstance(environment, SingleTurnEnvironment):
@@ -131,7 +134,7 @@ async def _built(
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(recorder.close)
         try:
-            stream = TaskStream(await _tasks(environment, config, config.split, common.seed), common.seed)
+            stream = TaskStream(await tasks_of(config.split), common.seed)
         except ValueError as error:
             raise ConfigError(str(error)) from error
         dispatcher = Dispatcher(
@@ -161,7 +164,7 @@ async def _built(
                 pool=pool,
                 engine=engine,
                 workflow=workflow,
-                tasks=await _tasks(environment, config, config.evaluation.split, common.seed),
+                tasks=await tasks_of(config.evaluation.split),
                 config=config,
                 request_prefix=request_prefix,
                 status=status,
@@ -188,22 +191,6 @@ async def _built(
             reporter=reporter,
         )
         yield run, status, OrchestratorServicer(common.run, run, status, pool)
-
-
-async def _tasks(environment: Environment, config: OrchestratorConfig, split: str, seed: int) -> Sequence[Task]:
-    """Let the environment list the tasks of a split.
-
-    Raises:
-        ConfigError: if it does not end in time.
-    """
-    limit_s = config.deadlines.start_s
-    try:
-        return await EnvironmentCalls(1, limit_s).run(environment.tasks, split, seed)
-    except TimeoutError as error:
-        raise ConfigError(
-            f"environment {config.environment} did not list the tasks of split {split} within {limit_s:g} s: prepare its"
-            " data before the run, or raise orchestrator.deadlines.start_s"
-        ) from error
 
 
 def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:

@@ -89,7 +89,11 @@ class EvalConfig(Section):
     samples_output: Path | None = Field(
         None, description="JSONL file for every attempt with its text; none writes none."
     )
-    start_s: float = Field(600.0, gt=0, description="Seconds for the replica of `model` to be ready.")
+    start_s: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds for the environment to list its tasks, and again for the replica of `model` to be ready.",
+    )
     connect_s: float = Field(30.0, gt=0, description="Seconds for the server at `address` to answer.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for the evaluation itself.")
     security: SecurityConfig = Field(
@@ -160,12 +164,12 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     from orchestrator_svc.envs.scoring import Scorer  # noqa: PLC0415
     from orchestrator_svc.evaluation import EvalPlan, evaluate  # noqa: PLC0415
     from orchestrator_svc.replicas import PolicyEngine, ReplicaPool  # noqa: PLC0415
-    from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow  # noqa: PLC0415
+    from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow, list_tasks  # noqa: PLC0415
 
     environment = load_environment(config.environment, config.environment_args)
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
     calls = EnvironmentCalls(settings.environment_threads, settings.deadlines.environment_s)
-    tasks = environment.tasks(config.split, config.seed)[: config.prompts]
+    tasks = (await list_tasks(environment, config.split, config.seed, (config.start_s, "--start-s")))[: config.prompts]
     if not tasks:
         raise ConfigError(f"split {config.split!r} of environment {config.environment} has no tasks")
     async with contextlib.AsyncExitStack() as stack:

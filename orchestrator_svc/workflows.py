@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.envs.base import Episode, Message, MultiTurnEnvironment, SingleTurnEnvironment, Task
+from orchestrator_svc.envs.base import Environment, Episode, Message, MultiTurnEnvironment, SingleTurnEnvironment, Task
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.scoring import Scorer
 from sluice.config import ConfigError
@@ -36,6 +36,7 @@ __all__ = [
     "chat_messages",
     "choose_workflow",
     "derived_seed",
+    "list_tasks",
     "sampling_params",
 ]
 
@@ -112,6 +113,28 @@ class RolloutWorkflow(Protocol):
             SluiceError: if the group as a whole cannot be run.
         """
         ...
+
+
+async def list_tasks(environment: Environment, split: str, seed: int, limit: tuple[float, str]) -> Sequence[Task]:
+    """Let the environment list the tasks of a split.
+
+    Args:
+        environment: The environment.
+        split: The split.
+        seed: Seed of the tasks' order.
+        limit: Seconds that it may take, and the setting that says so.
+
+    Raises:
+        ConfigError: if it does not end in time.
+    """
+    limit_s, setting = limit
+    try:
+        return await EnvironmentCalls(1, limit_s).run(environment.tasks, split, seed)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"environment {environment.name} did not list the tasks of split {split} within {limit_s:g} s: prepare its"
+            f" data before the run, or raise {setting}"
+        ) from error
 
 
 def choose_workflow(

@@ -13,10 +13,10 @@ from orchestrator_doubles import ENVIRONMENT, RolloutDouble, serve_rollout
 from orchestrator_svc import replicas
 from orchestrator_svc.config import ReplicasConfig
 from orchestrator_svc.envs.base import Task, Turn
-from orchestrator_svc.eval_command import COMMAND
+from orchestrator_svc.eval_command import COMMAND, EvalConfig, run_evaluation
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
 from orchestrator_svc.workflows import EnvironmentCalls, EpisodeData, MultiTurn, Sampling
-from sluice.config import SecurityConfig
+from sluice.config import ConfigError, SecurityConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
@@ -343,3 +343,15 @@ async def test_eval_scores_a_running_server(tmp_path, capsys) -> None:
     assert len(rows) == 6 * 3
     assert sum(row["greedy"] for row in rows) == 6
     assert "reward, greedy" in capsys.readouterr().out
+
+
+async def test_an_evaluation_whose_environment_never_lists_its_tasks_ends_with_the_remedy(tmp_path) -> None:
+    (tmp_path / "slow_env.py").write_text(
+        "import time\nclass Slow:\n    name = 'slow'\n"
+        "    def tasks(self, split, seed):\n        time.sleep(5)\n        return []\n"
+        "    def messages(self, task):\n        return []\n"
+        "    def score(self, task, completion):\n        return 0.0\n"
+    )
+    config = EvalConfig(address="127.0.0.1:1", environment=f"{tmp_path}/slow_env.py:Slow", start_s=0.1)
+    with pytest.raises(ConfigError, match=r"did not list the tasks of split eval within 0\.1 s"):
+        await run_evaluation(config)
