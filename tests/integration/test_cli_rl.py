@@ -109,7 +109,7 @@ def test_a_run_ends_by_itself_and_cannot_be_started_twice(started) -> None:
 
 
 def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> None:
-    run = started("--orchestrator.max-steps", "100", "--orchestrator.checkpoint.every-steps", "1")
+    run = started("--orchestrator.max-steps", "40", "--orchestrator.checkpoint.every-steps", "1")
     run.until("step 2/")
     for service in ("rollout", "weightsync", "trainer", "orchestrator"):
         run.child(service).kill()
@@ -117,7 +117,7 @@ def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> 
         run.until(f"{service} serves")
         run.until("step ")
     assert run.end() == 0, "\n".join(run.seen)
-    assert json.loads((run.directory / "report.json").read_text())["steps"] == 100
+    assert json.loads((run.directory / "report.json").read_text())["steps"] == 40
 
 
 def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_nothing(started) -> None:
