@@ -171,7 +171,9 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     calls = EnvironmentCalls(settings.environment_threads, settings.deadlines.environment_s)
     tasks = (await list_tasks(environment, config.split, config.seed, (config.start_s, "--start-s")))[: config.prompts]
     if not tasks:
-        raise ConfigError(f"split {config.split!r} of environment {config.environment} has no tasks")
+        raise ConfigError(
+            f"split {config.split!r} of environment {config.environment} has no tasks: correct --split or environment_args"
+        )
     async with contextlib.AsyncExitStack() as stack:
         scorer = None
         if isinstance(environment, SingleTurnEnvironment):
@@ -312,7 +314,9 @@ async def _wait_ready(
             reasons = (
                 "; ".join(f"{each.target} {each.why_not()}" for each in pool.replicas) or "the name does not resolve"
             )
-            raise ConfigError(f"no rollout server within {deadline_s:g} s: {reasons}")
+            raise ConfigError(
+                f"no rollout server within {deadline_s:g} s: {reasons}; start one (sluice rollout), or correct --address"
+            )
     finally:
         for each in (ready, died):
             if each is not None:
