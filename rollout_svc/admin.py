@@ -42,7 +42,7 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 MAX_TTL_S = 3600.0
 """Maximum time to live of a pause, in seconds: a forgotten one must not stop a run for ever."""
 
-LOOK_S = 0.1
+PAUSE_CHECK_S = 0.1
 """Seconds between two checks whether a pause is over."""
 
 MAX_ABORTED = 16_384
@@ -132,7 +132,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
     async def expire_pauses_forever(self) -> None:
         """Resume whenever a pause's time to live is over."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(PAUSE_CHECK_S)
             owner = self._pauses.owner
             if self._pauses.expire(time.monotonic()):
                 log.warning("pause ended by its time to live", owner=owner)

@@ -233,12 +233,12 @@ class InferenceEngine(Protocol):
     async def reload_base(self) -> ApplyReport:
         """Return to the base model on disk, as version (0, 0). Raises what `apply` raises."""
 
-    async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
+    async def verify_weights(self, staged: StagedVersion | None, fraction: float = 1.0) -> list[str]:
         """Compare the live weights bit for bit with a version's files, between steps.
 
         Args:
             staged: The version; None for the base model.
-            share: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
+            fraction: Fraction of the tensors to compare, above 0; 1 for all. Which ones depends on the version.
 
         Returns:
             The tensors that differ; the next `apply` of the version loads it again.

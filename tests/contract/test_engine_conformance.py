@@ -453,9 +453,9 @@ class TestVerification:
 
     async def test_a_sample_looks_at_some_tensors(self, engine, models):
         await engine.apply(staged(models.second, self.FIRST))
-        found = await engine.verify_weights(staged(models.third, self.SECOND), share=0.2)
+        found = await engine.verify_weights(staged(models.third, self.SECOND), fraction=0.2)
         assert 0 < len(found) < len(staged(models.third, self.SECOND).tensors)
-        assert await engine.verify_weights(staged(models.second, self.FIRST), share=0.2) == []
+        assert await engine.verify_weights(staged(models.second, self.FIRST), fraction=0.2) == []
 
     async def test_a_version_that_is_not_what_serves_is_loaded_anew(self, engine, models, tmp_path):
         right = staged(models.second, self.FIRST)

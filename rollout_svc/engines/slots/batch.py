@@ -151,14 +151,14 @@ class ActiveRequest:
         """Note that a sample has ended. The last one wakes the caller."""
         self._left -= 1
         if self._left == 0:
-            self._tell()
+            self._wake_caller()
 
     def fail(self, error: EngineError) -> None:
         """End the request with an error."""
         self.error = error
-        self._tell()
+        self._wake_caller()
 
-    def _tell(self) -> None:
+    def _wake_caller(self) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop of the caller is closed
             self._loop.call_soon_threadsafe(self._end)
 

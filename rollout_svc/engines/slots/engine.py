@@ -325,11 +325,11 @@ class TransformersEngine(LoraEngine):
         self._serve_weights()
         return ApplyReport(version, *times)
 
-    async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
+    async def verify_weights(self, staged: StagedVersion | None, fraction: float = 1.0) -> list[str]:
         """See `InferenceEngine`. Tensors are compared one at a time."""
         async with self._commands:
             loop = self._loop
-            names = chosen(loop.tensors(), share, BASE if staged is None else staged.version)
+            names = chosen(loop.tensors(), fraction, BASE if staged is None else staged.version)
             return [
                 name
                 for name in names
@@ -388,11 +388,11 @@ class TransformersEngine(LoraEngine):
         )
 
 
-def chosen(names: Sequence[str], share: float, version: Version) -> list[str]:
+def chosen(names: Sequence[str], fraction: float, version: Version) -> list[str]:
     """Return a fraction of the names, at least one; different ones for each version."""
-    if share >= 1.0:
+    if fraction >= 1.0:
         return list(names)
-    count = max(1, round(share * len(names)))
+    count = max(1, round(fraction * len(names)))
     return random.Random(str(version)).sample(names, count)  # noqa: S311 - no secret
 
 
@@ -536,7 +536,7 @@ class SlotLoop:
         if mode is PauseMode.WAIT:
             self.paused = None  # requests that an earlier pause froze have to end, too
             self._draining.append(done)
-            self._look_if_drained()
+            self._finish_drain()
             return done
         if mode is PauseMode.ABORT:
             self.abort(None)
@@ -552,7 +552,7 @@ class SlotLoop:
             self._waiting.add(active)
         self._held.clear()
 
-    def _look_if_drained(self) -> None:
+    def _finish_drain(self) -> None:
         if self._draining and not self.batch.rows and not self._waiting:
             self.paused = PauseMode.WAIT
             for done in self._draining:
@@ -639,7 +639,7 @@ class SlotLoop:
     def _step(self) -> None:
         for active, _ in self.batch.step(self._waiting, self.version):
             active.sample_ended()
-        self._look_if_drained()
+        self._finish_drain()
 
     def _break(self, why: str) -> None:
         self.broken = why

@@ -319,11 +319,11 @@ class VllmEngine(LoraEngine):
         async with self._commands:
             return await run_to_end(asyncio.ensure_future(self._switch(None)))
 
-    async def verify_weights(self, staged: StagedVersion | None, share: float = 1.0) -> list[str]:
+    async def verify_weights(self, staged: StagedVersion | None, fraction: float = 1.0) -> list[str]:
         """See `InferenceEngine`. Tensors whose form in the engine is not known, such as quantised ones, are only logged."""
         async with self._commands:
             deadline_s = VERIFY_PHASES * self._options.phase_deadline_s
-            found = await verify(self._llm, self._weights.files(staged), share, deadline_s)
+            found = await verify(self._llm, self._weights.files(staged), fraction, deadline_s)
             self._weights.suspect |= bool(found.tensors)
             if found.unchecked:
                 log.warning("live weights of unknown form", count=len(found.unchecked), first=found.unchecked[0])
