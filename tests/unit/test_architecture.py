@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from rollout_svc.config import RolloutConfig
 from sluice.config import markdown_reference, run_config_class
 from sluice.engines import ENGINES
 
@@ -96,9 +98,12 @@ def test_the_openai_dialect_needs_no_model() -> None:
 
 def test_every_engine_that_can_be_set_is_a_package() -> None:
     for name, engine in ENGINES.items():
+        assert RolloutConfig(engine=name).engine == name
         package = importlib.import_module(engine.package)
         assert callable(package.build), name
         assert callable(package.check), name
+    with pytest.raises(ValidationError):
+        RolloutConfig(engine="another")
 
 
 def test_the_page_of_all_settings_is_fresh() -> None:
