@@ -109,11 +109,12 @@ async def test_the_root_sends_a_dense_version_once_per_relay(tree: Tree, tmp_pat
     size = sum(tensor.nbytes for tensor in tensors.values())
     async with AsyncExitStack() as stack:
         engines = await start(stack, tree, tmp_path / "shm")
+        run = await tree.root.serving.runs.open(RESOURCE)
+        await eventually(lambda: run.watchers == 2, 60)  # every receiver found a relay, which takes a while under load
         before = tree.received()
         await push(tree.root, Version(1, 1), tensors)
         await served(engines, Version(1, 1))
-        run = await tree.root.serving.runs.open(RESOURCE)
-        assert run.watchers == 2
+        await eventually(lambda: run.watchers == 2, 60)
     for count, earlier in zip(tree.received(), before, strict=True):
         assert size <= count - earlier < size * 1.02
     assert all(equal_bits(engine.tensors, tensors) for engine in engines)
