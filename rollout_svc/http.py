@@ -35,6 +35,7 @@ from sluice.openai.responses import (
     Responses,
     StopStringFilter,
     merged,
+    prompt_fields,
     usage,
     while_connected,
 )
@@ -141,14 +142,14 @@ async def _whole(
         for sample in result.samples:
             text = StopStringFilter(responses.body.stops).after(sample.text, sample.stop_string, last=True)
             choice = responses.choice(len(choices), sample, text)
-            choices.append(choice | responses.choice_fields(result.prompt_token_ids))
+            choices.append(choice | prompt_fields(responses, result.prompt_token_ids, of_choice=True))
     counts = usage(
         sum(len(result.prompt_token_ids) for result in results),
         sum(len(sample.token_ids) for result in results for sample in result.samples),
         sum(result.cached_prompt_tokens for result in results),
     )
     head |= {"id": responses.prefix + results[0].request_id, "object": responses.whole}
-    fields = responses.response_fields(results[0].prompt_token_ids)
+    fields = prompt_fields(responses, results[0].prompt_token_ids, of_choice=False)
     return JSONResponse({**head, "choices": choices, "usage": counts, **fields})
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "chat_logprobs",
     "completion_logprobs",
     "merged",
+    "prompt_fields",
     "usage",
     "while_connected",
 ]
@@ -104,6 +105,7 @@ class ChatResponses:
     prefix = "chatcmpl-"
     whole = "chat.completion"
     part = "chat.completion.chunk"
+    several_prompts = False
 
     def __init__(self, body: ChatRequest, token_text: TokenText) -> None:
         self.body, self._token_text = body, token_text
@@ -125,15 +127,6 @@ class ChatResponses:
             "finish_reason": None,
         }
 
-    def response_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the ids of the prompt if they were asked for."""
-        return {"prompt_token_ids": list(prompt_ids)} if self.body.return_token_ids else {}
-
-    def choice_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Return nothing: all choices have the same prompt."""
-        del prompt_ids
-        return {}
-
     def _rest(self, sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
         logprobs = chat_logprobs(sample, self._token_text) if self.body.logprobs else None
         return {"logprobs": logprobs} | _ending(sample) | _tokens(self.body, sample)
@@ -145,6 +138,7 @@ class CompletionResponses:
     prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
+    several_prompts = True
 
     def __init__(self, body: CompletionRequest, token_text: TokenText) -> None:
         self.body, self._token_text = body, token_text
@@ -164,17 +158,14 @@ class CompletionResponses:
         """Return nothing: the first chunk has tokens."""
         del index
 
-    def response_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Return nothing: choices may have different prompts."""
-        del prompt_ids
-        return {}
-
-    def choice_fields(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the ids of the prompt if they were asked for."""
-        return {"prompt_token_ids": list(prompt_ids)} if self.body.return_token_ids else {}
-
 
 Responses: TypeAlias = ChatResponses | CompletionResponses
+
+
+def prompt_fields(responses: Responses, prompt_ids: Sequence[int], *, of_choice: bool) -> dict[str, Any]:
+    """Return the ids of a prompt, if they were asked for: in each choice if choices may have different prompts, else once."""
+    wanted = responses.body.return_token_ids and responses.several_prompts is of_choice
+    return {"prompt_token_ids": list(prompt_ids)} if wanted else {}
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
@@ -339,7 +330,7 @@ class Events:
     def _chunks(self, number: int, message: Message) -> list[dict[str, Any]]:
         if message.HasField("opening"):
             self._prompts[number] = list(message.opening.prompt_token_ids)
-            extras = self._responses.response_fields(self._prompts[number])
+            extras = prompt_fields(self._responses, self._prompts[number], of_choice=False)
             first = range(number * self._samples, (number + 1) * self._samples)
             openings = [each for each in map(self._responses.first_chunk, first) if each is not None]
             return [self._chunk(each, extras if not place else {}) for place, each in enumerate(openings)]
@@ -349,7 +340,7 @@ class Events:
         extras = {}
         if index not in self._texts:
             self._texts[index] = StopStringFilter(self._stops)
-            extras = self._responses.choice_fields(self._prompts[number])
+            extras = prompt_fields(self._responses, self._prompts[number], of_choice=True)
         visible = self._texts[index].after(new.text, new.stop_string, last=bool(new.finish_reason))
         return [self._chunk(self._responses.chunk(index, new, visible) | extras, {})]
 

@@ -136,7 +136,7 @@ class HttpServer:
         if late:
             log.warning("http server did not stop in time", grace_s=grace)
             serving.cancel()
-            await asyncio.wait({serving})
+            await asyncio.wait({serving}, timeout=MARGIN_S)
         else:
             serving.result()
         # uvicorn cancels what outlives the drain but does not wait for it.
