@@ -1,23 +1,38 @@
-"""Versions, replicas and the differences of two versions, as tables for people."""
+"""What `sluice weights` does: list, show, verify and compare versions, in tables for people."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import grpc
+import torch
 from google.protobuf.duration_pb2 import Duration
+from rich.console import Console
 from rich.table import Table
+from safetensors import safe_open
 
+from sluice.client import RolloutClient, WeightSyncClient
+from sluice.config import ConfigError
+from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
+from weightsync.format.manifest import run_resource
+from weightsync.inspect.weights_command import WeightsConfig
+from weightsync.receive.pull import PullError, PullLimits, VersionBuilder
+from weightsync.receive.sources import Sources
+from weightsync.receive.version_file import StagingError
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["run_verb"]
 
-__all__ = ["Difference", "compare", "describe_version", "difference_table", "replica_table", "version_table"]
+_ATTEMPTS = 2
+"""Streams that may fail before a version counts as damaged."""
 
 KINDS = {pb.VERSION_KIND_ANCHOR: "anchor", pb.VERSION_KIND_DELTA: "delta", pb.VERSION_KIND_ADAPTER: "adapter"}
 ENCODINGS = {
@@ -29,7 +44,111 @@ ENCODINGS = {
 }
 
 
-def version_table(manifests: Iterable[pb.Manifest]) -> Table:
+async def run_verb(verb: str, config: WeightsConfig, versions: Sequence[Version]) -> int:
+    """Run one verb; return 1 if a version turned out to be damaged or different.
+
+    Raises:
+        ConfigError: if the service or the replica does not give what the verb needs.
+    """
+    asked = config.replica or config.address
+    try:
+        async with asyncio.timeout(config.deadline_s):
+            return await _VERBS[verb](config, versions)
+    except TimeoutError as error:
+        raise ConfigError(f"{asked} did not answer within {config.deadline_s:g} s (--deadline-s)") from error
+    except SluiceError as error:
+        raise ConfigError(f"{asked}: {error}") from error
+    except grpc.aio.AioRpcError as error:
+        raise ConfigError(f"{asked}: {SluiceError.from_rpc(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"{error}; room for whole versions is needed in {tempfile.gettempdir()} (TMPDIR)") from error
+
+
+async def _list(config: WeightsConfig, _: Sequence[Version]) -> int:
+    async with WeightSyncClient(config.address, config.security) as client:
+        response = await client.versions(config.run)
+    console = Console()
+    if not response.versions:
+        console.print(f"run {config.run} has no versions at {config.address}")
+        return 0
+    console.print(_version_table(response.versions))
+    if response.replicas:
+        console.print()
+        console.print(_replica_table(response.replicas))
+    return 0
+
+
+async def _show(config: WeightsConfig, versions: Sequence[Version]) -> int:
+    async with WeightSyncClient(config.address, config.security) as client:
+        manifest = await client.manifest(config.run, *versions)
+    print("\n".join(_describe_version(manifest)))  # noqa: T201
+    return 0
+
+
+async def _verify(config: WeightsConfig, versions: Sequence[Version]) -> int:
+    if config.replica is not None:
+        return await _verify_replica(config, config.replica, versions)
+    with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
+        try:
+            version, digest, size = await _fetch(config, versions[0] if versions else None, Path(scratch, "version"))
+        except (PullError, StagingError) as error:
+            print(f"DAMAGED: {error}")  # noqa: T201
+            return 1
+    print(f"version {version} is whole: {size:,} bytes, every digest as announced, version digest {digest}")  # noqa: T201
+    return 0
+
+
+async def _verify_replica(config: WeightsConfig, replica: str, versions: Sequence[Version]) -> int:
+    """Have a replica compare its live weights with the files that they came from."""
+    if versions:
+        raise ConfigError("a replica verifies the version that it holds: leave the version out beside --replica")
+    async with RolloutClient(replica, config.security) as client:
+        answer = await client.verify_weights(timeout_s=config.deadline_s)
+    version = Version.from_proto(answer.policy_version)
+    if answer.different:
+        names = ", ".join(answer.different[:5])
+        print(  # noqa: T201
+            f"DIFFERENT: {len(answer.different)} tensors of replica {replica} are not those of version {version}: {names}."
+            " The next update loads them again; if it happens again, test the host's memory"
+        )
+        return 1
+    print(f"replica {replica} computes with version {version}: every live tensor equals its file")  # noqa: T201
+    return 0
+
+
+async def _diff(config: WeightsConfig, versions: Sequence[Version]) -> int:
+    with tempfile.TemporaryDirectory(prefix="sluice-weights-") as scratch:
+        paths = [Path(scratch, str(version)) for version in versions]
+        for version, path in zip(versions, paths, strict=True):
+            try:
+                await _fetch(config, version, path)
+            except (PullError, StagingError) as error:
+                print(f"DAMAGED: version {version}: {error}")  # noqa: T201
+                return 1
+        differences = await asyncio.to_thread(_compare_files, *paths)
+    Console().print(_difference_table(differences, config.top))
+    return 0
+
+
+async def _fetch(config: WeightsConfig, version: Version | None, path: Path) -> tuple[Version, str, int]:
+    """Fetch a version into a safetensors file, checked as an engine checks it; returns version, digest and bytes.
+
+    Raises:
+        PullError: if it is damaged or cannot be had.
+    """
+    async with WeightSyncClient(config.address, config.security) as client:
+        manifest = await client.manifest(config.run, version)
+    limits = PullLimits(deadline_s=config.deadline_s, attempts=_ATTEMPTS)
+    with ThreadPoolExecutor(4) as threads, path.open("w+b") as file:
+        async with connect(config.address, config.security) as channel:
+            run = run_resource(config.run)
+            builder = VersionBuilder(Sources(channel, run, "weights"), run, threads, limits, local_files=False)
+            await builder.build(manifest, None, file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    return Version.from_proto(manifest.version), manifest.digest, size
+
+
+def _version_table(manifests: Iterable[pb.Manifest]) -> Table:
     """A row per version: what it is, its bytes against a dense copy, and what it cost."""
     table = Table(box=None, header_style="bold")
     for name in ("version", "kind", "sent", "dense", "dense/sent", "changed", "diff", "push", "commit", "committed"):
@@ -52,7 +171,7 @@ def version_table(manifests: Iterable[pb.Manifest]) -> Table:
     return table
 
 
-def replica_table(replicas: Iterable[pb.ReplicaVersion]) -> Table:
+def _replica_table(replicas: Iterable[pb.ReplicaVersion]) -> Table:
     """A row per live replica: what it serves, how far that is behind, what its last update cost, its last failure."""
     table = Table(box=None, header_style="bold")
     for name in ("replica", "version", "behind", "pulled", "pull", "stage", "pause", "apply", "total", "age", "error"):
@@ -73,7 +192,7 @@ def replica_table(replicas: Iterable[pb.ReplicaVersion]) -> Table:
     return table
 
 
-def describe_version(manifest: pb.Manifest) -> Iterable[str]:
+def _describe_version(manifest: pb.Manifest) -> Iterable[str]:
     """Lines about one version: digest, base, shards, encodings, labels."""
     yield f"version {Version.from_proto(manifest.version)} of {manifest.run}: {KINDS.get(manifest.kind, '?')}"
     if manifest.HasField("base"):
@@ -122,10 +241,8 @@ class Difference:
     replaced: bool = False
 
 
-def compare(first: Path, second: Path) -> list[Difference]:
+def _compare_files(first: Path, second: Path) -> list[Difference]:
     """Compare two safetensors files; a tensor that only one has counts as changed throughout."""
-    from safetensors import safe_open  # noqa: PLC0415 - the tables alone are quick
-
     with safe_open(first, framework="pt") as one, safe_open(second, framework="pt") as other:
         names = sorted({*one.keys(), *other.keys()})
         held = set(one.keys()) & set(other.keys())
@@ -138,8 +255,6 @@ def compare(first: Path, second: Path) -> list[Difference]:
 
 
 def _compare(name: str, one: torch.Tensor, other: torch.Tensor) -> Difference:
-    import torch  # noqa: PLC0415 - the tables alone are quick
-
     if one.dtype != other.dtype or one.shape != other.shape:
         return _replaced(name, other)
     width = one.element_size()
@@ -157,7 +272,7 @@ def _replaced(name: str, tensor: torch.Tensor) -> Difference:
     return Difference(name, tensor.numel(), tensor.numel(), float("nan"), float("nan"), replaced=True)
 
 
-def difference_table(differences: Sequence[Difference], top: int) -> Table:
+def _difference_table(differences: Sequence[Difference], top: int) -> Table:
     """A row for each of the tensors that changed most, and one for all."""
     elements = sum(each.elements for each in differences)
     changed = sum(each.changed for each in differences)
@@ -173,3 +288,6 @@ def difference_table(differences: Sequence[Difference], top: int) -> Table:
         steps = ("other type, shape or name", "") if each.replaced else (f"{each.largest:.2e}", f"{each.relative:.2e}")
         table.add_row(each.name, f"{each.elements:,}", f"{share:.3%}", *steps)
     return table
+
+
+_VERBS = {"ls": _list, "show": _show, "verify": _verify, "diff": _diff}
