@@ -264,7 +264,7 @@ def pack(
 ) -> list[MicroBatch]:
     """Pack sequences into micro-batches of at most `token_budget` forwarded tokens, first fit by decreasing size.
 
-    Tokens behind the last loss token are not forwarded, as nothing depends on them; a sequence without loss tokens is
+    Tokens after the last loss token are not forwarded, because no loss depends on them, and sequences without loss tokens are
     left out. A sequence longer than the budget gets a micro-batch of its own and is never cut.
 
     Args:
@@ -274,7 +274,7 @@ def pack(
         whole_groups: Never split a group over micro-batches, for losses that compare its sequences.
 
     Returns:
-        Micro-batches, the fullest bins first; the same input gives the same packing.
+        Micro-batches. The same input always gives the same packing.
     """
     if token_budget < 1:
         raise ValueError(f"token_budget is {token_budget}; give at least 1")

@@ -1,1 +1,1 @@
-"""The training engine: a library; no service is needed around it."""
+"""The training engine, from a model directory to an optimizer step: a library that needs no service."""

@@ -254,9 +254,9 @@ class _PrefixAttention(torch.autograd.Function):  # type: ignore[misc]  # torch 
             g = g.masked_fill(padding.unsqueeze(-1), 0.0)
             found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=True, scale=ctx.scaling)
             parts.append(tuple(each.transpose(1, 2).flatten(0, 1) for each in found))
-        behind = len(query) - len(output)
+        unpacked = len(query) - len(output)
         grads = [
-            torch.nn.functional.pad(torch.cat(each).index_select(0, plan.sources), (0, 0, 0, 0, 0, behind))
+            torch.nn.functional.pad(torch.cat(each).index_select(0, plan.sources), (0, 0, 0, 0, 0, unpacked))
             for each in zip(*parts, strict=True)
         ]
         for queries, keys in _stretches(plan):

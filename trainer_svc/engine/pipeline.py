@@ -35,7 +35,7 @@ LossOf: TypeAlias = Callable[[Outputs, MicroBatch], Scalar]
 
 
 class Pipeline:
-    """Passes micro-batches through the stages of a pipeline, of which this process is one.
+    """Passes micro-batches through the stages of a pipeline, and this process is one stage.
 
     The last stage computes the loss. It then sends its outputs to the other stages, which compute the loss again without a
     gradient, so that every process reports the same step.
@@ -166,14 +166,14 @@ class _Stage:
         self._group, self._width, self._device = group, width, device
         self._dtype = torch.float64 if wide else torch.float32
         stage, stages = dist.get_rank(group), dist.get_world_size(group)
-        self._before = stage - 1 if stage > 0 else None
-        self._behind = stage + 1 if stage + 1 < stages else None
+        self._previous = stage - 1 if stage > 0 else None
+        self._next = stage + 1 if stage + 1 < stages else None
         self._ahead = stages - stage - 1
 
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the outputs."""
-        return self._behind is None
+        return self._next is None
 
     def train(self, tokens: Rows[int], forward: _Forward, backward: _Backward) -> None:
         """Run the schedule: every stage calls it with the same micro-batches.
@@ -186,28 +186,28 @@ class _Stage:
         ahead = min(self._ahead, len(tokens))
         in_flight: deque[tuple[int, _InFlight]] = deque()
         for number in range(ahead):
-            current = forward(number, self._pass(self._before, receive=tokens[number]))
-            self._pass(self._behind, send=current.result)
+            current = forward(number, self._pass(self._previous, receive=tokens[number]))
+            self._pass(self._next, send=current.result)
             in_flight.append((number, current))
         steady = range(ahead, len(tokens))
-        states = self._pass(self._before, receive=tokens[ahead]) if steady else None
+        states = self._pass(self._previous, receive=tokens[ahead]) if steady else None
         for number in steady:
             current = forward(number, states)
             in_flight.append((number, current))
             oldest, done = in_flight.popleft()
-            gradient = self._pass(self._behind, send=current.result, receive=tokens[oldest])
+            gradient = self._pass(self._next, send=current.result, receive=tokens[oldest])
             following = tokens[number + 1] if number + 1 < len(tokens) else None
-            states = self._pass(self._before, send=backward(done, gradient), receive=following)
+            states = self._pass(self._previous, send=backward(done, gradient), receive=following)
         for number, done in in_flight:
-            self._pass(self._before, send=backward(done, self._pass(self._behind, receive=tokens[number])))
+            self._pass(self._previous, send=backward(done, self._pass(self._next, receive=tokens[number])))
 
     def receive(self, tokens: int) -> torch.Tensor | None:
         """Return the hidden states of the stage before; None on the first stage."""
-        return self._pass(self._before, receive=tokens)
+        return self._pass(self._previous, receive=tokens)
 
     def send(self, states: torch.Tensor) -> None:
         """Send hidden states to the next stage, if there is one."""
-        self._pass(self._behind, send=states)
+        self._pass(self._next, send=states)
 
     def broadcast(self, column: torch.Tensor) -> torch.Tensor:
         """Return the last stage's column on every stage, without its gradient.
@@ -232,7 +232,7 @@ class _Stage:
         tied.grad = gradient
         own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         other = torch.empty_like(own)
-        peer = dist.get_world_size(self._group) - 1 if self._before is None else 0
+        peer = dist.get_world_size(self._group) - 1 if self._previous is None else 0
         self._transfer([(dist.isend, own.contiguous(), peer), (dist.irecv, other, peer)])
         own.add_(other)
 

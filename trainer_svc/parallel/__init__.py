@@ -1,1 +1,1 @@
-"""Several processes that train one model: who holds what, and how their shares add up."""
+"""Several processes that train one model: who holds what, and how their results add up."""
