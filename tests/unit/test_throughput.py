@@ -10,7 +10,7 @@ from transformers import Qwen3Config
 from trainer_svc.batch.rows import pack
 from trainer_svc.config import ObjectiveConfig, TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.metrics import Meter, Work
+from trainer_svc.engine.metrics import Meter
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import Passes, PolicyUpdate
 
@@ -39,14 +39,14 @@ def test_operations_are_those_counted_by_hand():
     scored = 2 * 4 * 10
     # The prompt is forwarded once, the last token of a sample never: 3 + 1 + 2 tokens, at positions 0 1 2 | 3 | 3 4.
     assert (batch.packed_tokens, batch.attention.pairs, len(batch.predictors)) == (6, 1 + 2 + 3 + 4 + 4 + 5, 5)
-    work = Work(6, 19, 5)
-    assert Meter.of(SMALL, CPU).flops(work) == 3 * (token * 6 + pair * 19 + scored * 5)
+    work = (6, 19, 5)
+    assert Meter.of(SMALL, CPU).flops(*work) == 3 * (token * 6 + pair * 19 + scored * 5)
     # An adapter's base has no gradient of its weights: one product backward instead of two.
-    assert Meter.of(SMALL, CPU, frozen=True).flops(work) == 2 * (token * 6 + scored * 5) + 3 * pair * 19
+    assert Meter.of(SMALL, CPU, frozen=True).flops(*work) == 2 * (token * 6 + scored * 5) + 3 * pair * 19
 
 
 def test_a_model_of_unknown_sizes_has_no_operations_to_tell():
-    assert Meter.of(object(), CPU).flops(Work(6, 19, 5)) is None
+    assert Meter.of(object(), CPU).flops(6, 19, 5) is None
 
 
 def test_the_peak_is_that_of_all_devices():
@@ -66,7 +66,7 @@ def test_a_step_reports_real_tokens_and_the_share_of_the_peak(tmp_path, epochs):
     assert flat["tokens_per_s"] == pytest.approx((5 + 6 + 11) / seconds)  # each epoch's work, the batch's tokens once
     assert flat["forward_tokens_per_s"] == pytest.approx(6 * epochs / seconds)
     meter = Meter.of(update.engine.network.model.config, CPU)
-    assert flat["flops"] == epochs * meter.flops(Work(6, 19, 5))
+    assert flat["flops"] == epochs * meter.flops(6, 19, 5)
     assert flat["mfu"] == pytest.approx(flat["flops"] / (seconds * 0.5e12))
     assert 0 < flat["packing_efficiency"] <= 1
     assert flat["peak_memory_bytes"] > 1 << 20

@@ -171,7 +171,7 @@ class AttentionPlan:
         longest: Tokens of the longest sequence.
         padded_tokens: Cells of all blocks; those of `prefixes` if there is such a plan.
         real_tokens: Cells that are not padding; in `blocks` a token that several sequences share counts for each.
-        pairs: Pairs of tokens of which one attends to the other; each packed token counts once.
+        pairs: Pairs of tokens, one of which attends to the other; each packed token counts once.
         prefixes: The plan for a CPU; None if the sequences do not lie as `PrefixPlan.of` requires.
         varlen: The plan for the kernel of varying lengths; None likewise.
     """

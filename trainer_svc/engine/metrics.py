@@ -25,7 +25,7 @@ from trainer_svc.batch.shapes import Scalar
 from trainer_svc.parallel.balance import TOKENS, Cost
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = ["Meter", "StepMetrics", "StepRecord", "Work"]
+__all__ = ["Meter", "StepMetrics", "StepRecord"]
 
 LOSS = "step/loss"
 """The name of the loss among the sums. The names of a loss function's own sums have no such prefix."""
@@ -198,7 +198,7 @@ class StepRecord:
         loss = sums.pop(LOSS)
         counts: dict[str, Any] = {name: int(sums.pop(f"step/{name}")) for name in self._counts}
         cells, real_cells = counts.pop("cells"), counts.pop("real_cells")
-        work = Work(counts["forward_tokens"], counts.pop("pairs"), counts.pop("scored"))
+        pairs, scored = counts.pop("pairs"), counts.pop("scored")
         if self._meter is not None:
             self._meter.wait()
         self._seconds["total"] = perf_counter() - self._start
@@ -211,25 +211,10 @@ class StepRecord:
             seconds=dict(self._seconds),
             **counts,
             sums=sums,
-            flops=None if self._meter is None else self._meter.flops(work),
+            flops=None if self._meter is None else self._meter.flops(counts["forward_tokens"], pairs, scored),
             peak_flops=None if self._meter is None else self._meter.peak,
             peak_memory_bytes=None if self._meter is None else self._meter.peak_memory(),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a step forwarded, over all ranks.
-
-    Attributes:
-        tokens: Tokens that pass through the layers.
-        pairs: Pairs of tokens of which one attends to the other.
-        scored: Tokens for which the output layer is computed.
-    """
-
-    tokens: float
-    pairs: float
-    scored: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +256,21 @@ class Meter:
         peak = _device_peak(device) if peak_tflops is None else peak_tflops * 1e12
         return cls(Cost.of(model), device, frozen, None if peak is None else peak * devices)
 
-    def flops(self, work: Work) -> float | None:
-        """Return the operations of a training step, forward and backward; None if the model's sizes are unknown."""
+    def flops(self, tokens: int, pairs: int, scored: int) -> float | None:
+        """Return the operations of a training step, forward and backward, over all ranks.
+
+        Args:
+            tokens: Tokens that pass through the layers.
+            pairs: Pairs of tokens, one of which attends to the other.
+            scored: Tokens for which the output layer is computed.
+
+        Returns:
+            None if the model's sizes are unknown.
+        """
         if self.cost == TOKENS:
             return None
-        linear = self.cost.token * work.tokens + self.cost.loss_token * work.scored
-        return (2 if self.frozen else 3) * linear + 3 * self.cost.pair * work.pairs
+        linear = self.cost.token * tokens + self.cost.loss_token * scored
+        return (2 if self.frozen else 3) * linear + 3 * self.cost.pair * pairs
 
     def restart(self) -> None:
         """Measure the peak of memory from now on; only CUDA can."""

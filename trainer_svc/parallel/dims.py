@@ -91,12 +91,7 @@ class ParallelDims:
     @property
     def world_size(self) -> int:
         """Processes in all."""
-        return math.prod(self.shape)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes in the order of `MESH_AXES`."""
-        return tuple(getattr(self, name) for name in MESH_AXES)
+        return math.prod(getattr(self, name) for name in MESH_AXES)
 
     @property
     def data_parallel(self) -> int:

@@ -66,11 +66,6 @@ class Mesh:
         return self.dims.place(self.rank)
 
     @property
-    def fsdp(self) -> int:
-        """Processes that weights, gradients and optimizer state are sharded over."""
-        return self.dims.dp_shard * self.dims.cp
-
-    @property
     def tensor(self) -> DeviceMesh | None:
         """The processes that share matrix products; None without tensor parallelism."""
         return self.weights["tp"] if self.weights is not None and self.dims.tp > 1 else None
@@ -78,7 +73,7 @@ class Mesh:
     @property
     def data(self) -> DeviceMesh | None:
         """The axis that FSDP shards over, or the two axes that it replicates and shards over; None for one process."""
-        if self.weights is None or self.fsdp * self.dims.dp_replicate == 1:
+        if self.weights is None or self.dims.dp_shard * self.dims.cp * self.dims.dp_replicate == 1:
             return None
         return self.weights["fsdp"] if self.dims.dp_replicate == 1 else self.weights["dp_replicate", "fsdp"]
 
