@@ -407,11 +407,12 @@ def _recorded_loss(loss_fn: LossFn, weight: float, record: StepRecord, outputs: 
 
 
 def _check_rows(sequences: Rows[Sequence], network: Network) -> None:
+    vocabulary = network.vocabulary
     for sequence in sequences:
         low, high = (int(value) for value in sequence.input_ids.aminmax())
-        if low < 0 or high >= network.vocabulary:
+        if low < 0 or high >= vocabulary:
             raise ValueError(
-                f"sequence {sequence.trajectory_id!r} has a token id outside of the vocabulary [0, {network.vocabulary}): was it made with another tokenizer?"
+                f"sequence {sequence.trajectory_id!r} has a token id outside of the vocabulary [0, {vocabulary}): was it made with another tokenizer?"
             )
         if network.longest_row is not None and len(tokens_to_forward(sequence)) > network.longest_row:
             kind = network.model.config.get_text_config().rope_parameters
