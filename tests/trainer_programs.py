@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
+from benchmarks.children import free_port
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.client import TrainerClient
 from sluice.rpc import SluiceError
@@ -21,12 +21,6 @@ from sluice.versions import Version
 
 RUN = "proc"
 START_S = 180.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Programs:

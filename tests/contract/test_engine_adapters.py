@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from engine_waits import until_tokens
 from small_adapters import recompute_adapted, save_adapter, staged_adapter
 from small_models import CONTEXT, recompute, save_model, staged
 
@@ -84,13 +85,6 @@ def ask(sampling: Sampling = FREE, n: int = 1, adapter: str = "") -> GenerationR
 
 async def one(engine: LoraEngine, sampling: Sampling = FREE, adapter: str = "") -> Sample:
     return (await engine.agenerate(ask(sampling, adapter=adapter))).samples[0]
-
-
-async def until_tokens(engine: LoraEngine, count: int) -> None:
-    target = engine.status().generated_tokens + count
-    async with asyncio.timeout(DEADLINE_S):
-        while engine.status().generated_tokens < target:  # noqa: ASYNC110 - status() is meant to be polled
-            await asyncio.sleep(0.001)
 
 
 def assert_sampled_by(sample: Sample, version: Version, recomputed: Callable[[list[int]], torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from engine_waits import until, until_tokens
 from safetensors.torch import load_file, save_file
 from small_models import (
     CONTEXT,
@@ -57,18 +58,6 @@ async def one(engine: InferenceEngine, sampling: Sampling = FREE, prompt: list[i
 
 async def collect(chunks: AsyncIterator[GenerationChunk]) -> list[GenerationChunk]:
     return [chunk async for chunk in chunks]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - status() is meant to be polled
-            await asyncio.sleep(0.001)
-
-
-async def until_tokens(engine: InferenceEngine, count: int) -> None:
-    """Wait until the engine has sampled some more tokens."""
-    target = engine.status().generated_tokens + count
-    await until(lambda: engine.status().generated_tokens >= target)
 
 
 def stop_within(ids: list[int]) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
 import sqlite3
 
 import grpc
@@ -20,6 +19,7 @@ from orchestrator_doubles import (
     serve_trainer,
 )
 
+from benchmarks.children import free_port
 from orchestrator_svc.app import serve
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.dispatch import TaskStream
@@ -35,12 +35,6 @@ from sluice.versions import Version
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Scene:

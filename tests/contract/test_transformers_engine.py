@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_waits import until_tokens
 from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, VOCABULARY, greedy, recompute, save_model, staged, versions_of
 from transformers import (
@@ -64,13 +65,6 @@ async def running(model: Path, **settings: Any) -> AsyncIterator[TransformersEng
         yield engine
     finally:
         await engine.stop()
-
-
-async def until_tokens(engine: TransformersEngine, count: int) -> None:
-    target = engine.status().generated_tokens + count
-    async with asyncio.timeout(DEADLINE_S):
-        while engine.status().generated_tokens < target:  # noqa: ASYNC110 - status() is meant to be polled
-            await asyncio.sleep(0.001)
 
 
 def save(model: PreTrainedModel, directory: Path) -> Path:

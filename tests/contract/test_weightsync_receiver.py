@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from weightsync_stack import (
     weights,
 )
 
+from benchmarks.children import free_port
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
@@ -285,12 +285,6 @@ async def test_nothing_is_decided_while_the_engine_is_started_again(stack: Stack
         await asyncio.gather(restarting, update)
         assert engine.applied == [Version(1, 1)]
         assert staged_files(stage_dir) == ["v1.1.safetensors"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def test_a_service_that_is_lost_is_found_again(tmp_path: Path, stage_dir: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from checkpoint_rank import CONFIG, step
 from rank_programs import RankPrograms
 from safetensors.torch import load_file
-from trainer_programs import free_port
 
+from benchmarks.children import free_port
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.checkpoint.saver import EngineCheckpoints
 from trainer_svc.checkpoint.state import stored_tensors

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.rpc import SluiceError
+from sluice.rpc.access import free_ports
 
 pytestmark = pytest.mark.slow
 
@@ -37,14 +37,6 @@ class Vowels:
     def score(self, task, completion):
         return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
 """
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 class Services:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from rank_programs import RankPrograms
-from trainer_programs import free_port
 
+from benchmarks.children import free_port
 from sluice.cli.init_model import ModelShape, init_model
 
 DEADLINE_S = 180.0

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from rank_programs import RankPrograms
-from trainer_programs import free_port
+
+from benchmarks.children import free_port
 
 DEADLINE_S = 120.0
 

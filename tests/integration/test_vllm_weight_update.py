@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ import altering_worker
 import pytest
 import pytest_asyncio
 import torch
+from engine_waits import until_tokens
 from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, load, recompute, save_model, staged, versions_of
 
@@ -63,17 +64,6 @@ def ask(sampling: Sampling = SHORT, n: int = 1) -> GenerationRequest:
 
 async def one(engine: VllmEngine, sampling: Sampling = SHORT) -> Sample:
     return (await engine.agenerate(ask(sampling))).samples[0]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - status() is meant to be polled
-            await asyncio.sleep(0.001)
-
-
-async def until_tokens(engine: VllmEngine, count: int) -> None:
-    target = engine.status().generated_tokens + count
-    await until(lambda: engine.status().generated_tokens >= target)
 
 
 def assert_tokens_follow_their_versions(sample: Sample, weights: dict[Version, Path], atol: float = 1e-4) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ from safetensors.torch import load_file
 from trainer_rank import VERSIONS, whole_state
 from weightsync_stack import RESOURCE, Stack, equal_bits, eventually, running_stack
 
+from benchmarks.children import free_port
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 150.0
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 @contextlib.asynccontextmanager
