@@ -39,12 +39,25 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("second"), 2)
 
 
+@pytest.fixture(scope="module")
+def others() -> set[psutil.Process]:
+    """Children of this process before the engine's own."""
+    return engine_processes(os.getpid())
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(model: Path) -> AsyncIterator[VllmEngine]:
-    started = VllmEngine(str(model), VllmOptions(engine_args=ARGUMENTS))
+async def engine(model: Path, others: set[psutil.Process]) -> AsyncIterator[VllmEngine]:
+    started = VllmEngine(str(model), VllmOptions(engine_args=ARGUMENTS, start_method="fork"))
     await started.start()
     yield started
     await started.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def on_base_weights(request: pytest.FixtureRequest) -> AsyncIterator[None]:
+    yield
+    if "engine" in request.fixturenames:
+        await request.getfixturevalue("engine").reload_base()
 
 
 def ask(sampling: Sampling = SAMPLING, prompt: list[int] | None = None, **more: int) -> GenerationRequest:
@@ -94,15 +107,12 @@ async def test_seeds_of_long_prompts_beside_each_other_are_served(engine, seed):
     assert engine.status().healthy
 
 
-async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_version(model, second):
-    engine = VllmEngine(str(model), VllmOptions(engine_args=ARGUMENTS))
-    before = engine_processes(os.getpid())
-    await engine.start()
+async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_version(engine, others, second):
+    [core] = engine_processes(os.getpid()) - others
     await engine.apply(staged(second, Version(1, 3)))
     unary = asyncio.create_task(engine.agenerate(ask(replace(SAMPLING, max_tokens=400))))
     stream = engine.stream(ask(replace(SAMPLING, max_tokens=400)))
     received = (await anext(stream)).token_ids
-    [core] = engine_processes(os.getpid()) - before
     core.send_signal(signal.SIGKILL)
     with pytest.raises(EngineError, match="lost"):
         await asyncio.wait_for(unary, 5.0)
@@ -120,12 +130,9 @@ async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_
     assert [span.version for span in sample.spans] == [Version(1, 3)]
     expected = recompute(second, PROMPT, sample.token_ids)
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0.0)
-    await engine.stop()
 
 
-async def test_a_restart_without_the_staged_file_serves_the_base(model, second, tmp_path):
-    engine = VllmEngine(str(model), VllmOptions(engine_args=ARGUMENTS, start_method="fork"))
-    await engine.start()
+async def test_a_restart_without_the_staged_file_serves_the_base(engine, second, tmp_path):
     version = staged(second, Version(1, 3))
     moved = tmp_path / "gone.safetensors"
     moved.write_bytes(version.path.read_bytes())
@@ -133,7 +140,6 @@ async def test_a_restart_without_the_staged_file_serves_the_base(model, second, 
     moved.unlink()
     assert await engine.restart() == BASE
     assert engine.status().version == BASE
-    await engine.stop()
 
 
 OWNER = """
