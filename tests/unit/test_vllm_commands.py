@@ -16,7 +16,8 @@ import pytest
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.model_files import BaseModel
 from rollout_svc.engines.vllm.engine import VllmEngine
-from rollout_svc.engines.vllm.processes import LoadRecorder, VllmProcesses
+from rollout_svc.engines.vllm.processes import VllmProcesses
+from rollout_svc.engines.vllm.requests import LoadRecorder
 from rollout_svc.engines.vllm.weights import VllmWeights
 from sluice.versions import Version
 from weightsync.staged import StagedVersion

@@ -20,12 +20,11 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave
 
 from rollout_svc.engines.adapters import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
-from rollout_svc.engines.vllm.requests import Llm, ModelConfig, SchedulerStats, VllmConfig
+from rollout_svc.engines.vllm.requests import Llm, LoadRecorder, ModelConfig, VllmConfig
 from sluice.tasks import settle
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
 
 __all__ = [
-    "LoadRecorder",
     "VllmProcesses",
     "check_names",
     "collect_rpc_garbage",
@@ -60,47 +59,6 @@ log = structlog.get_logger()
 
 _OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
 """The objects that own the threads of gRPC: every channel, server, stub and call holds one of these."""
-
-
-class LoadRecorder:
-    """Keeps the last statistics of the scheduler, in place of vLLM's own loggers."""
-
-    def __init__(self) -> None:
-        self._last: dict[int, SchedulerStats] = {}
-
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: object,
-        mm_cache_stats: object = None,
-        engine_idx: int = 0,
-    ) -> None:
-        """Record the statistics of one step of one engine (vLLM's signature)."""
-        del iteration_stats, mm_cache_stats
-        if scheduler_stats is not None:
-            self._last[engine_idx] = scheduler_stats
-
-    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Do nothing: sleep is not used."""
-
-    def record_admission_rejection(self, reason: str) -> None:
-        """Do nothing: the service admits requests."""
-
-    def log(self) -> None:
-        """Do nothing."""
-
-    def log_engine_initialized(self) -> None:
-        """Do nothing."""
-
-    @property
-    def running(self) -> int:
-        """Return the number of sequences in the last step of all engines."""
-        return sum(stats.num_running_reqs for stats in self._last.values())
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Return the used fraction of the fullest KV cache, from 0 to 1."""
-        return max((stats.kv_cache_usage for stats in self._last.values()), default=0.0)
 
 
 @dataclass(slots=True)

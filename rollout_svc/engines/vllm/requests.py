@@ -1,4 +1,4 @@
-"""Translates between our requests and results and vLLM's. The types of vLLM that it uses come last.
+"""Translates between our requests and results and vLLM's, and reads its load. The types of vLLM that it uses come last.
 
 vLLM reports version spans only with the last output of a request. A stream needs them earlier, so that the tokens that a client
 has when a replica dies stay usable. So tokens, log-probabilities and spans of requests in progress are read from the request
@@ -30,8 +30,8 @@ from sluice.versions import Version, VersionSpan, spans_between
 
 __all__ = [
     "Llm",
+    "LoadRecorder",
     "ModelConfig",
-    "SchedulerStats",
     "TrackedRequest",
     "VllmConfig",
     "check_request",
@@ -194,6 +194,47 @@ async def submit(
         parent = processor.parent_requests[collector.request_id]
     states = [processor.request_states[name] for name in names]
     return TrackedRequest(request, adapter, collector.request_id, collector, states, parent)
+
+
+class LoadRecorder:
+    """Keeps the last statistics of the scheduler, in place of vLLM's own loggers."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, SchedulerStats] = {}
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: object,
+        mm_cache_stats: object = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Record the statistics of one step of one engine (vLLM's signature)."""
+        del iteration_stats, mm_cache_stats
+        if scheduler_stats is not None:
+            self._last[engine_idx] = scheduler_stats
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        """Do nothing: sleep is not used."""
+
+    def record_admission_rejection(self, reason: str) -> None:
+        """Do nothing: the service admits requests."""
+
+    def log(self) -> None:
+        """Do nothing."""
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing."""
+
+    @property
+    def running(self) -> int:
+        """Return the number of sequences in the last step of all engines."""
+        return sum(stats.num_running_reqs for stats in self._last.values())
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Return the used fraction of the fullest KV cache, from 0 to 1."""
+        return max((stats.kv_cache_usage for stats in self._last.values()), default=0.0)
 
 
 def live_token_count(engine: Llm) -> int:
