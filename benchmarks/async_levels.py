@@ -210,12 +210,12 @@ def _paired(slow: list[list[Metrics]], fast: list[list[Metrics]]) -> float:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who computes where.
+    """The cores and threads of each side.
 
     Attributes:
-        name: Of the run.
-        rollout: Cores of the replica; None leaves all.
-        trainer: Cores of the trainer; None leaves all.
+        name: Name of the run.
+        rollout: Cores of the replica; None: all.
+        trainer: Cores of the trainer; None: all.
         threads: Threads of each of the two.
     """
 
@@ -227,10 +227,10 @@ class Placement:
 
 @dataclass
 class Fleet:
-    """Weight sync, trainer and replica that stay up while one orchestrator after the other runs on them.
+    """Weight sync, trainer and replica, on which one orchestrator runs after the other.
 
-    Each session is an orchestrator of its own with its own staleness bound, which resumes the run where the one before it
-    ended: all sessions meet the same warm engine and trainer, and no time is spent on starting them again.
+    Each session is a new orchestrator with its own staleness bound, which resumes the run where the last one ended. So all sessions
+    use the same warm engine and trainer.
 
     Attributes:
         rollout: Address of the replica.
@@ -244,7 +244,7 @@ class Fleet:
     _steps_so_far: int = 0
 
     async def session(self, max_staleness: int, steps: int) -> list[Mapping[str, float]]:
-        """Run an orchestrator for some steps; returns the metrics of each.
+        """Run an orchestrator for some steps; return the metrics of each.
 
         Raises:
             RuntimeError: if it fails.
@@ -275,7 +275,7 @@ async def fleet(
     """Start the services.
 
     Args:
-        placement: Who computes where.
+        placement: Their cores and threads.
         directory: For everything that they write.
         model: The model.
         orchestrator: Settings of the orchestrators to come.

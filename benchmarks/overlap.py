@@ -1,9 +1,9 @@
 """The workload of `sluice bench async`, and the least time that a run needs for it at a staleness bound.
 
-`lengths` draws long-tailed lengths of answers, `LongTail` is the environment that asks for them. `finish_times` computes the bound
-from the lengths and the speed of each side alone: the orchestrator's own scheduler decides what starts and what makes a batch; around it an engine that shares its speed
-among the samples under way, and a trainer that takes one batch after the other. Publishing, transport, scoring and
-record keeping take no time, and neither side slows the other.
+`lengths` draws long-tailed lengths of answers, and `LongTail` is the environment that asks for them. `finish_times` computes the
+bound from the lengths and the speed of each side alone. It simulates an engine that shares its speed among the running samples, and a
+trainer that takes one batch after the other; the orchestrator's own scheduler decides what starts and what makes a batch. Publishing,
+transport, scoring and records take no time, and neither side slows the other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LongTail:
 
     Args:
         answer_tokens: Length of each answer of a session, in order of dispatch.
-        sessions: How often the whole order is asked.
+        sessions: Number of times that the whole order is asked.
     """
 
     name = "long_tail"
@@ -95,7 +95,7 @@ class EngineSpeed:
     tokens_per_s: Mapping[int, float]
 
     def of_one(self, samples: int) -> float:
-        """Tokens per second of each of `samples` samples: the time of a step is linear between the measured points."""
+        """Return tokens per second of each of `samples` samples; the time of a step is linear between the measured points."""
         known = sorted(self.tokens_per_s)
         step_s = [count / self.tokens_per_s[count] for count in known]
         above = bisect.bisect_left(known, samples)
@@ -109,7 +109,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run has to do.
+    """The work of a run.
 
     Attributes:
         answer_tokens: Length of each group's samples, in order of dispatch.
@@ -182,7 +182,7 @@ class _Simulation:
             self.trained_at = self.now + self.work.train_s[self.queue[0].sequence_no - 1]
 
     def _advance(self) -> bool:
-        """Go to the next event; returns whether it is the end of a batch rather than of a group."""
+        """Go to the next event; return whether it is the end of a batch rather than of a group."""
         rate = self.speed.of_one(len(self.left) * self.work.group_size) if self.left else 0.0
         generated_at = self.now + min(self.left.values()) / rate if self.left else math.inf
         until = min(generated_at, self.trained_at)

@@ -1,6 +1,6 @@
 """Tokens per second through Generate over gRPC, against the same prompts given to ``AsyncLLM`` in one process.
 
-Both engines have the same arguments and stay up; rounds alternate, so that noise of the machine meets both.
+Both engines have the same arguments and stay up. Rounds alternate, so that noise of the machine affects both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Round = Callable[[list[list[int]]], Awaitable[int]]
 
 
 def run(argv: list[str]) -> Mapping[str, Any]:
-    """Measure and print; returns what the JSON line holds."""
+    """Measure and print; return the content of the JSON line."""
     parser = argparse.ArgumentParser(prog="sluice bench rollout", description=__doc__)
     parser.add_argument("--concurrency", type=int, default=64, help="requests at a time")
     parser.add_argument("--prompt-tokens", type=int, default=32)
@@ -102,7 +102,7 @@ async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> M
 
 
 def together(request: Request, repeats: int) -> Round:
-    """All prompts at once, each sent again as soon as it has ended: a steady load rather than one burst."""
+    """Send all prompts at once, and each one again as soon as it has ended: a steady load instead of one burst."""
 
     async def worker(prompt: list[int]) -> int:
         return sum([await request(prompt) for _ in range(repeats)])
@@ -114,7 +114,7 @@ def together(request: Request, repeats: int) -> Round:
 
 
 def in_process(llm: AsyncLLM, new_tokens: int) -> Request:
-    """The fastest way to use ``AsyncLLM``: one final output per request."""
+    """Sample with ``AsyncLLM`` in its fastest way: one final output per request."""
     from vllm.inputs import TokensPrompt  # noqa: PLC0415 - after `launch` set its environment
     from vllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: PLC0415
 
@@ -137,7 +137,7 @@ def in_process(llm: AsyncLLM, new_tokens: int) -> Request:
 
 
 def unary(channel: grpc.aio.Channel, new_tokens: int) -> Request:
-    """One Generate call per prompt."""
+    """Make one Generate call per prompt."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
     async def one(prompt: list[int]) -> int:
@@ -148,7 +148,7 @@ def unary(channel: grpc.aio.Channel, new_tokens: int) -> Request:
 
 
 def stream(channel: grpc.aio.Channel, new_tokens: int) -> Request:
-    """One GenerateStream call per prompt, chunks coalesced over 20 ms."""
+    """Make one GenerateStream call per prompt, with chunks coalesced over 20 ms."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
     async def one(prompt: list[int]) -> int:

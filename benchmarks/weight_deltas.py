@@ -30,13 +30,13 @@ from weightsync.codec.streams import WIDTHS, changed_positions, patterns, step_c
 __all__ = ["DeltaSizes", "entropy_bound_bytes", "measure_deltas"]
 
 LETTERS = 12
-"""Of each string that the policy is to reverse."""
+"""Length of each string that the policy is to reverse."""
 
 GROUPS = 2
 """Tasks per step; each with a right and a wrong answer, of advantage 1 and -1."""
 
 OUTER = ("embed_tokens", "lm_head")
-"""Left out of the headline: of a small vocabulary they are touched as the rest is, of a large one hardly at all."""
+"""Left out of the main figure: training changes these weights as often as the others if the vocabulary is small, and hardly if it is large."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class DeltaSizes:
         self.worst_over_dense = max(self.worst_over_dense, other.worst_over_dense)
 
     def summary(self) -> dict[str, float]:
-        """The figures as ratios; of a class in which nothing changed the fraction alone."""
+        """Return the figures as ratios; only the fraction, if nothing changed."""
         changed = {"changed_fraction": round(self.changed / self.elements, 6)}
         if not self.changed:
             return changed

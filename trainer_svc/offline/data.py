@@ -382,7 +382,7 @@ def every_row(examples: Examples, ranks: Ranks = ALONE) -> list[Sequence]:
 
 
 def _rows(examples: Examples, chosen: list[int]) -> list[Sequence]:
-    """Return their rows, with groups numbered anew: one example may be in a batch twice."""
+    """Return the rows of some examples. Groups get new numbers, since a batch can have one example twice."""
     return [
         replace(row, group_id=str(place)) if row.group_id else row
         for place, index in enumerate(chosen)
