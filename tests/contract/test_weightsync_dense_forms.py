@@ -56,7 +56,8 @@ async def test_the_newest_version_becomes_a_whole_directory(tmp_path: Path) -> N
     async with running_stack(tmp_path, dense_delay_s=0, heartbeat_s=0.1) as stack:
         await stack.push(version(1), content(1), deadline_s=30)
         await push_deltas(stack, 2, 5)
-        await eventually(lambda: dense_path(stack, 5).exists())
+        run = await stack.runs.open(RESOURCE)
+        await eventually(lambda: run.ledger.committed[version(5)].dense_bytes is not None)  # given out from then on
         assert equal_bits(load_file(dense_path(stack, 5)), content(5))
         steps = stack.delivery.GetUpdatePath(pb.GetUpdatePathRequest(run=RESOURCE), timeout=30)
         manifest = (await steps.read()).manifest
