@@ -71,14 +71,14 @@ def with_advantages(
 
 
 def check_rewards(sequence: Sequence, objective: ResolvedObjective) -> None:
-    """Raise if a row lacks the reward that the trainer's estimator reads.
+    """Refuse a row that lacks the reward which the trainer's estimator reads.
 
     Raises:
         ValueError: with the row's trajectory, and the remedy.
     """
     if objective.advantage == "process":
         _process_rewards(sequence)
-    elif objective.runs_estimator:
+    else:
         _environment_rewards(sequence)
 
 

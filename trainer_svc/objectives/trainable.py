@@ -55,7 +55,8 @@ def check_columns(sequences: Rows[Sequence], objective: ResolvedObjective) -> No
             or of the teacher.
     """
     for sequence in sequences:
-        check_rewards(sequence, objective)
+        if objective.runs_estimator:
+            check_rewards(sequence, objective)
         name = f"sequence {sequence.trajectory_id!r}"
         if objective.proximal == "loglinear" and sequence.proximal_share is None:
             raise ValueError(
