@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -340,4 +341,28 @@ async def test_a_caller_that_is_cancelled_leaves_no_lock_behind(tmp_path: Path) 
         with pytest.raises(asyncio.CancelledError):
             await obtaining
     first.release()
+    assert names(area) == []
+
+
+async def test_a_file_that_was_released_is_made_anew_and_not_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that an engine could not load: found again, it would be tried for ever."""
+    area = SharedArea(tmp_path, "run")
+    path = area.file(Version(1, 1), DIGEST)
+    release = SharedCopy.release
+
+    def slow_release(copy: SharedCopy) -> None:
+        time.sleep(0.2)
+        release(copy)
+
+    monkeypatch.setattr(SharedCopy, "release", slow_release)
+    with ThreadPoolExecutor(2) as threads:
+        files = HostFiles(area, threads, PullLimits())
+        for content in (b"damaged", b"whole"):
+            async with files.open(path, None, 5) as file:
+                assert file.copy is None
+                os.write(file.descriptor, content)
+            assert path.read_bytes() == content
+            files.release(file)
     assert names(area) == []

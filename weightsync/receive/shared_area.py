@@ -21,7 +21,7 @@ import re
 import stat
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import structlog
 
 from sluice.host_files import close, is_at, lock_now, open_private, owned_directory, remove_unlocked, unlink_at
+from sluice.tasks import settle
 from sluice.versions import BASE, Version
 from weightsync.receive.pull import PullLimits, in_thread
 from weightsync.receive.version_file import StagingError
@@ -335,6 +336,7 @@ class HostFiles:
         self._area, self._threads, self._limits = area, threads, limits
         self._used: list[SharedCopy] = []
         """In use, or released and possibly not removed yet."""
+        self._leaving: list[Future[None]] = []
         self._stuck: set[Path] = set()
         """Files that were waited for in vain, so that a receiver that is held at a version costs its host one wait."""
 
@@ -361,6 +363,7 @@ class HostFiles:
             BehindError: if another version has to be taken first.
             StagingError: if another process does not finish, or there is no room.
         """
+        await settle(*map(asyncio.wrap_future, self._leaving))  # else it could find the file that it is about to remove
         found = await self._find_or_claim(path, held, or_newer=or_newer)
         if isinstance(found, SharedCopy):
             self._used.append(found)
@@ -386,7 +389,8 @@ class HostFiles:
         To free the memory of a large file takes a second, in which the event loop would deliver no tokens.
         """
         if file.copy is not None:
-            self._threads.submit(self._release, file.copy)
+            self._leaving = [each for each in self._leaving if not each.done()]
+            self._leaving.append(self._threads.submit(self._release, file.copy))
 
     def close(self) -> None:
         """Release everything. Blocking; call it when the threads have ended."""
