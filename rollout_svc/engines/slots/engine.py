@@ -131,6 +131,7 @@ class TransformersEngine(LoraEngine):
             staged, self._resume_from = self._resume_from, None
             if staged is not None and staged.path.is_file():
                 try:
+                    await asyncio.to_thread(loop.check, staged)
                     await self._command(lambda: loop.swap(staged), deadlines=SWAP_STEPS)
                 except EngineError:
                     await self._stop()  # not healthy until the next attempt, which serves the base
@@ -310,7 +311,6 @@ class TransformersEngine(LoraEngine):
             if loop.staged == staged and not loop.suspect:
                 self._serve_weights()  # from an adapter back to its base, which has not changed
                 return ApplyReport(staged.version, 0.0, 0.0)
-            self._base_model.check(staged)
             return await self._swap(loop, staged)
 
     async def reload_base(self) -> ApplyReport:
@@ -320,6 +320,7 @@ class TransformersEngine(LoraEngine):
 
     async def _swap(self, loop: SlotLoop, staged: StagedVersion | None) -> ApplyReport:
         version = BASE if staged is None else staged.version
+        await asyncio.to_thread(loop.check, staged)  # while the loop samples
         await self._retire_other_bases(version)
         times = await self._command(lambda: loop.swap(staged), deadlines=SWAP_STEPS)
         self._serve_weights()
@@ -561,8 +562,16 @@ class SlotLoop:
 
     # --- in the thread: weights -----------------------------------------------------------------------------------
 
+    def check(self, staged: StagedVersion | None) -> None:
+        """Check that a version's files hold the model's tensors. Any thread may call this.
+
+        Raises:
+            EngineError: if they do not.
+        """
+        self._weights.check(self._files(staged))
+
     def swap(self, staged: StagedVersion | None) -> tuple[float, float]:
-        """Copy a version into the model, or the base model for None. Call this in the thread.
+        """Copy a version that passed `check` into the model, or the base model for None. Call this in the thread.
 
         Returns:
             Seconds without sampling, and seconds of the copy alone.
@@ -571,11 +580,8 @@ class SlotLoop:
             EngineError: if it could not be applied. The version before keeps serving, unless `broken` is set.
         """
         begun = time.perf_counter()
-        paths = self._files(staged)
-        self._weights.check(paths)
-        copying = time.perf_counter()
         try:
-            self._weights.copy(paths)
+            self._weights.copy(self._files(staged))
         except EngineError:
             self._go_back()
             raise
@@ -583,7 +589,7 @@ class SlotLoop:
         self.staged, self.suspect = staged, False
         if self._recompute:
             self.batch.recompute_kv()
-        return time.perf_counter() - begun, copied - copying
+        return time.perf_counter() - begun, copied - begun
 
     def tensors(self) -> list[str]:
         """Return the names of the live tensors, sorted."""
