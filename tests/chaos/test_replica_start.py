@@ -48,7 +48,7 @@ async def test_the_end_of_the_forked_engine_does_not_hide_why_the_replica_failed
     assert output.rstrip().splitlines()[-1].startswith(f"sluice: cannot listen on 127.0.0.1:{port} for HTTP")
     assert "stopped while starting" not in output
     assert "Exception ignored" not in output
-    assert list(stage.iterdir()) == []
+    assert not stage.exists() or list(stage.iterdir()) == []
 
 
 async def test_an_address_that_may_not_be_used_is_refused_before_the_engine_is_started(tmp_path: Path):
