@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from sluice.config.allocation import Allocation
 from sluice.engines import ENGINES, EngineName
 from sluice.models import check_model
 
-__all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "RolloutConfig", "RolloutDeadlines"]
+__all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "LoraLimits", "RolloutConfig", "RolloutDeadlines"]
 
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -65,6 +66,14 @@ class RolloutDeadlines(Section):
     pull_s: float = Field(600.0, gt=0, description="Seconds to fetch and stage one version.")
 
 
+@dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """How many adapters an engine holds at a time, and their maximum rank."""
+
+    max_loras: int
+    max_rank: int
+
+
 class LoraConfig(Section):
     """LoRA adapters."""
 
@@ -80,19 +89,23 @@ class LoraConfig(Section):
         " which leaves room for max_staleness names.",
     )
 
-    def places(self, max_staleness: int) -> int:
-        """Return how many adapters the engine must hold: tokens may be that many versions behind, and the newest is loaded before the oldest is unloaded.
+    def limits(self, max_staleness: int) -> LoraLimits | None:
+        """Return what the engine must hold, None if adapters are off.
+
+        Tokens may be `max_staleness` versions behind, and the newest version is loaded before the oldest is unloaded.
 
         Raises:
-            ConfigError: if `max_loras` is smaller.
+            ConfigError: if `max_loras` is too small for that.
         """
+        if not self.enabled:
+            return None
         least = max_staleness + 2
         if self.max_loras is not None and self.max_loras < least:
             raise ConfigError(
                 f"rollout.lora.max_loras is {self.max_loras}, but max_staleness = {max_staleness} needs {least}: raise it, or"
                 " leave it out"
             )
-        return self.max_loras or least
+        return LoraLimits(self.max_loras or least, self.max_rank)
 
 
 class RolloutConfig(Section):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import structlog
 
-from rollout_svc.config import LoraConfig
+from rollout_svc.config import LoraLimits
 from rollout_svc.engines.base import EngineError, GenerationRequest
 from sluice.tasks import run_to_end
 from sluice.versions import Version
@@ -30,11 +30,9 @@ __all__ = [
     "AdapterSlots",
     "AdaptersFullError",
     "LoraEngine",
-    "LoraLimits",
     "RequestInProgress",
     "UnknownAdapterError",
     "check_adapter",
-    "lora_limits",
 ]
 
 PREFIX, A_END, B_END = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -65,23 +63,6 @@ SPARE = 2
 """Places that are kept for the policy: its version, and the next one, which is loaded before the first is unloaded."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class LoraLimits:
-    """How many adapters an engine holds at a time, and their maximum rank."""
-
-    max_loras: int
-    max_rank: int
-
-
-def lora_limits(config: LoraConfig, max_staleness: int) -> LoraLimits | None:
-    """Return the limits by the settings; None if adapters are off.
-
-    Raises:
-        ConfigError: if `max_loras` is too small for the run's bound on staleness.
-    """
-    return LoraLimits(config.places(max_staleness), config.max_rank) if config.enabled else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from engine_waits import until_tokens
 from small_adapters import recompute_adapted, save_adapter, staged_adapter
 from small_models import CONTEXT, recompute, save_model, staged
 
-from rollout_svc.engines.adapters import AdaptersFullError, LoraEngine, LoraLimits, UnknownAdapterError
+from rollout_svc.config import LoraLimits
+from rollout_svc.engines.adapters import AdaptersFullError, LoraEngine, UnknownAdapterError
 from rollout_svc.engines.base import EngineError, FinishReason, GenerationChunk, GenerationRequest, Sample, Sampling
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions

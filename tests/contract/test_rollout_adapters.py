@@ -22,9 +22,8 @@ from weightsync_stack import RUN, Stack, running_stack
 
 from orchestrator_svc.replicas import append_sample
 from rollout_svc.admin import RolloutAdminServicer
-from rollout_svc.config import LimitsConfig, RolloutConfig
+from rollout_svc.config import LimitsConfig, LoraLimits, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
-from rollout_svc.engines.adapters import LoraLimits
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer

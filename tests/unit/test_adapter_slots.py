@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_svc.config import LoraConfig, RolloutConfig
+from rollout_svc.config import LoraConfig, LoraLimits, RolloutConfig
 from rollout_svc.engines import build_engine
-from rollout_svc.engines.adapters import Adapter, AdaptersFullError, AdapterSlots, LoraLimits, UnknownAdapterError
+from rollout_svc.engines.adapters import Adapter, AdaptersFullError, AdapterSlots, UnknownAdapterError
 from rollout_svc.engines.base import EngineError
 from rollout_svc.engines.vllm.processes import check_names, lora_arguments
 from sluice.config import ConfigError

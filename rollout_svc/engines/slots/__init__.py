@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engines.adapters import lora_limits
 from rollout_svc.engines.base import InferenceEngine
 from rollout_svc.engines.model_files import check_length
 from sluice.config import CommonConfig, ConfigError
@@ -29,12 +28,12 @@ def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEng
         command_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
     )
-    return TransformersEngine(model, options, lora_limits(config.lora, max_staleness))
+    return TransformersEngine(model, options, config.lora.limits(max_staleness))
 
 
 def check(run: CommonConfig, config: RolloutConfig) -> None:
     """See `rollout_svc.engines.EnginePackage`."""
-    lora_limits(config.lora, run.max_staleness)
+    config.lora.limits(run.max_staleness)
     sizes = sizes_on_disk(run.model)
     if sizes is None or config.max_model_len is None or sizes.positions is None:
         return

@@ -20,7 +20,8 @@ from typing import Literal, TypeVar
 import structlog
 import torch
 
-from rollout_svc.engines.adapters import Adapter, LoraEngine, LoraLimits, RequestInProgress
+from rollout_svc.config import LoraLimits
+from rollout_svc.engines.adapters import Adapter, LoraEngine, RequestInProgress
 from rollout_svc.engines.base import (
     EngineBusyError,
     EngineError,
@@ -311,6 +312,7 @@ class TransformersEngine(LoraEngine):
             if loop.staged == staged and not loop.suspect:
                 self._serve_weights()  # from an adapter back to its base, which has not changed
                 return ApplyReport(staged.version, 0.0, 0.0)
+            self._base_model.check(staged)
             return await self._swap(loop, staged)
 
     async def reload_base(self) -> ApplyReport:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engines.adapters import lora_limits
 from rollout_svc.engines.base import EngineError, InferenceEngine
 from rollout_svc.engines.vllm.processes import check_names, lora_arguments
 from sluice.config import CommonConfig, ConfigError
@@ -35,12 +34,12 @@ def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEng
         phase_deadline_s=config.deadlines.apply_s,
         drain_deadline_s=config.deadlines.pause_s,
     )
-    return VllmEngine(model, options, lora_limits(config.lora, max_staleness))
+    return VllmEngine(model, options, config.lora.limits(max_staleness))
 
 
 def check(run: CommonConfig, config: RolloutConfig) -> None:
     """See `rollout_svc.engines.EnginePackage`."""
-    lora = lora_limits(config.lora, run.max_staleness)
+    lora = config.lora.limits(run.max_staleness)
     try:
         check_names(config.engine_args, set(config.engine_args))
         if lora is not None:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import structlog
 
-from rollout_svc.engines.adapters import Adapter, LoraEngine, LoraLimits, RequestInProgress
+from rollout_svc.config import LoraLimits
+from rollout_svc.engines.adapters import Adapter, LoraEngine, RequestInProgress
 from rollout_svc.engines.base import (
     EngineError,
     EngineStatus,

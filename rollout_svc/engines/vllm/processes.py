@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 
-from rollout_svc.engines.adapters import LoraLimits
+from rollout_svc.config import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.vllm.requests import Llm, LoadRecorder, ModelConfig, VllmConfig
 from sluice.tasks import settle
