@@ -50,7 +50,6 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         FailedForGoodError: if the run was given up; it says why.
         UnfinishedError: if a signal ended it early.
     """
-    config.check_start(common)
     environment = load_environment(config.environment, config.environment_args)
     async with _built(common, config, environment) as (run, status, servicer):
         server = _server(common, config, servicer)

@@ -29,11 +29,7 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """Serve one replica.
 
     The port opens after the engine has started: on a CPU the engine's process is forked and would keep open sockets.
-
-    Raises:
-        ConfigError: if the settings are invalid together.
     """
-    config.check_start(common)
     # Its address is checked before the engine takes its time to start.
     server = RpcServer(
         "rollout",

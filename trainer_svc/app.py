@@ -39,7 +39,6 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
         ConfigError: if the settings cannot work, or the processes are not as many as `trainer.parallel` says.
         SluiceError: if the ranks have to be started again.
     """
-    config.check_start(common)
     compute = ComputeThread()
     deadlines = config.deadlines
     mesh, link = await compute.run(partial(_join, config), deadline_s=deadlines.load_s, what="joining the other ranks")
