@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -33,7 +34,7 @@ class FailingLlm:
         self.ended: list[EngineError] = []
         self.engine_core = SimpleNamespace(pause_scheduler_async=self._call("pause"))
         self.output_processor = SimpleNamespace(propagate_error=self.ended.append, request_states={})
-        self.collective_rpc = self._call("zero")
+        self.collective_rpc: Any = self._call("zero")
         self.resume_generation = self._call("resume")
 
     def _call(self, name: str) -> Callable[..., Awaitable[None]]:
@@ -120,6 +121,76 @@ async def test_the_calls_of_an_update_share_its_deadlines(llm: FailingLlm) -> No
     with pytest.raises(EngineError):
         await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
     assert time.monotonic() - begun < 3 * DEADLINE_S
+
+
+class ScriptedLlm(FailingLlm):
+    """A vLLM whose worker ends each load of a version as scripted. It can always load the base."""
+
+    def __init__(self, *outcomes: tuple[str, Any], load_s: float = 0.0) -> None:
+        super().__init__(failing="")
+        self._outcomes, self._load_s = list(outcomes), load_s
+        self._last: tuple[str, Any] = ("ok", 0.0)
+        self.collective_rpc = self._reply
+        self.loaded: list[str] = []
+        self.labels: list[str | None] = []
+
+    async def _reply(self, method: str, **_: object) -> list[tuple[str, Any]]:
+        return [self._last if method == "sluice_status" else ("ok", 0.0)]
+
+    async def start_weight_update(self) -> None:
+        """Open an update."""
+
+    async def update_weights(self, request: Any) -> None:
+        (path,) = request.update_info["paths"]
+        self.loaded.append(path)
+        is_base = path == "model.safetensors"
+        self._last = ("ok", 0.0) if is_base else self._outcomes.pop(0)
+        await asyncio.sleep(0.0 if is_base else self._load_s)
+
+    async def finish_weight_update(self, label: str | None) -> None:
+        self.labels.append(label)
+
+
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes longer than the deadlines of these tests."""
+    module = SimpleNamespace(WeightTransferUpdateRequest=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", module)
+
+
+FAILED, REFUSED = ("err", "a tensor has another shape"), ("refused", "the file is gone")
+
+
+@pytest.mark.usefixtures("without_vllm")
+async def test_a_version_refused_after_it_failed_half_way_brings_the_old_one_back() -> None:
+    """The refused call changed nothing, but the one before left parts of the version in the model."""
+    llm = ScriptedLlm(FAILED, REFUSED)
+    engine = engine_to_update(llm)
+    with pytest.raises(EngineError, match=r"the file is gone.*version 0\.0 keeps serving"):
+        await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
+    assert llm.loaded == ["v.safetensors", "v.safetensors", "model.safetensors"]
+    assert llm.labels == [None, None, "0.0"]
+    assert engine.status().healthy
+
+
+@pytest.mark.usefixtures("without_vllm")
+async def test_a_version_that_fails_half_way_late_brings_the_old_one_back() -> None:
+    """A second attempt would pass the deadline, and leave an engine that only a restart helps."""
+    llm = ScriptedLlm(FAILED, FAILED, load_s=0.6 * DEADLINE_S)
+    engine = engine_to_update(llm)
+    with pytest.raises(EngineError, match=r"another shape.*version 0\.0 keeps serving"):
+        await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
+    assert llm.loaded == ["v.safetensors", "model.safetensors"]
+    assert engine.status().healthy
+
+
+@pytest.mark.usefixtures("without_vllm")
+async def test_a_version_that_fails_half_way_once_is_loaded_again() -> None:
+    llm = ScriptedLlm(FAILED, ("ok", 0.0))
+    engine = engine_to_update(llm)
+    await engine.apply(StagedVersion(Version(1, 1), Path("v.safetensors"), {}, ""))
+    assert llm.labels == [None, "1.1"]
+    assert engine.status().version == Version(1, 1)
 
 
 async def test_an_update_that_waits_for_another_command_is_cancelled_at_once() -> None:

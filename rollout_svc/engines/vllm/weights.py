@@ -153,14 +153,27 @@ class VllmWeights:
         return time.perf_counter() - begun, copy_s
 
     async def _load(self, llm: Llm, files: WeightFiles, end: float) -> float:
-        """Load a version; try once more if it fails half-way."""
+        """Load a version; try once more if it fails half-way and there is time for it.
+
+        Raises:
+            EngineError: if the files were refused at once; the model is untouched.
+            HalfLoadedError: if the first attempt failed later, whatever became of the second: the model may hold parts of it.
+        """
+        begun = time.monotonic()
         try:
             return await load(llm, files, end)
         except StepTimeoutError:
             raise
         except HalfLoadedError as error:
+            if left(end) < time.monotonic() - begun:
+                raise  # a second attempt that passes the deadline would leave no way back
             log.warning("update failed, trying again", version=str(files.version), error=str(error))
+        try:
             return await load(llm, files, end)
+        except HalfLoadedError:
+            raise
+        except EngineError as error:
+            raise HalfLoadedError(str(error)) from error
 
     async def _go_back(self, llm: Llm, end: float) -> None:
         try:
