@@ -232,7 +232,7 @@ class WeightPublisher:
 
     async def close(self) -> None:
         """Give the kept copy back; `publish` must have ended. The next version after it is an anchor."""
-        copy, self._copy, self._committed = self._copy, None, None
+        copy, self._copy, self._layout, self._committed = self._copy, None, None, None
         if copy is not None:
             await asyncio.to_thread(copy.close)
 

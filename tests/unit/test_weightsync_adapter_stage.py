@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
+
+from sluice.v1 import weightsync_pb2 as pb
+from sluice.versions import BASE, Version
+from weightsync.receive.adapters import AdapterDirectory
+from weightsync.receive.pull import PullCost
+from weightsync.staged import HeldVersions
 
 REPLICA = """
 import asyncio, os, signal, sys
@@ -71,3 +82,37 @@ def test_a_link_and_a_stranger_s_directory_are_left_alone(tmp_path: Path) -> Non
     assert replica(stage_dir, "ends").returncode == 0
     assert link.is_symlink()
     assert (target / "kept").exists()
+
+
+class Builder:
+    """Writes nothing; the only thread is busy from then on until `go_on`."""
+
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.go_on, self.built = threading.Event(), asyncio.Event()
+        self._threads = threads
+
+    async def build(self, manifest: pb.Manifest, held: object, descriptor: int) -> PullCost:
+        self._threads.submit(self.go_on.wait, 60)
+        self.built.set()
+        return PullCost()
+
+
+async def test_an_adapter_whose_caller_left_at_its_end_can_be_staged_again(tmp_path: Path) -> None:
+    threads = ThreadPoolExecutor(1)
+    builder = Builder(threads)
+    stage = AdapterDirectory(tmp_path, "run", builder, threads)
+    manifest = pb.Manifest(version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ADAPTER, digest="0" * 32)
+
+    async def load() -> bool:
+        async with stage.staged(manifest, lambda: HeldVersions(BASE, BASE, frozenset({Version(1, 1)}))) as (adapter, _):
+            return (adapter.path / "adapter_config.json").is_file()
+
+    leaving = asyncio.create_task(load())
+    await builder.built.wait()
+    await asyncio.sleep(0)  # its last work waits for the thread now
+    leaving.cancel()
+    builder.go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert await load()
+    stage.close()

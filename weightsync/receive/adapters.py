@@ -90,15 +90,16 @@ class AdapterDirectory:
                 f"{manifest.digest[:80]!r} is not the digest of a version: pull from a service that gives one"
             )
         name = f"v{version}-{manifest.digest}"
-        part, descriptor = await in_thread(self._threads, partial(self._begin, name))
+        unfinished: list[tuple[Path, int]] = []  # filled in the thread, so that a cancelled caller discards it too
         try:
+            await in_thread(self._threads, lambda: unfinished.append(self._begin(name)))
+            part, descriptor = unfinished[0]
             cost = await self._builder.build(manifest, None, descriptor)
-            finish = partial(_finish, part, part.with_name(name), manifest.adapter_config)
-            directory = await in_thread(self._threads, finish)
+            staged = StagedAdapter(version, base, part.with_name(name), tensor_specs(manifest), manifest.digest)
+            await in_thread(self._threads, partial(self._finish, part, staged, manifest.adapter_config))
         finally:
-            await in_thread(self._threads, partial(_discard, part, descriptor))
-        staged = StagedAdapter(version, base, directory, tensor_specs(manifest), manifest.digest)
-        self._staged[version] = staged
+            for part, descriptor in unfinished:
+                await in_thread(self._threads, partial(_discard, part, descriptor))
         return staged, cost
 
     def _begin(self, name: str) -> tuple[Path, int]:
@@ -108,6 +109,12 @@ class AdapterDirectory:
         remove_tree(part)
         part.mkdir(mode=0o700)
         return part, os.open(part / "adapter_model.safetensors", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _finish(self, part: Path, staged: StagedAdapter, adapter_config: str) -> None:
+        """Give the directory its name, and keep the adapter: a directory that nobody knows would block the next attempt."""
+        (part / "adapter_config.json").write_text(adapter_config)
+        part.rename(staged.path)
+        self._staged[staged.version] = staged
 
     def _make_directory(self) -> Path:
         self._parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +130,6 @@ class AdapterDirectory:
             self._lock_file = _locked_file(path)
             return path
         raise OSError(f"{self._parent} holds a thousand directories {_PREFIX}{self._run}*: remove them")
-
-
-def _finish(part: Path, directory: Path, adapter_config: str) -> Path:
-    (part / "adapter_config.json").write_text(adapter_config)
-    return part.rename(directory)
 
 
 def _discard(part: Path, descriptor: int) -> None:

@@ -375,8 +375,7 @@ class Runs:
             seconds=round(seconds, 4),
         )
         self.retention_due.set()
-        if form_of(stored.manifest) is Form.DELTA:
-            self.dense_forms.wake(run)
+        self.dense_forms.wake(run)
         return pb.CommitVersionResponse(manifest=stored.manifest)
 
     async def _verify_and_install(
