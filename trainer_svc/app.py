@@ -28,6 +28,9 @@ SERVICE_NAME = "sluice.v1.TrainerService"
 PUSH_GRACE_S = 0.5
 """Seconds that a running push gets to end when the trainer stops."""
 
+LEAST_GRACE_S = 0.5
+"""Seconds that the compute thread and a checkpoint get at least, also where calls took all of `server.drain_s`."""
+
 
 log = structlog.get_logger(__name__)
 
@@ -96,10 +99,11 @@ async def _lead(
     server.set_serving(False)
     await server.start()
     loading = asyncio.create_task(_load(trainer, server, failed))
+    left_s = 0.0
     try:
-        await server.serve_until_signal(failed)
+        left_s = await server.serve_until_signal(failed)
     finally:
-        ended = await trainer.stop(config.server.drain_s)
+        ended = await trainer.stop(max(left_s, LEAST_GRACE_S))
         if ended:  # otherwise a thread still uses the link; the others end when this process does
             ranks.stop_others()
         await publisher.close(PUSH_GRACE_S)
@@ -107,7 +111,7 @@ async def _lead(
     if ranks.broken is not None:
         raise ranks.broken
     if not ended:
-        log.warning("the compute thread did not end in time, leaving it behind", grace_s=config.server.drain_s)
+        log.warning("the compute thread did not end in time, leaving it behind", drain_s=config.server.drain_s)
         # Python aborts if it finalises while a thread is inside a kernel; nothing is left to clean up.
         os._exit(0)
     if loading.done():

@@ -183,7 +183,7 @@ class RpcServer:
 
     async def serve_until_signal(
         self, until: asyncio.Event | None = None, finish: Callable[[float], Awaitable[None]] | None = None
-    ) -> None:
+    ) -> float:
         """Serve until SIGTERM, SIGINT or `until`, then report NOT_SERVING, drain and stop; a second signal stops at once.
 
         The signal handlers stay installed afterwards, so that a further signal does not interrupt the clean-up of the service.
@@ -192,6 +192,9 @@ class RpcServer:
             until: Ends the service as a signal does.
             finish: Called first with the seconds that the drain may take, while the ports are still open, for a service that
                 still answers calls while it drains. Its time counts towards the drain.
+
+        Returns:
+            Seconds of the drain that are left for the rest of the service; 0 after a second signal.
         """
         loop = asyncio.get_running_loop()
         asked, again = asyncio.Event(), asyncio.Event()
@@ -224,6 +227,7 @@ class RpcServer:
         await draining
         if finish is not None and not finishing.cancelled():
             finishing.result()
+        return 0.0 if again.is_set() else max(0.0, end - loop.time())
 
     async def stop(self, grace: float) -> None:
         """Report NOT_SERVING, refuse new calls, give those in progress `grace` seconds, then cancel them.
