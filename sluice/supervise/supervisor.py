@@ -25,6 +25,7 @@ from typing import IO, Protocol, Self
 
 from sluice.supervise import guard
 from sluice.supervise.restart_policy import GiveUp, RestartLimits, RestartPolicy
+from sluice.tasks import discard_outcome
 
 __all__ = [
     "LEVELS",
@@ -222,6 +223,7 @@ class Supervisor:
             child = await Child.start(spec, log, watchdog, lambda line: self._listener.on_line(spec.name, line))
             self._children[spec.name] = child
             ended = asyncio.create_task(child.ended())
+            discard_outcome(ended)
             try:
                 ready = await self._serving(spec, ended)
                 was_ready = was_ready or ready
@@ -252,6 +254,7 @@ class Supervisor:
             serves.result()
         finally:
             serves.cancel()
+            discard_outcome(serves)
         self._listener.on_state(spec.name, ChildState.SERVING, "")
         return True
 

@@ -221,6 +221,11 @@ class Learner:
         return self.update.engine
 
     @property
+    def optimizer_steps(self) -> int:
+        """Steps of the policy's optimizer; 0 while the base model is loaded."""
+        return 0 if self._update is None else self._update.engine.optimizer_steps
+
+    @property
     def publish_dtype(self) -> torch.dtype:
         """Precision of the published weights."""
         if self.config.publish_dtype == "auto":

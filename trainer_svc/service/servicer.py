@@ -177,7 +177,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             queued_batches=admission.queued,
             next_sequence_no=admission.next_sequence_no,
             tokenizer_digest=trainer.learner.tokenizer_digest,
-            optimizer_steps=trainer.learner.engine.optimizer_steps,
+            optimizer_steps=trainer.learner.optimizer_steps,
             newest_checkpoint=trainer.learner.newest_checkpoint,
             last_error=trainer.last_error,
             advantage_estimator=_own_estimator(trainer.config),
