@@ -18,7 +18,7 @@ import structlog
 from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import Journal
-from orchestrator_svc.recovery import DrawnTask, JournalError, Recovery
+from orchestrator_svc.recovery import DrawnTask, GroupDamagedError, Recovery
 from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
 from orchestrator_svc.scheduler import Accounting, Group, Reason, Scheduler, Stage, group_name
 from orchestrator_svc.status import RunStatus
@@ -95,12 +95,16 @@ class TaskStream:
 async def readable_groups(
     groups: Iterable[Group], journal: Journal, accounting: Accounting, tasks: TaskStream
 ) -> list[Group]:
-    """Return the groups whose trajectories the journal can read; count the others and draw their tasks again."""
+    """Return the groups whose trajectories the journal can read; count the others and draw their tasks again.
+
+    Raises:
+        JournalError: if the journal as a whole cannot be read now; no group is dropped for that.
+    """
     kept = []
     for group in groups:
         try:
             await journal.trajectories(group.number)
-        except JournalError as error:
+        except GroupDamagedError as error:
             log.warning("a damaged group is dropped; its task is drawn again", group=group.number, error=str(error))
             accounting.drop(Reason.JOURNAL_DAMAGED, group.trajectories)
             journal.drop(group.number, Reason.JOURNAL_DAMAGED, was_accepted=group.trajectories)

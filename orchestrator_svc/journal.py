@@ -20,7 +20,7 @@ import google_crc32c
 import structlog
 from google.protobuf.message import DecodeError
 
-from orchestrator_svc.recovery import JournalError, Recovery, read_tables
+from orchestrator_svc.recovery import GroupDamagedError, JournalError, Recovery, read_tables
 from orchestrator_svc.scheduler import Batch
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
@@ -35,6 +35,10 @@ FORMAT = "1"
 
 _DISK_S = 300.0
 """Seconds that the disk may take for the records that wait; a disk that needs longer is gone."""
+
+_CLOSE_S = 30.0
+"""Seconds that closing the files may take. What was recorded is on disk by then, or given up: only a thread that hangs in a
+write to a dead disk needs longer, and nothing is gained by waiting for it."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -272,7 +276,8 @@ class Journal:
         """Return the trajectories of a live group; they stay in memory until it is dropped or applied.
 
         Raises:
-            JournalError: if a restart made it necessary to read them, and one is damaged.
+            GroupDamagedError: if a restart made it necessary to read them, and one is damaged.
+            JournalError: if nothing can be read now.
         """
         if number not in self._live:
             self._live[number] = await self.read_group(number)
@@ -282,7 +287,8 @@ class Journal:
         """Read the trajectories of a group from disk.
 
         Raises:
-            JournalError: if one of them is damaged.
+            GroupDamagedError: if one of them is damaged.
+            JournalError: if nothing can be read now.
         """
 
         def read() -> list[orchestrator_pb2.TrajectoryRecord]:
@@ -293,15 +299,19 @@ class Journal:
                     payload = read_record(self._directory, Location(*row))
                     records.append(orchestrator_pb2.TrajectoryRecord.FromString(payload))
                 except (SegmentError, DecodeError) as error:
-                    raise JournalError(f"group {number} of the journal cannot be read: {error}") from error
+                    raise GroupDamagedError(f"group {number} of the journal cannot be read: {error}") from error
             if not records:
-                raise JournalError(f"group {number} of the journal has no trajectories")
+                raise GroupDamagedError(f"group {number} of the journal has no trajectories")
             return records
 
         return await self._ask(read)
 
     async def close(self) -> None:
-        """Write what waits and close the files."""
+        """Write what waits and close the files; those of a disk that does not answer are left open.
+
+        Raises:
+            JournalError: if what waits cannot be written.
+        """
 
         def close() -> None:
             self._segments.close()
@@ -310,8 +320,13 @@ class Journal:
         try:
             await self.durable()
         finally:
-            await asyncio.get_running_loop().run_in_executor(self._thread, close)
-            self._thread.shutdown()
+            try:
+                async with asyncio.timeout(_CLOSE_S):
+                    await asyncio.get_running_loop().run_in_executor(self._thread, close)
+            except TimeoutError:
+                log.warning("the disk does not let the journal close; its files stay open", path=str(self._directory))
+            finally:
+                self._thread.shutdown(wait=False)
 
     async def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         await self.durable()

@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 from orchestrator_svc.scheduler import Accounting, Batch, Group, Stage
 from sluice.versions import Version
 
-__all__ = ["DrawnTask", "JournalError", "Recovery", "read_tables"]
+__all__ = ["DrawnTask", "GroupDamagedError", "JournalError", "Recovery", "read_tables"]
 
 
 class JournalError(Exception):
     """The journal cannot be used; the message says what to do."""
+
+
+class GroupDamagedError(JournalError):
+    """What was written of one group cannot be read any more; the rest of the journal can be used."""
 
 
 @dataclass(frozen=True, slots=True)

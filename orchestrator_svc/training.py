@@ -18,7 +18,7 @@ import structlog
 from orchestrator_svc.config import NO_ADVANTAGE, DeadlinesConfig, OrchestratorConfig
 from orchestrator_svc.dispatch import TaskStream, readable_groups
 from orchestrator_svc.journal import Journal
-from orchestrator_svc.recovery import JournalError, Recovery
+from orchestrator_svc.recovery import GroupDamagedError, Recovery
 from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, summarise
 from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
@@ -333,12 +333,16 @@ class Training:
         self._changed.set()
 
     async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """Return the trajectories of a batch without those that the journal cannot read; the trainer has them all."""
+        """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.
+
+        Raises:
+            JournalError: if the journal as a whole cannot be read now.
+        """
         records = []
         for group in batch.groups:
             try:
                 records += await self._journal.trajectories(group)
-            except JournalError as error:
+            except GroupDamagedError as error:
                 log.warning("a trained group cannot be shown", group=group, error=str(error))
         return records
 

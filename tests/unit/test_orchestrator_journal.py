@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from orchestrator_svc import journal as journal_module
+from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.dispatch import TaskStream, readable_groups
+from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import Journal, SegmentError, SegmentWriter, read_record, segment_numbers, segment_path
-from orchestrator_svc.recovery import DrawnTask, JournalError
+from orchestrator_svc.recovery import DrawnTask, GroupDamagedError, JournalError
 from orchestrator_svc.scheduler import Batch, Reason
+from orchestrator_svc.training import Training
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
@@ -164,8 +172,64 @@ async def test_a_damaged_record_is_noticed(tmp_path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(JournalError, match="damaged"):
+    with pytest.raises(GroupDamagedError, match="damaged"):
         await journal.read_group(1)
+    with pytest.raises(GroupDamagedError, match="no trajectories"):
+        await journal.read_group(2)
+
+
+@pytest.fixture
+def dead_disk(monkeypatch) -> Iterator[threading.Event]:
+    """A record that waits for this event hangs as a disk that does not answer; the journal soon gives it up."""
+    answer = threading.Event()
+    monkeypatch.setattr(journal_module, "_DISK_S", 0.05)
+    monkeypatch.setattr(journal_module, "_CLOSE_S", 0.05)
+    yield answer
+    answer.set()
+
+
+@pytest.mark.parametrize("fault", ["disk", "tables"])
+async def test_a_group_is_not_taken_for_damaged_while_nothing_can_be_read(tmp_path, dead_disk, fault) -> None:
+    journal = open_journal(tmp_path)
+    accept(journal, 1)
+    await killed(journal)
+    again = open_journal(tmp_path)
+    recovery = await again.recover()
+    if fault == "disk":
+        again._record(dead_disk.wait)
+    else:
+        again._connection.close()
+    tasks = TaskStream([Task("only")], seed=0)
+    with pytest.raises(JournalError):
+        await readable_groups(recovery.ready, again, recovery.accounting, tasks)
+    assert recovery.accounting.dropped == {}
+    training = Training(
+        config=OrchestratorConfig(environment="any"),
+        scheduler=Mock(),
+        journal=again,
+        status=Mock(),
+        trainer=Mock(),
+        pool=Mock(),
+        tasks=tasks,
+        changed=asyncio.Event(),
+    )
+    with pytest.raises(JournalError):
+        await training._readable_records(Batch(1, "b1", (1,)))
+    dead_disk.set()
+    await asyncio.gather(*filter(None, [again._flushing]))
+    await again.close()
+
+
+async def test_a_journal_on_a_dead_disk_is_given_up_in_time(tmp_path, dead_disk) -> None:
+    journal = open_journal(tmp_path)
+    journal._record(dead_disk.wait)
+    async with asyncio.timeout(5.0):
+        with pytest.raises(JournalError, match="did not take the journal's records"):
+            await journal.close()
+    dead_disk.set()
+    await asyncio.gather(*filter(None, [journal._flushing]))
+    journal._thread.shutdown()
+    journal._connection.close()
 
 
 async def test_a_batch_that_names_a_group_which_is_gone_comes_back_with_the_others(tmp_path) -> None:
