@@ -207,6 +207,7 @@ class ReplicaPool:
         self._hurry = asyncio.Event()
         self._wanted: Version | None = None
         self._leases: dict[str, tuple[str, float]] = {}
+        self._last_digest = self._last_dtype = ""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -254,6 +255,8 @@ class ReplicaPool:
         while True:
             before = (replica.version, replica.why_not())
             await replica.poll(self._config.poll_deadline_s)
+            if replica.model.tokenizer_digest:
+                self._last_digest, self._last_dtype = replica.model.tokenizer_digest, self.sampler_dtype()
             if (replica.version, replica.why_not()) != before:
                 reason = replica.why_not()
                 log.debug("replica changed", replica=replica.name, version=str(replica.version), reason=reason)
@@ -354,6 +357,8 @@ class ReplicaPool:
     def tokenizer_digest(self) -> str:
         """Return the digest of tokenizer and template that the replicas share; empty until one answered.
 
+        While none answers it is the last one: what was sampled can be trained without them.
+
         Raises:
             SluiceError: FAILED_PRECONDITION if they differ.
         """
@@ -363,11 +368,17 @@ class ReplicaPool:
                 "TOKENIZERS_DIFFER",
                 f"replicas {' and '.join(digests.values())} have different tokenizers or templates: give all the same --model",
             )
-        return next(iter(digests), "")
+        return next(iter(digests), self._last_digest)
 
     def sampler_dtype(self) -> str:
-        """Return the precision of the replicas' weights, such as ``bfloat16``; empty if it is not known or they differ."""
-        dtypes = {each.model.dtype for each in self.replicas if each.model.dtype}
+        """Return the precision of the replicas' weights, such as ``bfloat16``; empty if it is not known or they differ.
+
+        While none answers it is the last one.
+        """
+        models = [each.model for each in self.replicas if each.model.tokenizer_digest]
+        if not models:
+            return self._last_dtype
+        dtypes = {model.dtype for model in models if model.dtype}
         return dtypes.pop() if len(dtypes) == 1 else ""
 
     def update_metrics(self, newest: Version) -> dict[str, float]:

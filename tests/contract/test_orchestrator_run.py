@@ -628,6 +628,26 @@ async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of
 
 async def test_replicas_of_different_tokenizers_end_the_run_with_the_remedy(tmp_path) -> None:
     other = RolloutDouble("other")
+async def test_a_paused_run_trains_what_it_has_while_its_replicas_are_away(scene) -> None:
+    (replica,) = scene.replicas
+    replica.gate.clear()
+    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"lost_s": 0.5, "start_s": 20})
+    await scene.until(lambda: len(replica.calls) == 2)
+    async with scene.client() as client:
+        await client.pause("test")
+        replica.status_failure = SluiceError.aborted("BROKEN", "out of order")
+        await scene.until_run(client, lambda run: not run.replicas[0].eligible)
+        replica.gate.set()
+        await scene.until(lambda: scene.trainer.version.number == 1 or task.done())
+        assert [header.sampler_dtype for header in scene.trainer.headers] == ["bfloat16"]
+        replica.status_failure = None
+        await scene.until_run(client, lambda run: run.replicas[0].eligible)
+        await client.resume("test")
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert scene.report()["state"] == "succeeded"
+
+
     other.digest = "another-tokenizer"
     async with contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [RolloutDouble(), other])
