@@ -353,7 +353,13 @@ class Recorder:
 
     async def _drain(self, left: int) -> None:
         while len(self._waiting) > left or (self._waiting and self._waiting[0].done()):
-            await self._waiting.popleft()
+            oldest = self._waiting.popleft()
+            try:
+                # Whoever waits may be cancelled; the write may not.
+                await asyncio.shield(oldest)
+            except asyncio.CancelledError:
+                self._waiting.appendleft(oldest)  # the next to wait hears of its failure
+                raise
 
 
 def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) -> dict[str, Any]:

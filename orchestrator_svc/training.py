@@ -88,6 +88,7 @@ class Training:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._trainer, self._pool, self._tasks, self._changed = trainer, pool, tasks, changed
         self._at_trainer: set[int] = set()
+        self._reporting = False
 
     async def check_trainer(self) -> None:
         """Wait for the trainer, and check that both sides agree on who estimates the advantages.
@@ -237,7 +238,8 @@ class Training:
 
     @property
     def _done(self) -> bool:
-        return self._scheduler.applied >= self._scheduler.max_steps
+        # The report of the last batch belongs to it: whoever sees the end cancels what is under way.
+        return self._scheduler.applied >= self._scheduler.max_steps and not self._reporting
 
     async def _submit(self, epoch: int) -> None:
         for batch in sorted(self._scheduler.batches.values(), key=lambda each: each.sequence_no):
@@ -329,7 +331,11 @@ class Training:
                 self._tasks.draw_again(positions[name])
         self._at_trainer.discard(step.sequence_no)
         self._note_idle()
-        await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records))
+        self._reporting = True
+        try:
+            await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records))
+        finally:
+            self._reporting = False
         self._changed.set()
 
     async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:

@@ -25,6 +25,7 @@ from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import segment_path
+from orchestrator_svc.report import AppliedStep, RunReporter
 from orchestrator_svc.training import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
@@ -539,6 +540,22 @@ async def test_an_evaluation_that_breaks_last_is_counted_and_the_checkpoint_writ
     assert scene.trainer.checkpoints == [4]
 
 
+async def test_a_change_while_the_last_step_is_reported_does_not_cut_its_report_off(scene, monkeypatch) -> None:
+    report_step = RunReporter.step
+
+    async def interrupted(self: RunReporter, step: AppliedStep) -> None:
+        if step.version.number == 4:
+            self._pool._on_change(self._pool.replicas[0])
+            for _ in range(10):
+                await asyncio.sleep(0)
+        await report_step(self, step)
+
+    monkeypatch.setattr(RunReporter, "step", interrupted)
+    report = await scene.run(evaluation={"every_steps": 4, "prompts": 2})
+    assert [step for step, _ in report["reward_curve"]] == [1, 2, 3, 4]
+    assert len(report["evaluations"]) == 1
+
+
 async def test_operators_can_look_into_a_run(scene) -> None:
     trainer = scene.trainer
     trainer.automatic = False
@@ -611,23 +628,6 @@ async def test_a_search_for_replicas_that_breaks_ends_the_run_with_its_reason(sc
     assert (report["state"], report["error"]) == ("failed", "the search broke")
 
 
-async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of_hanging_it(scene) -> None:
-    (replica,) = scene.replicas
-    replica.gate.clear()
-    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"lost_s": 0.5, "start_s": 20})
-    await scene.until(lambda: len(replica.calls) == 2)
-    replica.status_failure = SluiceError.aborted("BROKEN", "out of order")
-    async with scene.client() as client:
-        await scene.until_run(client, lambda run: not run.replicas[0].eligible)
-    replica.gate.set()
-    async with asyncio.timeout(DEADLINE_S):
-        with pytest.raises(FailedForGoodError, match=r"no rollout replica for 0\.5 s.*start one"):
-            await task
-    assert scene.report()["state"] == "failed"
-
-
-async def test_replicas_of_different_tokenizers_end_the_run_with_the_remedy(tmp_path) -> None:
-    other = RolloutDouble("other")
 async def test_a_paused_run_trains_what_it_has_while_its_replicas_are_away(scene) -> None:
     (replica,) = scene.replicas
     replica.gate.clear()
@@ -648,6 +648,23 @@ async def test_a_paused_run_trains_what_it_has_while_its_replicas_are_away(scene
     assert scene.report()["state"] == "succeeded"
 
 
+async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of_hanging_it(scene) -> None:
+    (replica,) = scene.replicas
+    replica.gate.clear()
+    task = scene.start(common={"max_staleness": 0}, replicas={"poll_s": 0.02}, deadlines={"lost_s": 0.5, "start_s": 20})
+    await scene.until(lambda: len(replica.calls) == 2)
+    replica.status_failure = SluiceError.aborted("BROKEN", "out of order")
+    async with scene.client() as client:
+        await scene.until_run(client, lambda run: not run.replicas[0].eligible)
+    replica.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(FailedForGoodError, match=r"no rollout replica for 0\.5 s.*start one"):
+            await task
+    assert scene.report()["state"] == "failed"
+
+
+async def test_replicas_of_different_tokenizers_end_the_run_with_the_remedy(tmp_path) -> None:
+    other = RolloutDouble("other")
     other.digest = "another-tokenizer"
     async with contextlib.AsyncExitStack() as stack:
         scene = await make_scene(tmp_path, stack, [RolloutDouble(), other])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
+from orchestrator_svc import report as report_module
 from orchestrator_svc import status as status_module
 from orchestrator_svc.evaluation import EvalResult, EvalSample
 from orchestrator_svc.replicas import check_address, resolve_targets
@@ -192,6 +194,19 @@ async def test_what_a_run_leaves_is_not_written_through_a_link(tmp_path: Path) -
     assert not any(path.is_symlink() for path in written)
     assert json.loads(written[0].read_text()) == report
     assert json.loads(written[1].read_text())["trajectory_id"] == "g1-0"
+
+
+async def test_a_step_is_written_although_whoever_recorded_it_was_cancelled(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(report_module, "_WAITING", 0)
+    recorder, disk = Recorder(tmp_path, write_text=False), threading.Event()
+    recorder._thread.submit(disk.wait)
+    recording = asyncio.create_task(recorder.step(1, {"reward/mean": 0.5}, [], Lineage()))
+    await asyncio.sleep(0)
+    recording.cancel()
+    await asyncio.wait({recording})
+    disk.set()
+    await recorder.close()
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [1]
 
 
 def test_an_evaluation_counts_what_is_missing_and_treats_a_task_as_one_observation() -> None:
