@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.model_files import BaseModel
 from rollout_svc.engines.vllm.engine import VllmEngine
+from rollout_svc.engines.vllm.owner_thread import OwnerThread
 from rollout_svc.engines.vllm.processes import VllmProcesses
 from rollout_svc.engines.vllm.requests import LoadRecorder
 from rollout_svc.engines.vllm.weights import VllmWeights
@@ -207,8 +208,62 @@ async def test_a_shutdown_that_hangs_is_left_to_itself() -> None:
     released = threading.Event()
     llm: Any = SimpleNamespace(output_handler=None, shutdown=lambda _seconds: released.wait(60))
     config: Any = SimpleNamespace()
-    processes = VllmProcesses(llm, LoadRecorder(), config, True, ThreadPoolExecutor(1), frozenset())
+    processes = VllmProcesses(llm, LoadRecorder(), config, True, OwnerThread(), frozenset())
     try:
         await asyncio.wait_for(processes.shut_down(0.05), 10)
     finally:
         released.set()
+
+
+HANG_AND_LEAVE = """
+import asyncio, multiprocessing, threading, time
+from types import SimpleNamespace
+from rollout_svc.engines.base import EngineError
+from rollout_svc.engines.vllm import processes
+from weightsync import vllm_plugin
+
+def work(ready):
+    vllm_plugin._die_with_parent()  # as the plugin does in every process of vLLM
+    ready.set()
+    time.sleep(600)
+
+def engine_core():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    context.Process(target=work, args=(ready,)).start()
+    ready.wait()
+
+def hang(*_):
+    engine_core()
+    threading.Event().wait()
+
+async def shutdown():
+    owner = processes.OwnerThread()
+    llm = SimpleNamespace(output_handler=None, shutdown=hang)
+    await processes.VllmProcesses(llm, None, None, True, owner, frozenset()).shut_down(0.2)
+    print("gave up")
+
+async def start():
+    processes._launch = hang
+    try:
+        await processes.launch("model", {}, fork=False, deadline_s=0.2)
+    except EngineError:
+        print("gave up")
+
+async def running():
+    await processes.OwnerThread().submit(engine_core)
+    print("gave up")
+
+"""
+
+
+@pytest.mark.parametrize("what", ["shutdown", "start", "running"])
+def test_a_vllm_that_hangs_or_runs_does_not_keep_the_process_from_ending(what: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{HANG_AND_LEAVE}asyncio.run({what}())"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    assert done.stdout.endswith("gave up\n")

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +19,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave
 
 from rollout_svc.config import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
+from rollout_svc.engines.vllm.owner_thread import OwnerThread
 from rollout_svc.engines.vllm.requests import Llm, LoadRecorder, ModelConfig, VllmConfig
 from sluice.tasks import settle
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
@@ -76,7 +76,7 @@ class VllmProcesses:
     recorder: LoadRecorder
     config: VllmConfig
     on_cpu: bool
-    _thread: ThreadPoolExecutor
+    _owner: OwnerThread
     _segments: frozenset[Path]
 
     async def shut_down(self, deadline_s: float = 10.0) -> None:
@@ -85,14 +85,13 @@ class VllmProcesses:
         if handler is not None:  # it would report the end of the processes as an error
             handler.cancel()
             await asyncio.wait([handler], timeout=deadline_s)
-        loop = asyncio.get_running_loop()
-        ending = loop.run_in_executor(self._thread, self.llm.shutdown, deadline_s)
+        ending = self._owner.submit(self.llm.shutdown, deadline_s)
         if await settle(ending, timeout_s=2 * deadline_s):
             ending.result()
         else:
             log.error("vLLM did not shut down in time; its processes end with this one", seconds=2 * deadline_s)
         self.llm.shutdown = _already_shut_down  # type: ignore[method-assign]  # its finaliser calls it once more
-        self._thread.shutdown(wait=False)
+        self._owner.end()
         for segment in self._segments:  # vLLM does not delete those of tensor-parallel workers
             segment.unlink(missing_ok=True)
 
@@ -114,27 +113,28 @@ async def launch(
     Raises:
         EngineError: if it cannot start or takes longer.
     """
-    # The kernel ends the children when the thread that started them ends. This thread lives as long as they should.
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-owner")
     if fork:
         collect_rpc_garbage()
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(deadline_s):
-            return await loop.run_in_executor(thread, _launch, model, dict(given), lora, fork, thread)
-    except TimeoutError as error:
-        thread.shutdown(wait=False)
-        raise EngineError(f"vLLM did not start within {deadline_s:.0f} s; raise rollout.deadlines.start_s") from error
-    except EngineError:
-        thread.shutdown(wait=False)
-        raise
-    except (RuntimeError, ValueError, OSError, ImportError, AssertionError, TypeError, KeyError) as error:
-        thread.shutdown(wait=False)
-        raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+    with contextlib.ExitStack() as on_failure:
+        owner = OwnerThread()
+        on_failure.callback(owner.end)
+        try:
+            async with asyncio.timeout(deadline_s):
+                processes = await owner.submit(_launch, model, dict(given), lora, fork, owner)
+        except TimeoutError as error:
+            raise EngineError(
+                f"vLLM did not start within {deadline_s:.0f} s; raise rollout.deadlines.start_s"
+            ) from error
+        except EngineError:
+            raise
+        except (RuntimeError, ValueError, OSError, ImportError, AssertionError, TypeError, KeyError) as error:
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        on_failure.pop_all()
+    return processes
 
 
 def _launch(
-    model: str, given: dict[str, Any], lora: LoraLimits | None, fork: bool, thread: ThreadPoolExecutor
+    model: str, given: dict[str, Any], lora: LoraLimits | None, fork: bool, owner: OwnerThread
 ) -> VllmProcesses:
     prepare_environment(os.environ, workers=workers_of(given))
     import vllm  # noqa: PLC0415 - takes seconds and reads the environment: only when an engine is wanted
@@ -155,7 +155,7 @@ def _launch(
     llm.log_stats = llm.output_processor.log_stats = False
     llm.logger_manager = recorder
     segments = mapped_segments(os.getpid()) - before
-    return VllmProcesses(llm, recorder, config, on_cpu, thread, segments)
+    return VllmProcesses(llm, recorder, config, on_cpu, owner, segments)
 
 
 def mapped_segments(process: int) -> frozenset[Path]:
