@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from pydantic import ValidationError
 
 from orchestrator_svc.config import OrchestratorConfig
 from sluice.config import CommonConfig, ConfigError, load_run
-from trainer_svc.app import serve
 from trainer_svc.config import TrainerConfig
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse_text"
@@ -68,11 +66,13 @@ def test_what_has_all_it_needs_is_taken(settings: dict[str, Any]) -> None:
         ("critic", {"preset": "ppo"}),
     ],
 )
-def test_a_model_that_cannot_be_one_ends_the_trainer_at_its_start(name: str, objective: Any, tmp_path: Path) -> None:
+def test_a_directory_that_holds_no_model_is_refused_before_the_trainer_starts(
+    name: str, objective: Any, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = TrainerConfig(objective=objective, **{name: {"model": "/nowhere"}})
     with pytest.raises(ConfigError, match=rf"trainer\.{name}\.model: there is no directory /nowhere"):
-        asyncio.run(serve(CommonConfig(model=str(tmp_path)), config))
+        config.check_start(CommonConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("advantage", ["gae", "reinforce_pp", "process", "none"])
