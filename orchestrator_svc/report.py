@@ -355,10 +355,10 @@ class Recorder:
         while len(self._waiting) > left or (self._waiting and self._waiting[0].done()):
             oldest = self._waiting.popleft()
             try:
-                # Whoever waits may be cancelled; the write may not.
+                # A cancelled caller must not cancel the write.
                 await asyncio.shield(oldest)
             except asyncio.CancelledError:
-                self._waiting.appendleft(oldest)  # the next to wait hears of its failure
+                self._waiting.appendleft(oldest)  # so that the next caller raises its failure
                 raise
 
 

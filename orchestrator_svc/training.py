@@ -238,7 +238,7 @@ class Training:
 
     @property
     def _done(self) -> bool:
-        # The report of the last batch belongs to it: whoever sees the end cancels what is under way.
+        # The last batch is done only when it is reported, because `_train` cancels the report once the run is done.
         return self._scheduler.applied >= self._scheduler.max_steps and not self._reporting
 
     async def _submit(self, epoch: int) -> None:

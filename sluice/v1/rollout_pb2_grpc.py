@@ -336,7 +336,7 @@ class RolloutAdminServiceServicer:
 
     def VerifyWeights(self, request, context):
         """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
-        of sampling. Where they differ, the next update loads the version anew. No other side effects.
+        of sampling. Where they differ, the next update loads the version again. No other side effects.
         Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host, or the engine cannot compare them),
         DEADLINE_EXCEEDED (the comparison took too long: compare a fraction), UNAVAILABLE (the engine failed).
         """

@@ -150,7 +150,7 @@ class RolloutAdminServiceStub:
     """Returns to the base model on disk as version (0, 0). Idempotent."""
     VerifyWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]
     """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
-    of sampling. Where they differ, the next update loads the version anew. No other side effects.
+    of sampling. Where they differ, the next update loads the version again. No other side effects.
     Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host, or the engine cannot compare them),
     DEADLINE_EXCEEDED (the comparison took too long: compare a fraction), UNAVAILABLE (the engine failed).
     """
@@ -195,7 +195,7 @@ class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
     """Returns to the base model on disk as version (0, 0). Idempotent."""
     VerifyWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.VerifyWeightsRequest, _rollout_pb2.VerifyWeightsResponse]  # type: ignore[assignment]
     """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
-    of sampling. Where they differ, the next update loads the version anew. No other side effects.
+    of sampling. Where they differ, the next update loads the version again. No other side effects.
     Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host, or the engine cannot compare them),
     DEADLINE_EXCEEDED (the comparison took too long: compare a fraction), UNAVAILABLE (the engine failed).
     """
@@ -261,7 +261,7 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.VerifyWeightsResponse, _abc.Awaitable[_rollout_pb2.VerifyWeightsResponse]]:
         """Compares the weights that the engine computes with, as they are in memory, with the files of their version, between steps
-        of sampling. Where they differ, the next update loads the version anew. No other side effects.
+        of sampling. Where they differ, the next update loads the version again. No other side effects.
         Errors: FAILED_PRECONDITION (the files of the version are not on the replica's host, or the engine cannot compare them),
         DEADLINE_EXCEEDED (the comparison took too long: compare a fraction), UNAVAILABLE (the engine failed).
         """

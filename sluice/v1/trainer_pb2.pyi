@@ -141,7 +141,7 @@ class BeginEpochResponse(_message.Message):
     """Sequence number that the next batch must carry."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
-        """Version that was pushed and from which training goes on."""
+        """Version that was pushed; training continues from it."""
 
     @_builtins.property
     def restored_version(self) -> _common_pb2.PolicyVersion:

@@ -287,7 +287,7 @@ class RankLink:
         store.set(_done(self._numbers["compute"], self.rank), reason)
 
     def failure(self) -> str:
-        """Return the reported reason why a rank ended; empty if there is none."""
+        """Return the reason that a rank reported for its end; empty if no rank reported one."""
         store = self._stores["compute"]
         return bytes(store.get(_FAILURE)).decode() if store.check([_FAILURE]) else ""
 

@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
         print(USAGE, end="")  # noqa: T201 - help goes where it was asked for
         load_command(WeightsConfig, ["--help"], "weights")
     if not words or words[0] not in _VERBS:
-        raise ConfigError(f"say what to do first: sluice weights {'|'.join(_VERBS)}; see sluice weights --help")
+        raise ConfigError(f"no action is given: use sluice weights {'|'.join(_VERBS)}; see sluice weights --help")
     least, most = _VERBS[words[0]]
     versions = [_version(word) for word in words[1:]]
     if not least <= len(versions) <= most:

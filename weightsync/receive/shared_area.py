@@ -354,7 +354,7 @@ class HostFiles:
 
         Args:
             path: The file.
-            held: The file of the version that serves, None if there is none.
+            held: The file of the version that serves; None if no version is staged here.
             needed: Bytes that it will have.
             or_newer: Whether a newer version will do. If not, two receivers that each make a version which the other has
                 passed wait for each other until `room_wait_s` is over.
