@@ -104,8 +104,8 @@ def test_each_verb_has_help(verb: str, capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "say what to do"),
-        (["forget"], "say what to do"),
+        ([], "no action is given"),
+        (["forget"], "no action is given"),
         (["diff", "1.1"], "takes 2 versions, not 1"),
         (["diff", "--run", "r", "1.1", "1.2"], "come before the settings"),
         (["ls", "1.1"], "takes 0 versions, not 1"),
