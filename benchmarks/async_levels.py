@@ -26,8 +26,6 @@ from orchestrator_svc.report import read_metrics
 from sluice.client import RolloutClient
 from sluice.v1 import tokens_pb2
 
-__all__ = ["run"]
-
 LEVELS = (0, 1, 2)
 FILL, DRAIN = 3, 3
 """Steps of a session before and after the measured ones, in which the pipeline fills and runs dry."""
@@ -287,10 +285,7 @@ async def fleet(
     own = {
         "weightsync": [],
         "trainer": [f"--lr={lr}", f"--threads={placement.threads}"],
-        "rollout": [
-            f"--threads={placement.threads}",
-            f"--server.http-port={free_port()}",
-        ],
+        "rollout": [f"--threads={placement.threads}", f"--server.http-port={free_port()}"],
     }
     cpus = {"rollout": placement.rollout, "trainer": placement.trainer}
     # OpenMP reads the number of threads before any setting is read.

@@ -20,8 +20,6 @@ from trainer_svc.checkpoint.saver import EngineCheckpoints
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 
-__all__ = ["measure_checkpoint"]
-
 SHAPE = ModelShape(hidden=512, layers=8, heads=8, kv_heads=4, head_dim=64, mlp=1536)
 """About 25 million parameters, 304 MB of state."""
 

@@ -21,8 +21,6 @@ from sluice.rpc.access import free_ports
 from sluice.rpc.channel import wait_until_serving
 from sluice.tasks import discard_outcome
 
-__all__ = ["PeakMemory", "free_port", "in_child", "make_model", "service"]
-
 _Words = ParamSpec("_Words")
 _Result = TypeVar("_Result")
 

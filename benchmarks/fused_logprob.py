@@ -20,8 +20,6 @@ import torch
 from benchmarks.children import PeakMemory, in_child
 from trainer_svc.engine.logprob import Entropy, fused_logprobs, logprobs_of_logits
 
-__all__ = ["measure_accuracy", "measure_fused_logprob", "run"]
-
 RESULTS = ("log-probability", "entropy", "gradient of hidden", "gradient of weight")
 
 

@@ -20,8 +20,6 @@ from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.scheduler import Batch, OnStale, Scheduler, Stage, StalenessBound
 from sluice.versions import BASE, Version
 
-__all__ = ["QUESTION", "EngineSpeed", "LongTail", "Workload", "finish_times", "lengths"]
-
 QUESTION = "go on"
 
 

@@ -32,8 +32,6 @@ from sluice.versions import Version, VersionSpan
 from weightsync.receiver import PolicyMode, WeightReceiver
 from weightsync.staged import ApplyReport, StagedVersion, TensorSpec
 
-__all__ = ["Windows", "measure_pauses", "measure_throughput", "run"]
-
 PROMPT = list(range(10, 42))
 LONGEST = 480
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}

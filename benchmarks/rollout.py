@@ -28,8 +28,6 @@ from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-__all__ = ["run"]
-
 Request = Callable[[list[int]], Awaitable[int]]
 """Samples one prompt and returns the number of sampled tokens."""
 

@@ -26,8 +26,6 @@ from benchmarks.children import in_child
 from benchmarks.trainer_workload import BATCH, NO_DEGENERATE, UPDATE, UPDATE_S, Workload, prepare
 from sluice.config import ConfigError
 
-__all__ = ["run"]
-
 BENCH_PACKAGES = Path(__file__).parents[1] / ".venv-bench"
 """Where `make install-bench` puts packages that only benchmarks compare with."""
 

@@ -35,14 +35,13 @@ from benchmarks.trainer_workload import (
 from sluice.config import ConfigError
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.compute_config import ParallelConfig
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import Mesh, join
 from trainer_svc.update.policy import PolicyUpdate
-
-__all__ = ["QWEN3_06B", "config", "measure_gpu", "measure_lengths", "sequence"]
 
 
 def main() -> None:

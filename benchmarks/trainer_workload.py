@@ -24,25 +24,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.children import PeakMemory
 from sluice.cli.init_model import SPECIAL_TOKENS, ModelShape, init_model
 
-__all__ = [
-    "ADAM_EPS",
-    "BATCH",
-    "BETAS",
-    "CLIP",
-    "GRAD_CLIP",
-    "GROUP_SIZE",
-    "LEARNING_RATE",
-    "NO_DEGENERATE",
-    "UPDATE",
-    "UPDATE_S",
-    "Commands",
-    "Row",
-    "UpdateBatch",
-    "Workload",
-    "prepare",
-    "side_arguments",
-]
-
 LEARNING_RATE = 1e-5
 BETAS = (0.9, 0.95)
 ADAM_EPS = 1e-8

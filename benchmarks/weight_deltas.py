@@ -20,14 +20,13 @@ from transformers import AutoTokenizer
 
 from sluice.render import ChatRenderer
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import PolicyUpdate
 from weightsync.codec import Encoding, encode
 from weightsync.codec.streams import WIDTHS, changed_positions, patterns, step_codes
-
-__all__ = ["DeltaSizes", "entropy_bound_bytes", "measure_deltas"]
 
 LETTERS = 12
 """Length of each string that the policy is to reverse."""

@@ -23,20 +23,6 @@ from weightsync.publisher import WeightPublisher
 from weightsync.receiver import ReceiverOptions, WeightReceiver
 from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
-__all__ = [
-    "StagedOnly",
-    "WeightStack",
-    "bare_server",
-    "grpc_hops",
-    "model_200m",
-    "neighbour",
-    "random_weights",
-    "receiving",
-    "serves",
-    "tcp_hops",
-    "weight_service",
-]
-
 RUN = "bench"
 DEADLINE_S = 300.0
 

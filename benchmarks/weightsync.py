@@ -35,8 +35,6 @@ from benchmarks.weight_stack import (
 from sluice.telemetry import configure_logging
 from sluice.versions import Version
 
-__all__ = ["run"]
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where receivers stage
 
 
@@ -108,10 +106,7 @@ async def _dense(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
             version, file = Version(number, 0), place.shared / "bare.bin"  # each epoch begins with an anchor
             seconds["raw_grpc"].append(await grpc_hops(grpc_port, data, file))
             seconds["raw_tcp"].append(await asyncio.to_thread(tcp_hops, tcp_port, data, file))
-            for name, stack, receiver in (
-                ("sockets", sockets, over_sockets),
-                ("shared_memory", local, over_memory),
-            ):
+            for name, stack, receiver in (("sockets", sockets, over_sockets), ("shared_memory", local, over_memory)):
                 begun = await stack.push(version, weights)
                 await serves([receiver], version)
                 seconds[name].append(time.perf_counter() - begun)

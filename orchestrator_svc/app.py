@@ -32,8 +32,6 @@ from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 
-__all__ = ["SERVICE", "OrchestratorServicer"]
-
 SERVICE_NAME = "sluice.v1.OrchestratorService"
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 

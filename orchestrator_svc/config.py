@@ -9,20 +9,6 @@ from pydantic import Field, model_validator
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
 
-__all__ = [
-    "CONFIG",
-    "NO_ADVANTAGE",
-    "CheckpointConfig",
-    "DeadlinesConfig",
-    "EvaluationConfig",
-    "FilterConfig",
-    "JournalConfig",
-    "OrchestratorConfig",
-    "ReplicasConfig",
-    "RewardConfig",
-    "SamplingConfig",
-]
-
 NO_ADVANTAGE = "none"
 """Value of `advantage` with which batches bring no advantages and name no estimator."""
 
@@ -87,8 +73,7 @@ class FilterConfig(Section):
     """Which scored groups are trained."""
 
     drop_degenerate: bool = Field(
-        False,
-        description="Drop groups whose rewards are all equal and draw others in their place (dynamic sampling).",
+        False, description="Drop groups whose rewards are all equal and draw others in their place (dynamic sampling)."
     )
     min_reward_mean: float | None = Field(
         None, description="Drop groups whose mean reward is below this, in reward units."

@@ -27,8 +27,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version, sampled_tokens, versions_of
 
-__all__ = ["Dispatcher", "EpisodeRunner", "ScoredGroup", "TaskStream", "readable_groups"]
-
 log = structlog.get_logger(__name__)
 
 _LOOK_AGAIN_S = 0.5

@@ -30,8 +30,6 @@ from sluice.versions import BASE
 if TYPE_CHECKING:
     from orchestrator_svc.replicas import ReplicaPool
 
-__all__ = ["COMMAND", "EvalConfig", "run_evaluation"]
-
 _LABELS = {
     "reward_mean": "reward, sampled",
     "exact_share": "exact, sampled",

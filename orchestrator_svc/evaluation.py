@@ -24,8 +24,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
 
-__all__ = ["EvalPlan", "EvalResult", "EvalSample", "Evaluations", "evaluate"]
-
 log = structlog.get_logger(__name__)
 
 _OWNER = "orchestrator-evaluation"

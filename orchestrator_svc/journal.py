@@ -25,8 +25,6 @@ from orchestrator_svc.scheduler import Batch
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
-__all__ = ["Journal", "Location", "SegmentWriter", "read_record", "segment_numbers", "segment_path"]
-
 log = structlog.get_logger(__name__)
 
 _Answer = TypeVar("_Answer")

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from orchestrator_svc.scheduler import Accounting, Batch, Group, Stage
 from sluice.versions import Version
 
-__all__ = ["DrawnTask", "GroupDamagedError", "JournalError", "Recovery", "read_tables"]
-
 
 class JournalError(Exception):
     """The journal cannot be used; the message says what to do."""

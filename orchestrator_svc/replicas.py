@@ -26,16 +26,6 @@ from sluice.rpc import SluiceError, connect
 from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
 from sluice.versions import BASE, Version, append_spans
 
-__all__ = [
-    "GenerationCounts",
-    "PolicyEngine",
-    "Replica",
-    "ReplicaPool",
-    "append_sample",
-    "check_address",
-    "resolve_targets",
-]
-
 log = structlog.get_logger(__name__)
 
 _Answer = TypeVar("_Answer")

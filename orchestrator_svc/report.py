@@ -32,17 +32,6 @@ from sluice.telemetry import MetricsWriter
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, sampled_tokens, span_lengths, versions_of
 
-__all__ = [
-    "AppliedStep",
-    "Recorder",
-    "RunReporter",
-    "StepSummary",
-    "build_report",
-    "read_metrics",
-    "summarise",
-    "trajectory_row",
-]
-
 log = structlog.get_logger(__name__)
 
 _WAITING = 16

@@ -24,8 +24,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import BASE
 
-__all__ = ["Run"]
-
 log = structlog.get_logger(__name__)
 
 

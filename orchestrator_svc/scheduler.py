@@ -18,20 +18,6 @@ from dataclasses import dataclass, field, replace
 
 from sluice.versions import Lineage, Version
 
-__all__ = [
-    "Accounting",
-    "Batch",
-    "Candidate",
-    "Group",
-    "OnStale",
-    "Reason",
-    "Scheduler",
-    "Stage",
-    "StalenessBound",
-    "choose",
-    "group_name",
-]
-
 
 class Stage(enum.Enum):
     """Where a live group stands."""

@@ -17,8 +17,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
-__all__ = ["EventLog", "HeldTime", "RunStatus", "ShareSince", "TrajectoryHistory", "bottleneck", "replica_event"]
-
 RunState: TypeAlias = orchestrator_pb2.RunState.ValueType
 
 KEPT = 10_000

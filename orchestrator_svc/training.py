@@ -29,8 +29,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens
 
-__all__ = ["EpochLostError", "TrainerLink", "Training"]
-
 log = structlog.get_logger(__name__)
 
 _Answer = TypeVar("_Answer")
@@ -43,11 +41,7 @@ _RETRY_S = 0.5
 
 _TRANSIENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED}
 
-_ENDED_PHASES = {
-    trainer_pb2.TRAINER_PHASE_STARTING,
-    trainer_pb2.TRAINER_PHASE_READY,
-    trainer_pb2.TRAINER_PHASE_FAILED,
-}
+_ENDED_PHASES = {trainer_pb2.TRAINER_PHASE_STARTING, trainer_pb2.TRAINER_PHASE_READY, trainer_pb2.TRAINER_PHASE_FAILED}
 
 _STALE_POLICIES: Mapping[str, trainer_pb2.StalePolicy.ValueType] = {
     OnStale.DROP.value: trainer_pb2.STALE_POLICY_DROP,

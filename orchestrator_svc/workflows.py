@@ -25,21 +25,6 @@ from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import Version, append_spans
 
-__all__ = [
-    "EnvironmentCalls",
-    "EpisodeData",
-    "EpisodeEngine",
-    "MultiTurn",
-    "RolloutWorkflow",
-    "Sampling",
-    "SingleTurn",
-    "chat_messages",
-    "choose_workflow",
-    "derived_seed",
-    "list_tasks",
-    "sampling_params",
-]
-
 log = structlog.get_logger(__name__)
 
 _Answer = TypeVar("_Answer")

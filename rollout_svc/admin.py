@@ -27,8 +27,6 @@ from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc
 from sluice.versions import Version
 
-__all__ = ["PauseHeldError", "Pauses", "ReplicaMetrics", "RolloutAdminServicer"]
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 PAUSE_MODES = {

@@ -22,8 +22,6 @@ from sluice.v1 import rollout_pb2_grpc
 if TYPE_CHECKING:
     from sluice.openai.server import HttpServer
 
-__all__ = ["SERVICE"]
-
 
 async def serve(common: CommonConfig, config: RolloutConfig) -> None:
     """Serve one replica.

@@ -16,9 +16,6 @@ from sluice.config.allocation import Allocation
 from sluice.engines import ENGINES, EngineName
 from sluice.models import check_model
 
-__all__ = ["CONFIG", "LimitsConfig", "LoraConfig", "LoraLimits", "RolloutConfig", "RolloutDeadlines"]
-
-
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 """Arguments of vLLM whose product is the number of processes of an engine."""
 

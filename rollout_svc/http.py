@@ -18,13 +18,7 @@ from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
 from sluice.config import SecurityConfig
 from sluice.openai.errors import answer_errors
-from sluice.openai.requests import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    chat_request,
-    completion_requests,
-)
+from sluice.openai.requests import Body, ChatRequest, CompletionRequest, chat_request, completion_requests
 from sluice.openai.responses import (
     ChatResponses,
     CompletionResponses,
@@ -45,8 +39,6 @@ from sluice.rpc.access import TokenCheck
 from sluice.telemetry import CONTENT_TYPE, metrics_text
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
-
-__all__ = ["create_app"]
 
 MAX_REQUESTS = 4096
 """Requests in progress; the replica's queue is a further bound on those that sample."""

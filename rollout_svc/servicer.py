@@ -35,8 +35,6 @@ from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc
 from sluice.versions import Version
 
-__all__ = ["ResponseCache", "RolloutServicer"]
-
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 DEFAULT_COALESCE_S = 0.02

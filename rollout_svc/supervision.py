@@ -15,8 +15,6 @@ from sluice.rpc import SluiceError
 from sluice.versions import Version
 from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapter, StagedVersion
 
-__all__ = ["EngineSupervisor"]
-
 CHECK_S = 0.25
 """Seconds between two checks of the engine; reading its status is cheap."""
 

@@ -18,8 +18,6 @@ from sluice.v1 import rollout_pb2, tokens_pb2
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ModelTokenizer", "TextStream", "load_tokenizer"]
-
 TOKEN_TEXTS = 1 << 16
 """Maximum number of cached texts of single tokens."""
 
@@ -117,11 +115,7 @@ class ModelTokenizer:
                 raise SluiceError.invalid_argument("input", "set text or conversation")
 
     def render(
-        self,
-        conversation: tokens_pb2.Conversation,
-        continued: Sequence[int] = (),
-        *,
-        generation_prompt: bool = True,
+        self, conversation: tokens_pb2.Conversation, continued: Sequence[int] = (), *, generation_prompt: bool = True
     ) -> list[int]:
         """Return the token ids of a conversation, appended to those that it continues.
 
@@ -325,11 +319,7 @@ def tool_dict(tool: tokens_pb2.Tool) -> dict[str, Any]:
     """Return a tool in the form that chat templates read."""
     return {
         "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": struct_dict(tool.parameters),
-        },
+        "function": {"name": tool.name, "description": tool.description, "parameters": struct_dict(tool.parameters)},
     }
 
 

@@ -18,16 +18,8 @@ from sluice.config import CommonConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import rollout_pb2
 from sluice.versions import BASE, Version
-from weightsync.receiver import (
-    PolicyMode,
-    PullLimits,
-    ReceiverOptions,
-    ReceiverStatus,
-    WeightReceiver,
-)
+from weightsync.receiver import PolicyMode, PullLimits, ReceiverOptions, ReceiverStatus, WeightReceiver
 from weightsync.staged import ApplyReport, StagedVersion
-
-__all__ = ["ReplicaWeights"]
 
 T = TypeVar("T")
 
@@ -51,12 +43,7 @@ class ReplicaWeights:
         engine: The engine under its supervision.
     """
 
-    def __init__(
-        self,
-        common: CommonConfig,
-        config: RolloutConfig,
-        engine: EngineSupervisor,
-    ) -> None:
+    def __init__(self, common: CommonConfig, config: RolloutConfig, engine: EngineSupervisor) -> None:
         self._config, self._engine = config, engine
         self._channel: grpc.aio.Channel | None = None
         self._receiver: WeightReceiver | None = None

@@ -20,14 +20,6 @@ from rollout_svc.engines.base import (
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 
-__all__ = [
-    "MAX_NAME",
-    "generation_request",
-    "loaded_adapters",
-    "sample_message",
-    "sampling_of",
-]
-
 MAX_NAME = 128
 """Maximum length of a request id, run or adapter name."""
 

@@ -15,16 +15,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BATCH_SCALES",
-    "ESTIMATORS",
-    "TRAINER_ESTIMATORS",
-    "Advantages",
-    "Episode",
-    "check_sides",
-    "estimate",
-]
-
 Rewards: TypeAlias = NDArray[np.float64]
 
 STD_OFFSET = 1e-6

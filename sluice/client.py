@@ -31,8 +31,6 @@ from sluice.v1 import (
 )
 from sluice.versions import Version
 
-__all__ = ["OrchestratorClient", "Prompt", "RolloutClient", "TrainerClient", "WeightSyncClient"]
-
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | tokens_pb2.Conversation
 """Text, token ids, messages as ``{"role": ..., "content": ...}``, or a conversation with tools."""
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-__all__ = ["ENGINES", "Engine", "EngineName"]
-
 
 @dataclass(frozen=True, slots=True)
 class Engine:

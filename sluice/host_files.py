@@ -18,21 +18,6 @@ from pathlib import Path
 
 import structlog
 
-__all__ = [
-    "PeerFileError",
-    "close",
-    "is_at",
-    "lock_now",
-    "open_peer_file",
-    "open_private",
-    "owned_directory",
-    "remove_tree",
-    "remove_unlocked",
-    "unlink_at",
-    "whole_directory",
-    "write_whole",
-]
-
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Follow no symbolic link, wait for no pipe, and do not pass to a program that this process starts."""
 

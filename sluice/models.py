@@ -18,8 +18,6 @@ from typing import Any, Self
 
 from sluice.config import ConfigError, reason_of
 
-__all__ = ["ModelSizes", "check_files", "check_hub", "check_hub_dataset", "check_model", "importable", "sizes_on_disk"]
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 WEIGHTS = ("*.safetensors", "*.bin")

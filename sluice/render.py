@@ -17,15 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "ChatRenderer",
-    "Rendered",
-    "TemplateArgumentError",
-    "TemplateError",
-    "template_variables",
-    "tokenizer_digest",
-]
-
 Message = Mapping[str, Any]
 """A chat message as templates read it: `role`, `content` and other fields."""
 

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["discard_outcome", "run_to_end", "settle"]
-
 T = TypeVar("T")
 
 

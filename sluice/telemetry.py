@@ -19,16 +19,6 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 
 from sluice.config.secrets import hide
 
-__all__ = [
-    "CONTENT_TYPE",
-    "LEVELS",
-    "LEVEL_VARIABLE",
-    "MetricsWriter",
-    "configure_logging",
-    "metrics_text",
-    "start_metrics_server",
-]
-
 LEVEL_VARIABLE = "SLUICE_LOG_LEVEL"
 """Where the level comes from when no config was read."""
 

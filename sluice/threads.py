@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["CallHungError", "DeadlineThreads", "TooManyHungError"]
-
 T = TypeVar("T")
 
 

@@ -9,19 +9,6 @@ from typing import NamedTuple, Self
 
 from sluice.v1 import common_pb2, tokens_pb2
 
-__all__ = [
-    "BASE",
-    "ENDLESS",
-    "Lineage",
-    "Version",
-    "VersionSpan",
-    "append_spans",
-    "sampled_tokens",
-    "span_lengths",
-    "spans_between",
-    "versions_of",
-]
-
 
 class Version(NamedTuple):
     """A policy version, ordered by epoch, then by number.

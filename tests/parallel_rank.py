@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
 from trainer_svc.compute_config import ParallelConfig
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import load_network
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.network import compile_layers, distribute
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.dims import ParallelDims

@@ -20,7 +20,9 @@ from sluice.versions import Version
 from weightsync.app import Serving, serving
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
-from weightsync.receiver import ApplyReport, PullLimits, ReceiverOptions, StagedVersion, WeightReceiver
+from weightsync.receive.pull import PullLimits
+from weightsync.receiver import ReceiverOptions, WeightReceiver
+from weightsync.staged import ApplyReport, StagedVersion
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=5, first_pause_s=0.01)
 

@@ -21,8 +21,9 @@ from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.format.chunks import fill_chunk
 from weightsync.format.manifest import manifest_digest
+from weightsync.publish.push import PushReport
 from weightsync.publish.shards import FileSource, ShardSource
-from weightsync.publisher import PushReport, WeightPublisher
+from weightsync.publisher import WeightPublisher
 from weightsync.receiver import WeightReceiver
 from weightsync.service.runs import Runs
 from weightsync.service.servicer import WeightDeliveryServicer, WeightSyncServicer

@@ -21,8 +21,6 @@ from trainer_svc.service.servicer import TrainerServicer
 from trainer_svc.service.trainer import Trainer
 from weightsync.publisher import AdapterPublisher, WeightPublisher
 
-__all__ = ["SERVICE"]
-
 SERVICE_NAME = "sluice.v1.TrainerService"
 
 PUSH_GRACE_S = 0.5

@@ -8,17 +8,6 @@ from pydantic import Field, model_validator
 
 from sluice.config import Section
 
-__all__ = [
-    "ComputeConfig",
-    "LoraConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "Precision",
-    "check_decay",
-    "frozen_precision",
-    "on_device",
-]
-
 Precision = Literal["auto", "float32", "bfloat16"]
 """Precision of a forward pass or of stored weights; auto depends on the device."""
 

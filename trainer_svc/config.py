@@ -17,24 +17,9 @@ from trainer_svc.compute_config import (
     frozen_precision,
     on_device,
 )
-from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
 from trainer_svc.start_check import check_compiler, check_memory, check_models
-
-__all__ = [
-    "BASE",
-    "CONFIG",
-    "IN_BATCH",
-    "CheckpointConfig",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DeadlinesConfig",
-    "ObjectiveConfig",
-    "PublishConfig",
-    "ReferenceConfig",
-    "TeacherConfig",
-    "TrainerConfig",
-]
 
 BASE = "base"
 """Names the model that the run starts from, where another one could stand."""

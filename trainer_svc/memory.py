@@ -23,8 +23,6 @@ from typing import Any, Self
 from trainer_svc.compute_config import ComputeConfig, on_device
 from trainer_svc.parallel.dims import ParallelDims
 
-__all__ = ["Decoder", "Memory", "estimate"]
-
 SINGLE, HALF = 4, 2
 """Bytes of a float32 and of a bfloat16 number."""
 

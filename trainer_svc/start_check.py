@@ -18,8 +18,6 @@ from trainer_svc.parallel.dims import check_fits
 if TYPE_CHECKING:
     from trainer_svc.compute_config import ComputeConfig, ParallelConfig
 
-__all__ = ["check_compiler", "check_memory", "check_models", "check_sizes"]
-
 COMPILERS = ("g++", "clang++", "gcc", "clang")
 """Compilers that `torch.compile` looks for."""
 

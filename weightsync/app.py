@@ -23,8 +23,6 @@ from weightsync.relay import Relay, RelayCycleError, advertised_address
 from weightsync.service.runs import Runs
 from weightsync.service.servicer import WeightDeliveryServicer, WeightSyncServicer
 
-__all__ = ["SERVICE", "Serving", "build_runs", "serve", "serving"]
-
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 """Parameters of mallopt(3)."""

@@ -6,8 +6,6 @@ import math
 import random
 from dataclasses import dataclass, field
 
-__all__ = ["Backoff"]
-
 
 @dataclass(slots=True)
 class Backoff:

@@ -8,8 +8,6 @@ from pydantic import Field
 
 from sluice.config import Section, ServerConfig
 
-__all__ = ["CONFIG", "WeightSyncConfig"]
-
 
 class WeightSyncConfig(Section):
     """Where versions are kept, how many, and how long the service waits."""

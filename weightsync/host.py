@@ -6,8 +6,6 @@ import hashlib
 import socket
 from pathlib import Path
 
-__all__ = ["host_id"]
-
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """The kernel's name of this boot: equal in all containers of a machine, which have host names and machine ids of their own."""
 

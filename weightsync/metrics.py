@@ -4,23 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-__all__ = [
-    "APPLY_SECONDS",
-    "COMMITTED_BYTES",
-    "COMMIT_SECONDS",
-    "DENSE_SECONDS",
-    "FALLBACKS",
-    "HELD_BYTES",
-    "PAUSE_SECONDS",
-    "PULLED_BYTES",
-    "PULL_SECONDS",
-    "RELAYED_BYTES",
-    "RELAY_LAG",
-    "STAGE_SECONDS",
-    "UPDATES",
-    "UPDATE_SECONDS",
-]
-
 _SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 30, 60, 300)
 
 COMMIT_SECONDS = Histogram(

@@ -26,7 +26,7 @@ from weightsync.publish.push import Destination, Payload, PushReport, VersionPus
 from weightsync.publish.ranks import Agreement, Ranks, agree, assign_slices, total_bytes
 from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, ShardSource, local_slices
 
-__all__ = ["AdapterPublisher", "PushReport", "Trials", "Update", "WeightPublisher"]
+__all__ = ["AdapterPublisher", "PushReport", "Update", "WeightPublisher"]
 
 _SHARD = "model"
 """Name of the only shard of a version that one process pushes."""

@@ -36,33 +36,11 @@ from weightsync.receive.pull import BaseFile, PullCost, PullError, PullLimits, V
 from weightsync.receive.shared_area import BehindError, HostFile, HostFiles, SharedArea, remove_stale
 from weightsync.receive.sources import Reporter, SourceLimits, Sources, UpdateTimings, VersionWatch, observe_update
 from weightsync.receive.version_file import StagingError, dense_bytes, tensor_specs
-from weightsync.staged import (
-    ApplyError,
-    ApplyReport,
-    Engine,
-    HeldVersions,
-    StagedAdapter,
-    StagedVersion,
-)
+from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
+
+__all__ = ["PolicyMode", "PullLimits", "ReceiverOptions", "ReceiverStatus", "WeightReceiver"]
 
 # All that a rollout service needs: it imports nothing else of this package but `weightsync.staged`.
-__all__ = [
-    "ApplyReport",
-    "Policy",
-    "PolicyError",
-    "PolicyHeldError",
-    "PolicyMode",
-    "PullLimits",
-    "ReceiverOptions",
-    "ReceiverStatus",
-    "SourceLimits",
-    "StagedAdapter",
-    "StagedVersion",
-    "UpdateTimings",
-    "WeightPolicy",
-    "WeightReceiver",
-]
-
 T = TypeVar("T")
 
 _THREADS = 4

@@ -33,17 +33,6 @@ from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload, translated
 
-__all__ = [
-    "FetchError",
-    "Follower",
-    "Forwarder",
-    "Relay",
-    "RelayCycleError",
-    "advertised_address",
-    "fetch_version",
-    "relay_name",
-]
-
 _WILDCARDS = {"0.0.0.0", "::", "[::]"}
 _LONGEST_ADDRESS = 120
 """What a replica's name has room for."""

@@ -9,16 +9,6 @@ from typing import Protocol
 
 from sluice.versions import Version
 
-__all__ = [
-    "ApplyError",
-    "ApplyReport",
-    "Engine",
-    "HeldVersions",
-    "StagedAdapter",
-    "StagedVersion",
-    "TensorSpec",
-]
-
 
 class ApplyError(Exception):
     """The engine did not apply the version. `Engine.held` says what it holds now."""

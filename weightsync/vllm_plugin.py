@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["BACKEND", "children_die_with_us", "register"]
-
 BACKEND = "sluice"
 """Name of the weight-transfer backend in vLLM's factory."""
 

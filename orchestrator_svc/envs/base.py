@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-__all__ = ["Environment", "Episode", "Message", "MultiTurnEnvironment", "SingleTurnEnvironment", "Task", "Turn"]
-
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: `role` ("system", "user", "assistant", "tool") and `content`; where needed also `name`, `tool_calls` (as in
 the OpenAI API), `tool_call_id` and `reasoning`."""

@@ -16,8 +16,6 @@ from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironme
 from sluice.config import ConfigError
 from sluice.models import importable
 
-__all__ = ["BUILT_IN", "ENVIRONMENT_GROUP", "check_there", "load_attribute", "load_environment", "locate"]
-
 _SHORTEST_SECRET = 4
 """Characters: shorter texts are no secrets, and replacing them would garble a message."""
 

@@ -12,8 +12,6 @@ from orchestrator_svc.envs.base import Message, Task
 from orchestrator_svc.envs.loading import load_attribute
 from sluice.config import ConfigError
 
-__all__ = ["REWARDS", "QuestionAnswer", "exact_reward", "math_reward"]
-
 
 def exact_reward(completion: str, answer: str) -> float:
     """Return 1 if the completion is the answer, white space around it aside; else 0."""

@@ -18,8 +18,6 @@ from pebble import ProcessExpired, ProcessPool
 from orchestrator_svc.envs.base import SingleTurnEnvironment, Task
 from orchestrator_svc.envs.loading import load_environment
 
-__all__ = ["Scorer"]
-
 log = structlog.get_logger(__name__)
 
 _STOP_S = 3.0

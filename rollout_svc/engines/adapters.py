@@ -24,17 +24,6 @@ from sluice.tasks import run_to_end
 from sluice.versions import Version
 from weightsync.staged import ApplyReport, StagedAdapter
 
-__all__ = [
-    "Adapter",
-    "AdapterInfo",
-    "AdapterSlots",
-    "AdaptersFullError",
-    "LoraEngine",
-    "RequestInProgress",
-    "UnknownAdapterError",
-    "check_adapter",
-]
-
 PREFIX, A_END, B_END = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """Names that PEFT gives the two factors of an adapter in its files."""
 

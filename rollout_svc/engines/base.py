@@ -13,22 +13,6 @@ from typing import Protocol
 from sluice.versions import Version, VersionSpan
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = [
-    "EngineBusyError",
-    "EngineError",
-    "EngineStatus",
-    "EngineTimeoutError",
-    "FinishReason",
-    "GenerationChunk",
-    "GenerationRequest",
-    "GenerationResult",
-    "InferenceEngine",
-    "ModelInfo",
-    "PauseMode",
-    "Sample",
-    "Sampling",
-]
-
 
 class FinishReason(Enum):
     """Why a sample ended, with the names of the contract."""

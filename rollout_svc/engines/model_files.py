@@ -12,8 +12,6 @@ from safetensors import safe_open
 from rollout_svc.engines.base import EngineError
 from weightsync.staged import StagedVersion
 
-__all__ = ["BaseModel", "check_length", "model_directory", "read_base_model"]
-
 TIED_HEAD = "lm_head.weight"
 
 

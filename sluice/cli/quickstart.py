@@ -32,20 +32,6 @@ from sluice.supervise.plan import shared_cores
 from sluice.supervise.restart_policy import RestartLimits
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Supervisor, run_until_signal
 
-__all__ = [
-    "REPORT_FILE",
-    "Quickstart",
-    "StageError",
-    "Stages",
-    "describe_evaluation",
-    "make_room",
-    "run",
-    "run_quietly",
-    "show_conversations",
-    "show_report",
-    "write_report",
-]
-
 ENVIRONMENT_FILE = "env.py"
 REPORT_FILE = "report.json"
 

@@ -12,8 +12,6 @@ from rich.table import Table
 
 from sluice.config import ConfigError, Options
 
-__all__ = ["METRIC_NAMES", "PLOT_FILE", "Step", "plot_run", "read_steps", "run", "series", "summarise"]
-
 Step = dict[str, float]
 """One line of ``metrics.jsonl``: ``step``, ``time`` (seconds since 1970) and scalars by name, without null values."""
 

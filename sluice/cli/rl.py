@@ -39,8 +39,6 @@ from sluice.supervise.plan import Place, assign_devices, child_specs, free_addre
 from sluice.supervise.restart_policy import RestartLimits
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
 
-__all__ = ["EXIT_INTERRUPTED", "claim", "describe_resume", "is_held", "newest_checkpoint", "run", "write_settings"]
-
 NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
 """The services of a run."""
 
@@ -79,10 +77,7 @@ def run(argv: list[str]) -> int:
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
         supervisor = Supervisor(
-            specs,
-            view,
-            limits=RestartLimits(restarts=options.max_restarts),
-            start_deadline_s=options.start_deadline,
+            specs, view, limits=RestartLimits(restarts=options.max_restarts), start_deadline_s=options.start_deadline
         )
         if options.resume:
             view.say(describe_resume(directory))

@@ -19,18 +19,6 @@ from typing import Self
 
 from sluice.engines import ENGINES
 
-__all__ = [
-    "ROLES",
-    "TRAINER_BACKENDS",
-    "VISIBLE",
-    "Allocation",
-    "AllocationError",
-    "Dimensions",
-    "Side",
-    "smallest_memory",
-    "visible_devices",
-]
-
 TRAINER_BACKENDS = ("fsdp",)
 
 ROLES = {"rollout": "rollout", "trainer": "trainer", "actor": "trainer"}

@@ -17,8 +17,6 @@ from sluice.config.allocation import Allocation, Dimensions, Side
 from sluice.config.schema import CommonConfig, ConfigError, Section
 from sluice.engines import ENGINES
 
-__all__ = ["allocated", "allocation_of", "check_tables_fit", "decided"]
-
 _Run = TypeVar("_Run", bound=CommonConfig)
 
 _TRAINED = ("float32", "bfloat16")

@@ -44,8 +44,6 @@ from sluice.config.secrets import REDACTED, is_secret_name, redact_text, secret_
 from sluice.config.services import command_names, service_configs
 from sluice.config.text import dump_toml, help_text
 
-__all__ = ["Options", "RunConfig", "load_command", "load_run", "run_config_class", "seconds", "whole_number"]
-
 _Section = TypeVar("_Section", bound=Section)
 
 MOST = 1024

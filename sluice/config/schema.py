@@ -14,29 +14,6 @@ from pydantic.fields import FieldInfo
 
 from sluice.config.allocation import Allocation
 
-__all__ = [
-    "CommonConfig",
-    "ConfigError",
-    "FieldType",
-    "PeersConfig",
-    "Section",
-    "SecurityConfig",
-    "ServerConfig",
-    "Value",
-    "accepts_none",
-    "alternatives",
-    "deep_merge",
-    "is_flag",
-    "is_open",
-    "leaf_paths",
-    "nested_models",
-    "parse_text",
-    "reason_of",
-    "resolve",
-    "suggestion",
-    "unknown_keys",
-]
-
 Value: TypeAlias = Any
 """What a TOML document, a flag or a field may hold: known only to the field that validates it."""
 

@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel, SecretStr
 
-__all__ = ["REDACTED", "hide", "is_secret_name", "redact", "redact_text", "secret_values"]
-
 Value: TypeAlias = Any
 
 REDACTED = "**********"

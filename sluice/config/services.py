@@ -10,19 +10,6 @@ from typing import Any
 
 from sluice.config.schema import CommonConfig, ConfigError, Section
 
-__all__ = [
-    "SERVICE_GROUP",
-    "Command",
-    "FailedForGoodError",
-    "Service",
-    "UnfinishedError",
-    "command_names",
-    "find_command",
-    "load_service",
-    "service_configs",
-    "service_names",
-]
-
 SERVICE_GROUP = "sluice.services"
 """Entry points of this group name one `Service` each. The name of the entry point is the name of the service's table."""
 

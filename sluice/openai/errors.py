@@ -14,8 +14,6 @@ from starlette.exceptions import HTTPException
 
 from sluice.rpc import SluiceError
 
-__all__ = ["answer_errors", "error_body", "error_response", "too_large"]
-
 BAD_REQUEST = "invalid_request_error"
 
 STATUSES: Mapping[grpc.StatusCode, tuple[int, str]] = {

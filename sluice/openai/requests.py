@@ -18,16 +18,6 @@ from pydantic_core import PydanticCustomError
 from sluice.rpc import MAX_SAMPLES
 from sluice.v1 import rollout_pb2, tokens_pb2
 
-__all__ = [
-    "Body",
-    "ChatMessage",
-    "ChatRequest",
-    "CompletionRequest",
-    "GenerationBody",
-    "chat_request",
-    "completion_requests",
-]
-
 COMPLETION_TOKENS = 16
 """OpenAI's default of max_tokens for `/v1/completions`. `/v1/chat/completions` has none: the context is the limit."""
 

@@ -22,23 +22,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2
 from sluice.versions import Version
 
-__all__ = [
-    "ChatResponses",
-    "CompletionResponses",
-    "DisconnectedError",
-    "EventStream",
-    "Events",
-    "Numbered",
-    "Responses",
-    "StopStringFilter",
-    "chat_logprobs",
-    "completion_logprobs",
-    "merged",
-    "prompt_fields",
-    "usage",
-    "while_connected",
-]
-
 FINISH_REASONS = {
     tokens_pb2.FINISH_REASON_STOP: "stop",
     tokens_pb2.FINISH_REASON_LENGTH: "length",
@@ -120,12 +103,7 @@ class ChatResponses:
 
     def first_chunk(self, index: int) -> dict[str, Any]:
         """Return the choice of the chunk before the first token: it has the role."""
-        return {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def _rest(self, sample: rollout_pb2.GeneratedSample) -> dict[str, Any]:
         logprobs = chat_logprobs(sample, self._token_text) if self.body.logprobs else None

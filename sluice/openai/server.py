@@ -28,8 +28,6 @@ from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
 from sluice.rpc.access import UNIX, TokenCheck, check_exposure, is_local
 from sluice.rpc.calls import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
 
-__all__ = ["HEALTH_PATH", "HttpServer", "RequestGuard"]
-
 LOOPBACK = "127.0.0.1"
 
 STEP_S = 0.05

@@ -13,20 +13,6 @@ import grpc
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.rpc.errors import SluiceError
 
-__all__ = [
-    "LOOPBACK",
-    "UNIX",
-    "Role",
-    "TokenCheck",
-    "address",
-    "check_exposure",
-    "client_token",
-    "free_ports",
-    "is_local",
-    "read_pem",
-    "server_credentials",
-]
-
 LOOPBACK = "127.0.0.1"
 
 UNIX = "unix:"

@@ -20,8 +20,6 @@ from prometheus_client import Counter, Gauge, Histogram
 from sluice.rpc.access import Role, TokenCheck
 from sluice.rpc.errors import DETAILS_KEY, SluiceError
 
-__all__ = ["REQUEST_ID_KEY", "RPC_IN_FLIGHT", "RPC_SECONDS", "RPC_TOTAL", "CallInterceptor"]
-
 RPC_TOTAL = Counter("sluice_rpc", "Calls answered, by status code.", ("service", "method", "code"))
 RPC_SECONDS = Histogram(
     "sluice_rpc_seconds",

@@ -21,16 +21,6 @@ from sluice.config import SecurityConfig
 from sluice.rpc.access import UNIX, Role, client_token, read_pem
 from sluice.rpc.calls import REQUEST_ID_KEY
 
-__all__ = [
-    "IDEMPOTENT_METHODS",
-    "MAX_MESSAGE_BYTES",
-    "MAX_SAMPLES",
-    "TRANSPORT_OPTIONS",
-    "connect",
-    "health_status",
-    "wait_until_serving",
-]
-
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest message of the contracts; larger things stream."""
 
@@ -116,10 +106,7 @@ def service_config() -> str:
         {"service": service, "method": name} for service, methods in IDEMPOTENT_METHODS.items() for name in methods
     ]
     return json.dumps(
-        {
-            "loadBalancingConfig": [{"round_robin": {}}],
-            "methodConfig": [{"name": names, "retryPolicy": _RETRY_POLICY}],
-        }
+        {"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": [{"name": names, "retryPolicy": _RETRY_POLICY}]}
     )
 
 

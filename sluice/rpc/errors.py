@@ -11,8 +11,6 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-__all__ = ["DOMAIN", "SluiceError"]
-
 DOMAIN = "sluice"
 """The domain of every ErrorInfo."""
 

@@ -21,8 +21,6 @@ from sluice.rpc.calls import CallInterceptor
 from sluice.rpc.channel import MAX_MESSAGE_BYTES, TRANSPORT_OPTIONS
 from sluice.v1 import common_pb2, common_pb2_grpc
 
-__all__ = ["RpcServer"]
-
 CONTRACT_VERSION = 1
 """Grows with every additive change within ``sluice.v1``."""
 
@@ -58,13 +56,7 @@ class RpcServer:
     """
 
     def __init__(
-        self,
-        name: str,
-        server: ServerConfig,
-        security: SecurityConfig,
-        *,
-        features: Sequence[str] = (),
-        run: str = "",
+        self, name: str, server: ServerConfig, security: SecurityConfig, *, features: Sequence[str] = (), run: str = ""
     ) -> None:
         access.check_exposure(server, security)
         if "/" in run:

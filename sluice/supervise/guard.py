@@ -18,8 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
-__all__ = ["start", "watch"]
-
 POLL_S = 0.05
 
 

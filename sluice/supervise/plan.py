@@ -21,18 +21,6 @@ from sluice.rpc.channel import wait_until_serving
 from sluice.supervise import ranks
 from sluice.supervise.supervisor import ChildSpec
 
-__all__ = [
-    "Addresses",
-    "Place",
-    "assign_devices",
-    "child_environment",
-    "child_specs",
-    "free_addresses",
-    "replica_names",
-    "replicas_of",
-    "shared_cores",
-]
-
 HAS_HTTP = frozenset({"rollout"})
 """Services with an HTTP port beside the gRPC one."""
 

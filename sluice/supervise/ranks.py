@@ -16,8 +16,6 @@ import threading
 import time
 import uuid
 
-__all__ = ["LAUNCHER", "end_with_launcher", "main"]
-
 LOOPBACK = "127.0.0.1"
 
 LAUNCHER = "SLUICE_INTERNAL_LAUNCHER"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-__all__ = ["GiveUp", "RestartLimits", "RestartPolicy", "StartAgain"]
-
 EXIT_CONFIG = 2
 """Exit code of a child whose settings are wrong: a restart would read the same settings."""
 

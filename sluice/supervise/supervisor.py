@@ -27,21 +27,6 @@ from sluice.supervise import guard
 from sluice.supervise.restart_policy import GiveUp, RestartLimits, RestartPolicy
 from sluice.tasks import discard_outcome
 
-__all__ = [
-    "LEVELS",
-    "ChildLog",
-    "ChildSpec",
-    "ChildState",
-    "Ending",
-    "Listener",
-    "LogLine",
-    "Outcome",
-    "Supervisor",
-    "Watchdog",
-    "read_line",
-    "run_until_signal",
-]
-
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 """Severities by name."""
 

@@ -53,9 +53,7 @@ async def test_the_end_of_the_forked_engine_does_not_hide_why_the_replica_failed
 
 async def test_an_address_that_may_not_be_used_is_refused_before_the_engine_is_started(tmp_path: Path):
     model = save_model(tmp_path / "model", 1)
-    code, output = await rollout(
-        *("--model", str(model), "--output-dir", str(tmp_path), "--server.host", "0.0.0.0"),
-    )
+    code, output = await rollout(*("--model", str(model), "--output-dir", str(tmp_path), "--server.host", "0.0.0.0"))
     assert code == 2
     assert "0.0.0.0" in output
     assert "vllm started" not in output

@@ -28,10 +28,7 @@ def transformers(model: Path, kv_policy: str) -> InferenceEngine:
     )
 
 
-FACTORIES: dict[str, Callable[[Path, str], InferenceEngine]] = {
-    "transformers": transformers,
-    "vllm": vllm,
-}
+FACTORIES: dict[str, Callable[[Path, str], InferenceEngine]] = {"transformers": transformers, "vllm": vllm}
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,7 @@ from orchestrator_svc.config import OrchestratorConfig
 from rollout_svc.servicer import ResponseCache
 from sluice.config import CommonConfig, PeersConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
-from sluice.v1 import (
-    rollout_pb2,
-    rollout_pb2_grpc,
-    tokens_pb2,
-    trainer_pb2,
-    trainer_pb2_grpc,
-)
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version
 
 DIGEST = "same-tokenizer"

@@ -14,17 +14,7 @@ import pytest_asyncio
 import torch
 from engine_waits import until, until_tokens
 from safetensors.torch import load_file, save_file
-from small_models import (
-    CONTEXT,
-    EOS,
-    VOCABULARY,
-    greedy,
-    recompute,
-    recompute_mixed,
-    staged,
-    text_of,
-    versions_of,
-)
+from small_models import CONTEXT, EOS, VOCABULARY, greedy, recompute, recompute_mixed, staged, text_of, versions_of
 
 from rollout_svc.engines.base import (
     EngineError,

@@ -13,17 +13,7 @@ import grpc
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_stack import (
-    RUN,
-    Stack,
-    batch,
-    settings,
-    stack,
-    tiny_model,
-    trainer_config,
-    trainer_service,
-    trajectory,
-)
+from trainer_stack import RUN, Stack, batch, settings, stack, tiny_model, trainer_config, trainer_service, trajectory
 
 from sluice.client import TrainerClient
 from sluice.config import SecurityConfig

@@ -33,14 +33,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from rollout_svc.engines.base import (
-    EngineBusyError,
-    EngineError,
-    FinishReason,
-    GenerationRequest,
-    PauseMode,
-    Sampling,
-)
+from rollout_svc.engines.base import EngineBusyError, EngineError, FinishReason, GenerationRequest, PauseMode, Sampling
 from rollout_svc.engines.slots.batch import SlotBatch
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from sluice.versions import BASE, Version
@@ -153,10 +146,7 @@ class TestModels:
 
     @pytest.mark.parametrize(
         ("settings", "remedy"),
-        [
-            ({"kv_cache_bytes": 1000}, "max_model_len"),
-            ({"max_model_len": 2 * CONTEXT}, "positions"),
-        ],
+        [({"kv_cache_bytes": 1000}, "max_model_len"), ({"max_model_len": 2 * CONTEXT}, "positions")],
     )
     async def test_settings_that_cannot_work_are_refused(self, models, settings, remedy):
         with pytest.raises(EngineError, match=remedy):

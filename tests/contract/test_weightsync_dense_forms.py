@@ -79,19 +79,13 @@ async def test_cut_deltas_and_anchors_of_several_files_become_whole_tensors(tmp_
         await stack.commit(manifest)
         left, right = (slice(None), slice(0, 3)), (slice(None), slice(3, 8))
         delta = pb.Manifest(
-            run=RESOURCE,
-            version=version(2).to_proto(),
-            kind=pb.VERSION_KIND_DELTA,
-            base=version(1).to_proto(),
+            run=RESOURCE, version=version(2).to_proto(), kind=pb.VERSION_KIND_DELTA, base=version(1).to_proto()
         )
         for index, region in enumerate((left, right)):
             own = {"v": new["v"]} if index else {}
             before = {"v": base["v"]} if index else {}
             source = DeltaSource(
-                f"part{index}",
-                {"w": new["w"][region], **own},
-                {"w": base["w"][region], **before},
-                encoded=True,
+                f"part{index}", {"w": new["w"][region], **own}, {"w": base["w"][region], **before}, encoded=True
             )
             tensor = next(each for each in source.shard.tensors if each.name == "w")
             tensor.global_shape[:] = (6, 8)

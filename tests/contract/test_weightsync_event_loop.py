@@ -16,8 +16,8 @@ from sluice.rpc import connect
 from sluice.versions import Version
 from weightsync.publish.shards import ShardSource
 from weightsync.publisher import AdapterPublisher, WeightPublisher
-from weightsync.receiver import ApplyReport, ReceiverOptions, StagedAdapter, WeightReceiver
-from weightsync.staged import HeldVersions
+from weightsync.receiver import ReceiverOptions, WeightReceiver
+from weightsync.staged import ApplyReport, HeldVersions, StagedAdapter
 
 pytestmark = pytest.mark.slow
 

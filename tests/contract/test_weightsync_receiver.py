@@ -31,16 +31,9 @@ from sluice.rpc import SluiceError, connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.receiver import (
-    ApplyReport,
-    PolicyHeldError,
-    PolicyMode,
-    PullLimits,
-    ReceiverOptions,
-    StagedVersion,
-    WeightReceiver,
-)
-from weightsync.staged import ApplyError, StagedAdapter
+from weightsync.receive.pull import PullLimits
+from weightsync.receiver import PolicyHeldError, PolicyMode, ReceiverOptions, WeightReceiver
+from weightsync.staged import ApplyError, ApplyReport, StagedAdapter, StagedVersion
 
 LIMITS = PullLimits(deadline_s=30, idle_s=5, attempts=3, first_pause_s=0.01)
 

@@ -22,15 +22,10 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.publisher import WeightPublisher
-from weightsync.receiver import (
-    ApplyReport,
-    PolicyMode,
-    PullLimits,
-    ReceiverOptions,
-    StagedVersion,
-    UpdateTimings,
-    WeightReceiver,
-)
+from weightsync.receive.pull import PullLimits
+from weightsync.receive.sources import UpdateTimings
+from weightsync.receiver import PolicyMode, ReceiverOptions, WeightReceiver
+from weightsync.staged import ApplyReport, StagedVersion
 
 pytestmark = pytest.mark.slow
 
@@ -77,12 +72,7 @@ async def receiving(
 ) -> AsyncIterator[WeightReceiver]:
     async with connect(target, SecurityConfig()) as channel:
         receiver = WeightReceiver(
-            channel,
-            RUN,
-            replica,
-            stage_dir,
-            engine,
-            options=ReceiverOptions(pull=LIMITS, local_files=local_files),
+            channel, RUN, replica, stage_dir, engine, options=ReceiverOptions(pull=LIMITS, local_files=local_files)
         )
         async with following(receiver):
             yield receiver

@@ -22,11 +22,7 @@ def test_critics_references_and_selections_do_not_depend_on_the_number_of_proces
     tmp_path: Path, rank_programs: RankPrograms
 ) -> None:
     init_model(tmp_path / "model", ModelShape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48), seed=3)
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-    }
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     arguments = (str(tmp_path / "model"), str(tmp_path / "found.json"))
     ranks = [rank_programs.start("ppo_rank", *arguments, environment=place | {"RANK": str(rank)}) for rank in range(2)]
     try:

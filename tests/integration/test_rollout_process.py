@@ -68,11 +68,7 @@ async def started(directory: Path) -> AsyncIterator[asyncio.subprocess.Process]:
 
 
 async def test_sigterm_lets_a_stream_end(tmp_path):
-    async with (
-        started(tmp_path) as process,
-        asyncio.timeout(DEADLINE_S),
-        httpx.AsyncClient(timeout=DEADLINE_S) as http,
-    ):
+    async with started(tmp_path) as process, asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=DEADLINE_S) as http:
         _, url = await listening(process)
         log = asyncio.create_task(process.stdout.read())  # keeps the pipe from filling
         body = {"prompt": [5], "n": 4, "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -90,11 +86,7 @@ async def test_sigterm_lets_a_stream_end(tmp_path):
 
 
 async def test_a_replica_that_drains_says_so_refuses_new_work_and_finishes_the_rest(tmp_path):
-    async with (
-        started(tmp_path) as process,
-        asyncio.timeout(DEADLINE_S),
-        httpx.AsyncClient(timeout=DEADLINE_S) as http,
-    ):
+    async with started(tmp_path) as process, asyncio.timeout(DEADLINE_S), httpx.AsyncClient(timeout=DEADLINE_S) as http:
         target, url = await listening(process)
         log = asyncio.create_task(process.stdout.read())
         async with connect(target, SecurityConfig()) as channel:

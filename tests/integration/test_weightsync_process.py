@@ -23,7 +23,8 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.publisher import WeightPublisher
 from weightsync.receive.shared_area import remove_stale
-from weightsync.receiver import ApplyReport, ReceiverOptions, StagedVersion, WeightReceiver
+from weightsync.receiver import ReceiverOptions, WeightReceiver
+from weightsync.staged import ApplyReport, StagedVersion
 
 pytestmark = pytest.mark.slow
 

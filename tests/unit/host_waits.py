@@ -10,9 +10,10 @@ import torch
 from fake_device import DEVICE, fake_device, to_fake_device
 from tiny_policy import ragged_batch
 
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.optimizers import build_optimizers
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import Passes, PolicyUpdate
 

@@ -42,12 +42,7 @@ def test_dimensions_may_stand_in_any_order(letters: list[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "meant", "devices", "canonical"),
     [
-        (
-            "vllm:d12t1+fsdp:d4t1p1",
-            Allocation(Side(D(12), "vllm"), Side(D(4), "fsdp")),
-            16,
-            "vllm:d12+fsdp:d4",
-        ),
+        ("vllm:d12t1+fsdp:d4t1p1", Allocation(Side(D(12), "vllm"), Side(D(4), "fsdp")), 16, "vllm:d12+fsdp:d4"),
         (" vllm: t2d1 + d4 ", Allocation(Side(D(1, 2), "vllm"), Side(D(4), "fsdp")), 6, "vllm:d1t2+fsdp:d4"),
         ("fsdp:d2c2+vllm:d1", Allocation(Side(D(1), "vllm"), Side(D(2, 1, 2), "fsdp")), 5, "vllm:d1+fsdp:d2c2"),
         ("d4p1t2+d4p2t2", Allocation(Side(D(4, 2)), Side(D(4, 2, 1, 2), "fsdp")), 24, "d4t2+fsdp:d4t2p2"),

@@ -81,11 +81,7 @@ def test_the_newest_checkpoint_is_the_newest_complete_one(tmp_path: Path) -> Non
 
 def test_two_supervisors_cannot_hold_one_run(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    with (
-        claim(run, resume=True),
-        pytest.raises(ConfigError, match="another process runs 'r'"),
-        claim(run, resume=True),
-    ):
+    with claim(run, resume=True), pytest.raises(ConfigError, match="another process runs 'r'"), claim(run, resume=True):
         pass
 
 

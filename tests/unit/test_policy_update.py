@@ -227,10 +227,7 @@ def test_a_group_is_worth_as_much_as_another_whatever_column_lacks_a_token():
     settings_ = {"kl_coef": 0.1, "aggregation": "prompt"}
     objective = Objective.of(settings("grpo", settings_, reference={"model": "batch"}).objective)
     member = row([5], [6, 7], group="g", reference=-1.0, behaviour=torch.tensor([nan, -1.0]))
-    holes = {
-        "reference_logprobs": torch.tensor([nan, nan, -1.0]),
-        "advantages": torch.tensor([0.0, 1.0, nan]),
-    }
+    holes = {"reference_logprobs": torch.tensor([nan, nan, -1.0]), "advantages": torch.tensor([0.0, 1.0, nan])}
     rows = [member] + [
         replace(member, behaviour_logprobs=torch.zeros(3), **{name: values}) for name, values in holes.items()
     ]

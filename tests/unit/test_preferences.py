@@ -119,8 +119,7 @@ def test_held_out_pairs_are_none_that_are_trained_on(renderer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"objective": "dpo", "label_smoothing": 0.1, "sft_weight": 0.5}, {"objective": "ipo", "beta": 0.5}],
+    "settings", [{"objective": "dpo", "label_smoothing": 0.1, "sft_weight": 0.5}, {"objective": "ipo", "beta": 0.5}]
 )
 def test_loss_and_gradient_of_pairs_do_not_depend_on_packing(model_dir, renderer, tmp_path, settings):
     config = DpoConfig(model="m", data="d", **settings)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.trainable import trainable
 from trainer_svc.service.convert import Batch, OnStale, Sample
 from trainer_svc.service.stale_filter import FilteredBatch, filter_stale
@@ -177,10 +177,7 @@ def test_an_objective_that_does_not_read_who_sampled_trains_tokens_without_log_p
 def test_tokens_of_a_retired_version_are_told_apart() -> None:
     lineage = LINEAGE.begin(2, Version(1, 3))
     result = consumed(
-        sample("retired", versions=[(0, 5)]),
-        sample("kept", versions=[(0, 3)]),
-        lineage=lineage,
-        now=Version(2, 4),
+        sample("retired", versions=[(0, 5)]), sample("kept", versions=[(0, 3)]), lineage=lineage, now=Version(2, 4)
     )
     assert outcomes(result) == {"retired": "RETIRED_EPOCH", "kept": "TRAINED"}
     assert results(result)[0].max_staleness == (5 - 3) + (4 - 3)

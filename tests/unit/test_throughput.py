@@ -8,9 +8,10 @@ from tiny_policy import row, tiny_model
 from transformers import Qwen3Config
 
 from trainer_svc.batch.rows import pack
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import Meter
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import Passes, PolicyUpdate
 

@@ -12,8 +12,9 @@ from tiny_policy import load_state, policy_step, ragged_batch, row, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sluice.render import tokenizer_digest
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 
 IN_BATCH = {"model": "batch"}

@@ -89,10 +89,7 @@ def test_a_batch_that_a_checkpoint_holds_is_recognised() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "expected"),
-    [
-        (ticket(2, batch_id="b1"), "BATCH_ID_REUSED"),
-        (ticket(1, content="other"), "BATCH_CONTENT_DIFFERS"),
-    ],
+    [(ticket(2, batch_id="b1"), "BATCH_ID_REUSED"), (ticket(1, content="other"), "BATCH_CONTENT_DIFFERS")],
 )
 def test_an_id_cannot_name_two_batches(wrong: Ticket, expected: str) -> None:
     admission = opened()

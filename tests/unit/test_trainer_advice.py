@@ -9,7 +9,7 @@ from small_learner import learner, train
 from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
-from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import estimator_warning
 
 

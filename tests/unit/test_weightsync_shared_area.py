@@ -33,12 +33,7 @@ def made(area: SharedArea, number: int = 1) -> SharedCopy:
 
 
 async def obtain(
-    files: HostFiles,
-    path: Path,
-    held: Path | None,
-    build: Callable[[int], Awaitable[T]],
-    *,
-    or_newer: bool = False,
+    files: HostFiles, path: Path, held: Path | None, build: Callable[[int], Awaitable[T]], *, or_newer: bool = False
 ) -> tuple[SharedCopy, T | None]:
     """Use a file that is there, otherwise make it, as a receiver does."""
     made = None

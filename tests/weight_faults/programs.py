@@ -31,8 +31,9 @@ from weight_faults.points import Point, arm
 from weight_faults.versions import tensors_of
 from weightsync.config import WeightSyncConfig
 from weightsync.publisher import WeightPublisher
+from weightsync.receive.pull import PullLimits
 from weightsync.receive.sources import SourceLimits
-from weightsync.receiver import PullLimits, ReceiverOptions, WeightReceiver
+from weightsync.receiver import ReceiverOptions, WeightReceiver
 
 __all__ = ["CHUNK_BYTES", "RUN", "main"]
 

@@ -50,12 +50,7 @@ class World:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        *,
-        relay: bool = False,
-        local_files: bool = False,
-        wired: Iterable[str] = (),
+        self, directory: Path, *, relay: bool = False, local_files: bool = False, wired: Iterable[str] = ()
     ) -> None:
         self.directory = directory
         self.stage_dir, self.host_dir = directory / "shm", directory / "host"

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from trainer_svc.batch.shapes import Block, Bounds, Indices
 
-__all__ = ["AttentionPlan", "PrefixPlan", "VarlenPlan", "to_device"]
-
 SHORT = 32
 """Tokens. Parts and sequences up to this length share one block: a kernel call costs more than their padding."""
 

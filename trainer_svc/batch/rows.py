@@ -31,20 +31,6 @@ from trainer_svc.batch.shapes import (
     Scalar,
 )
 
-__all__ = [
-    "OPTIONAL_COLUMNS",
-    "LossFn",
-    "LossWeight",
-    "MicroBatch",
-    "Outputs",
-    "Sequence",
-    "common_prefix",
-    "count_loss_tokens",
-    "empty_batch",
-    "pack",
-    "tokens_to_forward",
-]
-
 Ids = NDArray[np.int64]
 
 OPTIONAL_COLUMNS = (

@@ -13,24 +13,6 @@ from typing import TypeAlias
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-__all__ = [
-    "Block",
-    "Bounds",
-    "HeadBias",
-    "HeadWeight",
-    "IdsOfSequence",
-    "Indices",
-    "MaskOfSequence",
-    "MaskPerToken",
-    "PackedHeads",
-    "PackedIds",
-    "PerPair",
-    "PerSequenceToken",
-    "PerToken",
-    "Scalar",
-    "TokenStates",
-]
-
 IdsOfSequence: TypeAlias = Int64[Tensor, " length"]
 MaskOfSequence: TypeAlias = Bool[Tensor, " length"]
 PerSequenceToken: TypeAlias = Float[Tensor, " length"]

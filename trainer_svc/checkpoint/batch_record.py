@@ -26,8 +26,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2, tokens_pb2
 from sluice.versions import Lineage, Version
 
-__all__ = ["KEPT_REPORTS", "BatchRecordFiles", "content_digest", "read_records"]
-
 FILE_BYTES = 16 << 20
 """Size at which a new file is begun: some hundred batches of 512 trajectories."""
 

@@ -14,19 +14,9 @@ from sluice.host_files import remove_tree
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from sluice.versions import BASE, ENDLESS, Lineage, Version
-from trainer_svc.checkpoint.saver import (
-    MANIFEST,
-    Export,
-    Saver,
-    read_manifest,
-    recover,
-    write_durably,
-    write_manifest,
-)
+from trainer_svc.checkpoint.saver import MANIFEST, Export, Saver, read_manifest, recover, write_durably, write_manifest
 from trainer_svc.checkpoint.state import LiveState
 from trainer_svc.engine.engine import TrainEngine
-
-__all__ = ["Checkpoints", "origin_of", "surplus"]
 
 log = structlog.get_logger(__name__)
 
@@ -114,12 +104,7 @@ class Checkpoints:
         manifest.lineage.CopyFrom(_lineage_message(self.lineage))
         target = self.directory / manifest.checkpoint.name
         return self.saver.begin(
-            target,
-            manifest,
-            state,
-            export=export,
-            before=before,
-            after=partial(self._prune, version, self.lineage),
+            target, manifest, state, export=export, before=before, after=partial(self._prune, version, self.lineage)
         )
 
     def written(self, version: Version, journal_position: int) -> checkpoint_pb2.CheckpointManifest | None:

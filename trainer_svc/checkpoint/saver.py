@@ -45,20 +45,6 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.ranks import ALONE, OtherRankError, Ranks, agree
 
-__all__ = [
-    "MANIFEST",
-    "SAVE_S",
-    "CheckpointDamagedError",
-    "EngineCheckpoints",
-    "Export",
-    "Saver",
-    "export_state",
-    "read_manifest",
-    "recover",
-    "write_durably",
-    "write_manifest",
-]
-
 MANIFEST = "manifest.json"
 STATE = "state"
 EXPORT = "hf"

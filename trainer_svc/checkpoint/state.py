@@ -28,22 +28,6 @@ from sluice.v1 import weightsync_pb2
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.parallel.sharding import local_slice
 
-__all__ = [
-    "POLICY",
-    "LiveState",
-    "TensorSlice",
-    "assign_slices",
-    "decode_slices",
-    "encode_slices",
-    "held_slices",
-    "read_below",
-    "read_tensors",
-    "restore_state",
-    "stored_tensors",
-    "training_state",
-    "write_slices",
-]
-
 POLICY = "policy"
 """Name of the policy's engine in a checkpoint, and of the engine of offline training."""
 

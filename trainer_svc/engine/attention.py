@@ -26,8 +26,6 @@ from trainer_svc.batch.attention_plan import AttentionPlan, PrefixPlan, VarlenPl
 from trainer_svc.batch.shapes import Block, PackedHeads
 from trainer_svc.parallel.context import Context
 
-__all__ = ["PACKED_ATTENTION", "Attention", "Packing", "packed_attention", "uses_varlen"]
-
 Attention = Literal["auto", "sdpa", "varlen"]
 
 PACKED_ATTENTION = "sluice_packed"

@@ -27,25 +27,15 @@ from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
 from trainer_svc.engine.export import cpu_copy, export_hf, live_tensors
 from trainer_svc.engine.loading import freeze, load_network
+from trainer_svc.engine.logprob import Entropy
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
-from trainer_svc.engine.network import (
-    DTYPES,
-    Entropy,
-    Head,
-    Network,
-    choose_kernels,
-    connected,
-    distribute,
-    resolve_device,
-)
+from trainer_svc.engine.network import DTYPES, Head, Network, choose_kernels, connected, distribute, resolve_device
 from trainer_svc.engine.optimizers import build_optimizers, clip, learning_rate, total_norm
 from trainer_svc.engine.pipeline import LossOf, Pipeline
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import Ranks, agree
 from trainer_svc.parallel.sharding import sum_partial_gradients
-
-__all__ = ["TrainEngine"]
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of a checkpoint's tensors."""

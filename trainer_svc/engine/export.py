@@ -13,8 +13,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sluice.host_files import whole_directory
 
-__all__ = ["cpu_copy", "export_hf", "live_tensors"]
-
 OWN_MODULES = ("value_head.",)
 """Modules that training adds to a language model. Files and engines do not have them."""
 
@@ -60,11 +58,7 @@ def cpu_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def export_hf(
-    model: PreTrainedModel,
-    source: str,
-    directory: Path,
-    dtype: torch.dtype | None,
-    weights: Mapping[str, torch.Tensor],
+    model: PreTrainedModel, source: str, directory: Path, dtype: torch.dtype | None, weights: Mapping[str, torch.Tensor]
 ) -> None:
     """Write safetensors, config, generation config and tokenizer beside the target, then rename.
 

@@ -18,8 +18,6 @@ from trainer_svc.engine.network import Head, Network
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.sharding import Absent
 
-__all__ = ["freeze", "load_network"]
-
 CPU = torch.device("cpu")
 
 CHECK_LENGTHS = (7, 4)

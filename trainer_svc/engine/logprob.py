@@ -28,8 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from trainer_svc.batch.shapes import HeadBias, HeadWeight, Indices, PerToken, TokenStates
 from trainer_svc.parallel.sharding import local_slice
 
-__all__ = ["Entropy", "VocabularyShard", "fused_logprobs", "logprobs_of_logits", "logprobs_of_states"]
-
 Entropy = Literal["none", "measure", "train"]
 """Whether entropies are computed (measure, train), and whether they carry a gradient (train)."""
 

@@ -25,8 +25,6 @@ from trainer_svc.engine.network import Network
 if TYPE_CHECKING:
     from peft import PeftModel
 
-__all__ = ["Adapter", "attach_adapter", "merge_adapter"]
-
 NAME = "default"
 """PEFT's name of the only adapter. Files do not contain it."""
 

@@ -25,8 +25,6 @@ from trainer_svc.batch.shapes import Scalar
 from trainer_svc.parallel.balance import TOKENS, Cost
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = ["Meter", "StepMetrics", "StepRecord"]
-
 LOSS = "step/loss"
 """The name of the loss among the sums. The names of a loss function's own sums have no such prefix."""
 
@@ -99,10 +97,7 @@ class StepMetrics:
         total_s = self.seconds.get("total", 0.0)
         found = {"packing_efficiency": 1.0 - self.padding_fraction}
         if total_s > 0:
-            found |= {
-                "tokens_per_s": self.tokens / total_s,
-                "forward_tokens_per_s": self.forward_tokens / total_s,
-            }
+            found |= {"tokens_per_s": self.tokens / total_s, "forward_tokens_per_s": self.forward_tokens / total_s}
             if self.flops is not None and self.peak_flops is not None:
                 found["mfu"] = self.flops / (total_s * self.peak_flops)
         return found

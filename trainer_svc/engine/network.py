@@ -25,18 +25,6 @@ from trainer_svc.parallel.dims import check_heads
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.sharding import Root, cut_stage, shard_weights, split_matrices
 
-__all__ = [
-    "DTYPES",
-    "Entropy",
-    "Head",
-    "Network",
-    "choose_kernels",
-    "compile_layers",
-    "connected",
-    "distribute",
-    "resolve_device",
-]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """PyTorch's types by the names in the settings."""
 

@@ -21,16 +21,6 @@ from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.sharding import local_slice
 
-__all__ = [
-    "OffloadedAdamW",
-    "Optimizers",
-    "ShardedMuon",
-    "build_optimizers",
-    "clip",
-    "learning_rate",
-    "total_norm",
-]
-
 MUON_SCALES = {"rms": "match_rms_adamw", "spectral": "original"}
 """torch's names of the ways to scale Muon's steps, by the names in the settings."""
 

@@ -23,12 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer_svc.batch.rows import MicroBatch, Outputs
 from trainer_svc.batch.shapes import Scalar
+from trainer_svc.engine.logprob import Entropy
 from trainer_svc.engine.metrics import StepRecord
-from trainer_svc.engine.network import Entropy, Network, connected
+from trainer_svc.engine.network import Network, connected
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.sharding import tied_weight
-
-__all__ = ["LossOf", "Pipeline"]
 
 LossOf: TypeAlias = Callable[[Outputs, MicroBatch], Scalar]
 """Returns a micro-batch's part of the global loss."""

@@ -21,8 +21,6 @@ from transformers import PreTrainedModel
 
 from trainer_svc.parallel.sharding import local_slice
 
-__all__ = ["Place", "WeightFiles", "left_on_disk", "read_weights", "streaming"]
-
 ON_DISK = {"": "disk"}
 """transformers' `device_map` that leaves a model in its files."""
 

@@ -20,23 +20,6 @@ from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.terms import kl_estimate
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = [
-    "at_loss_tokens",
-    "carried_back",
-    "check_rewards",
-    "clipped_value_loss",
-    "discounted_sum",
-    "gae",
-    "process_returns",
-    "proximal_of",
-    "token_rewards",
-    "turns_of",
-    "whiten",
-    "with_advantages",
-    "with_column",
-]
-
-
 BATCH = "batch"
 """The one group of values that are whitened over the whole batch."""
 

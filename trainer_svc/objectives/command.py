@@ -16,8 +16,6 @@ from sluice.config import Command, ConfigError, Options
 from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
 
-__all__ = ["COMMAND", "Case", "CaseSequence"]
-
 _EXAMPLE = """\
 a case:
   {"preset": "grpo", "params": {"eps_high": 0.28, "kl_coef": 0.04},

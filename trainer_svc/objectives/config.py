@@ -25,8 +25,6 @@ from trainer_svc.objectives.presets import (
 )
 from trainer_svc.objectives.terms import CORRECTIONS, Aggregation, CorrectionKind, KlKind
 
-__all__ = ["CorrectionConfig", "ObjectiveConfig", "ResolvedObjective"]
-
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PRESET_PARAMETERS = frozenset(name for preset in PRESETS.values() for name in preset.all_parameters)
 _ESTIMATOR_PARAMETERS = frozenset(name for taken in BATCH_ESTIMATORS.values() for name in taken)
@@ -74,8 +72,7 @@ class ObjectiveConfig(PresetSettings):
         None, ge=0, le=1, description="process: discount per turn; unset: a token gets only its own reward."
     )
     process_scale: Literal["none", "group", "batch"] = Field(
-        "none",
-        description="process: whiten advantages over the tokens of a group, of the batch, or not at all.",
+        "none", description="process: whiten advantages over the tokens of a group, of the batch, or not at all."
     )
     proximal: Proximal | None = Field(
         None,

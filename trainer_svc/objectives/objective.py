@@ -33,16 +33,7 @@ from trainer_svc.objectives.terms import (
 )
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds and which a loss does not need
-    from trainer_svc.engine.network import Entropy
-
-__all__ = [
-    "MISMATCH_BOUNDS",
-    "Objective",
-    "bypass_warning",
-    "estimator_warning",
-    "finish",
-    "mismatch_warning",
-]
+    from trainer_svc.engine.logprob import Entropy
 
 
 @dataclass(frozen=True, slots=True)

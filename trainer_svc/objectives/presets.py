@@ -19,19 +19,6 @@ from trainer_svc.objectives.terms import Aggregation, CorrectionKind, KlKind, To
 if TYPE_CHECKING:
     from trainer_svc.batch.shapes import MaskPerToken, PerToken, Scalar
 
-__all__ = [
-    "BATCH_ESTIMATORS",
-    "PRESETS",
-    "Anchor",
-    "KlWhere",
-    "Parameters",
-    "Preset",
-    "PresetSettings",
-    "Proximal",
-    "Surrogate",
-    "TokenLosses",
-]
-
 TokenLosses: TypeAlias = "tuple[PerToken, dict[str, Scalar]]"
 """The loss of every token, to be minimised, and sums over tokens for the report: what a clip, truncation or mask did."""
 
@@ -154,11 +141,7 @@ Anchor = Literal["proximal", "behaviour", "none"]
 Parameters = Mapping[str, float | None]
 
 BATCH_ESTIMATORS: Mapping[str, Parameters] = MappingProxyType(
-    {
-        "gae": {"gamma": 1.0, "gae_lambda": 1.0},
-        "reinforce_pp": {"gamma": 1.0},
-        "process": {"turn_discount": None},
-    }
+    {"gae": {"gamma": 1.0, "gae_lambda": 1.0}, "reinforce_pp": {"gamma": 1.0}, "process": {"turn_discount": None}}
 )
 """Advantage estimators that the trainer runs before its epochs, with their parameters; None: off. The orchestrator runs the others, which need only rewards."""
 

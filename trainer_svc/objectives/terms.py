@@ -19,25 +19,6 @@ if TYPE_CHECKING:
     from trainer_svc.batch.rows import MicroBatch, Sequence
     from trainer_svc.batch.shapes import Indices, MaskPerToken, PerToken, Scalar
 
-__all__ = [
-    "CORRECTIONS",
-    "MAX_KL",
-    "MAX_LOG_DIFFERENCE",
-    "Aggregation",
-    "Correction",
-    "CorrectionKind",
-    "KlKind",
-    "TokenTerms",
-    "TokenWeights",
-    "divisor",
-    "kl_estimate",
-    "kl_loss",
-    "log_difference",
-    "off_policy_sequence_mask",
-    "token_factors",
-    "veto",
-]
-
 MAX_LOG_DIFFERENCE = 20.0
 """Nats. e^20 is far beyond every clip of a ratio. Without this clamp `exp` would overflow."""
 

@@ -22,19 +22,6 @@ from trainer_svc.objectives.config import ResolvedObjective
 from trainer_svc.objectives.terms import log_difference
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = [
-    "CAUSES",
-    "check_columns",
-    "keep_small_moments",
-    "keep_trainable",
-    "loglinear_share",
-    "trainable",
-    "with_batch_facts",
-    "with_group_tokens",
-    "with_proximal_share",
-    "with_selection",
-]
-
 CAUSES = ("behaviour_not_finite", "advantage_not_finite", "reference_not_finite", "teacher_not_finite")
 """Why a token leaves the loss. A token counts under its first cause."""
 

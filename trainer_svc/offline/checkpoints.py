@@ -23,8 +23,6 @@ from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline.config import OfflineConfig, make_parent
 
-__all__ = ["FinishedError", "RunCheckpoints", "checkpoint_directory", "claim_output", "remove_checkpoints"]
-
 KEEP = 2
 """One is complete while the next is written."""
 

@@ -28,8 +28,6 @@ from trainer_svc.offline.config import (
 )
 from trainer_svc.start_check import check_compiler, check_sizes
 
-__all__ = ["DISTILL", "DPO", "MERGE_ADAPTER", "REWARD_MODEL", "SFT", "MergeConfig", "load_offline"]
-
 _Config = TypeVar("_Config", bound=OfflineConfig)
 
 

@@ -11,17 +11,6 @@ from pydantic import Field, model_validator
 from sluice.config import ConfigError
 from trainer_svc.compute_config import ComputeConfig, check_decay
 
-__all__ = [
-    "DataError",
-    "DistillConfig",
-    "DpoConfig",
-    "OfflineConfig",
-    "RewardModelConfig",
-    "SftConfig",
-    "is_file",
-    "make_parent",
-]
-
 
 class OfflineConfig(ComputeConfig):
     """The settings that all kinds of offline training share. The file is flat: its keys stand at the top level."""

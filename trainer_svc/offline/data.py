@@ -27,23 +27,6 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline.config import DataError, OfflineConfig, is_file
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = [
-    "CHOSEN",
-    "REJECTED",
-    "Column",
-    "Data",
-    "Examples",
-    "batches",
-    "every_row",
-    "hold_out",
-    "load_data",
-    "load_examples",
-    "precompute_logprobs",
-    "render_demonstration",
-    "render_pair",
-    "scored",
-]
-
 Row: TypeAlias = Mapping[str, Any]
 
 CHOSEN, REJECTED = 1.0, 0.0

@@ -11,26 +11,11 @@ from torch.nn.functional import logsigmoid
 
 from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, Sequence
 from trainer_svc.batch.shapes import Indices, PerPair, PerToken, Scalar
-from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.terms import kl_estimate
 from trainer_svc.offline.config import DpoConfig
 from trainer_svc.offline.data import CHOSEN, REJECTED
-
-__all__ = [
-    "PreferenceLoss",
-    "ScoreLoss",
-    "TeacherLoss",
-    "Training",
-    "bradley_terry",
-    "count_pairs",
-    "dpo",
-    "ipo",
-    "pair_places",
-    "preference_figures",
-    "score_figures",
-    "teacher_figures",
-]
 
 
 @dataclass(frozen=True, slots=True)

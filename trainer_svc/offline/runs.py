@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 from sluice.config import ConfigError, reason_of
 from sluice.render import ChatRenderer
 from trainer_svc.compute_config import LoraConfig, check_decay
-from trainer_svc.config import ObjectiveConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.engine.network import Head
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.checkpoints import RunCheckpoints, checkpoint_directory, claim_output
 from trainer_svc.offline.config import DataError, DistillConfig, DpoConfig, OfflineConfig, RewardModelConfig, SftConfig
@@ -47,8 +47,6 @@ from trainer_svc.offline.losses import (
     teacher_figures,
 )
 from trainer_svc.parallel.mesh import SINGLE, Mesh
-
-__all__ = ["Evaluation", "Progress", "Report", "Resumed", "Summary", "run", "with_steps"]
 
 _Config = TypeVar("_Config", bound=OfflineConfig)
 

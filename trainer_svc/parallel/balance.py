@@ -24,8 +24,6 @@ import numpy as np
 
 from trainer_svc.batch.rows import Sequence, common_prefix, tokens_to_forward
 
-__all__ = ["TOKENS", "Cost", "balance"]
-
 SIZES = (
     "hidden_size",
     "intermediate_size",

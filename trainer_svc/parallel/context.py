@@ -21,8 +21,6 @@ from trainer_svc.batch.attention_plan import to_device
 from trainer_svc.batch.rows import MicroBatch
 from trainer_svc.batch.shapes import Indices, PerToken
 
-__all__ = ["Context"]
-
 
 @dataclass(frozen=True, slots=True)
 class Context:

@@ -10,19 +10,6 @@ from typing import Self
 from sluice.models import ModelSizes
 from trainer_svc.compute_config import ParallelConfig
 
-__all__ = [
-    "COLUMNS",
-    "MESH_AXES",
-    "PARTIAL",
-    "ROWS",
-    "ParallelDims",
-    "check_fits",
-    "check_heads",
-    "check_tensor",
-    "stage_layers",
-    "tensor_plan",
-]
-
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Axes of the device mesh. The last one changes fastest: neighbouring ranks, on one host, share the axis that communicates most."""
 
@@ -145,11 +132,7 @@ def check_tensor(sizes: ModelSizes, tp: int) -> None:
         ValueError: if transformers has no usable plan for the architecture, or `tp` does not divide its sizes.
     """
     tensor_plan(sizes.model_type)
-    named = {
-        "attention heads": sizes.heads,
-        "key-value heads": sizes.key_heads,
-        "columns of the MLP": sizes.inner,
-    }
+    named = {"attention heads": sizes.heads, "key-value heads": sizes.key_heads, "columns of the MLP": sizes.inner}
     for name, size in named.items():
         if size is not None and size % tp:
             raise ValueError(

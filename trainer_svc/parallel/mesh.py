@@ -21,8 +21,6 @@ from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.parallel.dims import MESH_AXES, ParallelDims
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = ["SINGLE", "Mesh", "join", "make_mesh"]
-
 WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")
 """Axes of the device mesh that weights are laid out on; the processes of `fsdp`, `dp_shard` x `cp`, share one copy."""
 

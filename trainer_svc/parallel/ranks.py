@@ -10,8 +10,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["ALONE", "OtherRankError", "OtherRankRefusedError", "Ranks", "agree"]
-
 T = TypeVar("T")
 
 

@@ -28,18 +28,6 @@ from transformers import PreTrainedModel
 from sluice.models import ModelSizes
 from trainer_svc.parallel.dims import COLUMNS, PARTIAL, check_tensor, stage_layers, tensor_plan
 
-__all__ = [
-    "Absent",
-    "Root",
-    "check_divides",
-    "cut_stage",
-    "local_slice",
-    "shard_weights",
-    "split_matrices",
-    "sum_partial_gradients",
-    "tied_weight",
-]
-
 
 def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return the part of a tensor that this process holds, and where it begins in the whole tensor, per dimension."""

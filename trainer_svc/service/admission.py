@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 from sluice.versions import Version
 
-__all__ = ["Admission", "Known", "RefusedError", "Ticket"]
-
 REMEMBERED_BATCHES = 1024
 """Ids of applied batches that are kept to recognise repeats: as many as WatchSteps keeps reports."""
 

@@ -13,8 +13,6 @@ from sluice.v1.trainer_pb2 import Checkpoint
 from trainer_svc.service.learner import ComputeThread, Learner
 from trainer_svc.service.rank_group import OUT_OF_STEP
 
-__all__ = ["CheckpointWriter"]
-
 log = structlog.get_logger(__name__)
 
 

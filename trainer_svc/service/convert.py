@@ -18,8 +18,6 @@ from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 
-__all__ = ["MAX_TOKENS", "Batch", "Expectations", "OnStale", "Sample", "convert"]
-
 MAX_TOKENS = 262_144
 """Most tokens of a trajectory; the limit is the contract's."""
 
@@ -300,10 +298,7 @@ def _sample(trajectory: tokens_pb2.Trajectory, mask: Mask) -> Sample:
         trajectory_id=trajectory.trajectory_id,
     )
     return Sample(
-        sequence=sequence,
-        spans=spans,
-        trained_tokens=len(places),
-        has_advantages=len(trajectory.advantages) > 0,
+        sequence=sequence, spans=spans, trained_tokens=len(places), has_advantages=len(trajectory.advantages) > 0
     )
 
 

@@ -48,8 +48,6 @@ from trainer_svc.service.rank_group import Command, RankGroup, RankLink
 from trainer_svc.service.stale_filter import FilteredBatch, filter_stale
 from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
 
-__all__ = ["Applied", "ComputeThread", "FollowingRank", "Learner", "Restored"]
-
 FOR_GOOD_S = 366 * 86400.0
 """Seconds that a rank may serve, a year: each command has a deadline of its own, their number has no bound."""
 

@@ -19,8 +19,6 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.service.rank_group import RankGroup
 from weightsync.publisher import AdapterPublisher, PushReport, Update, WeightPublisher
 
-__all__ = ["Offer", "PolicyPublisher", "Publication"]
-
 RETRIED = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,

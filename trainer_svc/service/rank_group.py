@@ -28,18 +28,6 @@ from trainer_svc.batch.rows import Sequence
 from trainer_svc.parallel.balance import balance
 from trainer_svc.parallel.mesh import Mesh
 
-__all__ = [
-    "OUT_OF_STEP",
-    "Assignment",
-    "Command",
-    "RankFailedError",
-    "RankGroup",
-    "RankLink",
-    "Stream",
-    "decode_rows",
-    "encode_rows",
-]
-
 OUT_OF_STEP = {"COMPUTE_DEADLINE", "RANK_LOST"}
 """Errors after which ranks do different things: one is gone, or it is not known how far the others are."""
 

@@ -22,8 +22,6 @@ from trainer_svc.service.convert import MAX_NAME, Batch, Expectations, OnStale, 
 from trainer_svc.service.stale_filter import estimate_advantages
 from trainer_svc.service.trainer import Trainer
 
-__all__ = ["TrainerServicer"]
-
 PAGE_SIZE = 100
 """Checkpoints per page where the caller does not say."""
 

@@ -17,8 +17,6 @@ from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.service.convert import Batch, OnStale, Sample
 
-__all__ = ["FilteredBatch", "estimate_advantages", "filter_stale", "token_staleness"]
-
 Ages = NDArray[np.int64]
 
 MISSING_REWARD = "MISSING_REWARD"

@@ -30,8 +30,6 @@ from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP
 from weightsync.publisher import PushReport
 
-__all__ = ["StepLog", "Trainer"]
-
 log = structlog.get_logger(__name__)
 
 

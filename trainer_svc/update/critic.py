@@ -16,8 +16,6 @@ from trainer_svc.objectives.advantages import clipped_value_loss
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
-__all__ = ["CRITIC", "Critic", "value_facts", "with_values"]
-
 CRITIC = "critic/"
 """Prefix of the names of everything that is reported about the critic."""
 

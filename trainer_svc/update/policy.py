@@ -29,27 +29,10 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.advantages import with_advantages
 from trainer_svc.objectives.objective import Objective, finish
-from trainer_svc.objectives.trainable import (
-    CAUSES,
-    check_columns,
-    keep_trainable,
-    with_group_tokens,
-    with_selection,
-)
+from trainer_svc.objectives.trainable import CAUSES, check_columns, keep_trainable, with_group_tokens, with_selection
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values
-
-__all__ = [
-    "LogprobColumn",
-    "Passes",
-    "PolicyUpdate",
-    "Updated",
-    "load_frozen",
-    "split_by_group",
-    "update_report",
-    "with_logprobs",
-]
 
 log = structlog.get_logger(__name__)
 
@@ -243,9 +226,7 @@ class PolicyUpdate:
                 learned[f"{CRITIC}warmup"] = float(alone is not None)
             critic_s = sum((step.seconds["total"] for step in critic_steps), 0.0)
             metrics = replace(
-                metrics,
-                measured={**metrics.measured, **learned},
-                seconds={**metrics.seconds, "critic": critic_s},
+                metrics, measured={**metrics.measured, **learned}, seconds={**metrics.seconds, "critic": critic_s}
             )
         return Updated(
             metrics,

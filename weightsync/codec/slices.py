@@ -41,19 +41,6 @@ from weightsync.codec.streams import (
 from weightsync.format.manifest import box
 from weightsync.format.safetensors import DTYPES, all_finite
 
-__all__ = [
-    "Encoded",
-    "Encoding",
-    "apply",
-    "apply_delta",
-    "apply_slice",
-    "check_slice",
-    "encode",
-    "encode_delta",
-    "slice_bytes",
-    "slice_region",
-]
-
 _ZSTD_SAVES = 1 / 4
 """Part of the dense bytes that zstd must save to be worth its time on both ends. Trained bf16 weights save a fifth: they
 stay dense; zeros, masks, tables and values of few bits are compressed."""

@@ -24,31 +24,6 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-__all__ = [
-    "BITMAP",
-    "STEP_BITS",
-    "WIDTHS",
-    "CodecError",
-    "Patterns",
-    "changed_positions",
-    "check_lengths",
-    "choose_bits",
-    "choose_mode",
-    "compress",
-    "count_changed",
-    "decompress",
-    "pack",
-    "packed_size",
-    "patterns",
-    "read_codes",
-    "read_positions",
-    "step_codes",
-    "take_steps",
-    "unpack",
-    "write_codes",
-    "write_positions",
-]
-
 Patterns = NDArray[np.uint16] | NDArray[np.uint32]
 """Bit patterns or step codes, one per element."""
 

@@ -16,19 +16,6 @@ from google.protobuf.message import DecodeError
 
 from sluice.v1 import weightsync_pb2 as pb
 
-__all__ = [
-    "MAX_CHUNK_BYTES",
-    "ChunkError",
-    "ChunkSizeError",
-    "ChunkSums",
-    "RawChunk",
-    "check_chunk",
-    "fill_chunk",
-    "next_cut",
-    "parse_pull_response",
-    "push_request",
-]
-
 MAX_CHUNK_BYTES = 1 << 20
 """Largest chunk of the contract: the size at which gRPC streams are fastest."""
 

@@ -22,27 +22,6 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.safetensors import DTYPES, BadNameError, check_tensor
 
-__all__ = [
-    "MANIFEST_FILE",
-    "Box",
-    "ManifestError",
-    "box",
-    "check_adapter_config",
-    "check_manifest",
-    "check_sendable",
-    "check_shard",
-    "entry_name",
-    "from_json",
-    "is_whole",
-    "manifest_digest",
-    "parse_run",
-    "parse_version_directory",
-    "run_resource",
-    "to_json",
-    "version_directory",
-    "without_tensors",
-]
-
 MANIFEST_FILE = "manifest.json"
 """The last file to be written into a version's directory: a directory without it is no version."""
 

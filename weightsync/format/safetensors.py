@@ -17,26 +17,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-__all__ = [
-    "DTYPES",
-    "HEADER_LENGTH_BYTES",
-    "BadNameError",
-    "Dtype",
-    "Entry",
-    "FileLayout",
-    "LayoutError",
-    "Scan",
-    "ScannedTensor",
-    "all_finite",
-    "check_tensor",
-    "header_end",
-    "parse_header",
-    "parse_layout",
-    "place",
-    "read_layout",
-    "render_header",
-]
-
 HEADER_LENGTH_BYTES = 8
 """A file begins with its header's length, little-endian."""
 

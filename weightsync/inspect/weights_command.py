@@ -11,8 +11,6 @@ from sluice.config import Command, ConfigError, Section, SecurityConfig, load_co
 from sluice.telemetry import configure_logging
 from sluice.versions import Version
 
-__all__ = ["COMMAND", "WeightsConfig"]
-
 
 class WeightsConfig(Section):
     """Settings of `sluice weights`; flat: its keys stand at the top level."""

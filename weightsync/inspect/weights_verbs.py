@@ -29,8 +29,6 @@ from weightsync.receive.pull import PullError, PullLimits, VersionBuilder
 from weightsync.receive.sources import Sources
 from weightsync.receive.version_file import StagingError
 
-__all__ = ["run_verb"]
-
 _ATTEMPTS = 2
 """Streams that may fail before a version counts as damaged."""
 

@@ -23,8 +23,6 @@ from weightsync.format.manifest import manifest_digest
 from weightsync.publish.ranks import Answer, Ranks
 from weightsync.publish.shards import FileSource, KeptFile
 
-__all__ = ["Destination", "Payload", "PushReport", "VersionPush"]
-
 _REPEATABLE = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.ABORTED,
@@ -323,11 +321,7 @@ class _ShardTransfer:
 
     def _header(self, offset: int, local: pb.LocalFile | None = None) -> bytes:
         header = pb.PushHeader(
-            run=self._to.run,
-            version=self._to.version.to_proto(),
-            shard=self._shard,
-            resume_offset=offset,
-            local=local,
+            run=self._to.run, version=self._to.version.to_proto(), shard=self._shard, resume_offset=offset, local=local
         )
         return pb.PushWeightsRequest(header=header).SerializeToString()
 

@@ -24,8 +24,6 @@ from sluice.versions import Version
 from weightsync.format.manifest import Box, box, check_manifest
 from weightsync.format.safetensors import DTYPES
 
-__all__ = ["Agreement", "Answer", "Ranks", "agree", "assign_slices", "from_wire", "messages", "to_wire", "total_bytes"]
-
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 _MOST_ANSWER_BYTES = 256 << 20

@@ -34,19 +34,6 @@ from weightsync.codec import Encoding, encode
 from weightsync.format.manifest import box, entry_name
 from weightsync.format.safetensors import DTYPES, Entry, check_tensor, place, render_header
 
-__all__ = [
-    "HOST_DIRECTORY",
-    "Diff",
-    "EncodedSlice",
-    "FileSource",
-    "KeptCopy",
-    "KeptFile",
-    "ShardSource",
-    "local_slices",
-    "sweep",
-    "tensor_bytes",
-]
-
 HOST_DIRECTORY = Path("/dev/shm")  # noqa: S108  shared memory by its Linux name; files in it are made for their owner alone
 """Where processes of one host hand files over without a copy on a disk."""
 

@@ -24,8 +24,6 @@ from weightsync.receive.pull import PullCost, VersionBuilder, in_thread
 from weightsync.receive.version_file import StagingError, tensor_specs
 from weightsync.staged import HeldVersions, StagedAdapter
 
-__all__ = ["AdapterDirectory"]
-
 _PREFIX = "sluice_adapters-"
 _LOCK = ".lock"
 

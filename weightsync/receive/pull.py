@@ -41,24 +41,6 @@ from weightsync.receive.version_file import (
     verify_other_form,
 )
 
-__all__ = [
-    "BaseFile",
-    "ChunkSink",
-    "PathError",
-    "PathStep",
-    "PullCost",
-    "PullError",
-    "PullLimits",
-    "ShardRange",
-    "VersionBuilder",
-    "check_path",
-    "direct_step",
-    "in_thread",
-    "is_on_this_host",
-    "pull_range",
-    "read_local",
-]
-
 T = TypeVar("T")
 
 _FINAL = {

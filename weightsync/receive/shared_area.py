@@ -35,8 +35,6 @@ from sluice.versions import BASE, Version
 from weightsync.receive.pull import PullLimits, in_thread
 from weightsync.receive.version_file import StagingError
 
-__all__ = ["BehindError", "Claim", "HostFile", "HostFiles", "SharedArea", "SharedCopy", "remove_stale", "version_of"]
-
 T = TypeVar("T")
 
 _PREFIX = "sluice-"

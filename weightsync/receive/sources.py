@@ -25,31 +25,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.backoff import Backoff
 from weightsync.host import host_id
-from weightsync.metrics import (
-    APPLY_SECONDS,
-    PAUSE_SECONDS,
-    PULL_SECONDS,
-    PULLED_BYTES,
-    STAGE_SECONDS,
-    UPDATE_SECONDS,
-)
-
-__all__ = [
-    "REPORT_DEADLINE_S",
-    "ROOT",
-    "Candidate",
-    "PullCall",
-    "Reporter",
-    "SourceLimits",
-    "Sources",
-    "UpdateTimings",
-    "VersionWatch",
-    "behind",
-    "choose",
-    "observe_update",
-    "pull_call",
-    "renewal_s",
-]
+from weightsync.metrics import APPLY_SECONDS, PAUSE_SECONDS, PULL_SECONDS, PULLED_BYTES, STAGE_SECONDS, UPDATE_SECONDS
 
 StreamCall: TypeAlias = Callable[..., Any]
 """A method with a stream of responses, called with a request and a timeout; gives a call with `read` and `cancel`."""

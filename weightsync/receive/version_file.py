@@ -35,17 +35,6 @@ from weightsync.format.safetensors import (
 )
 from weightsync.staged import TensorSpec
 
-__all__ = [
-    "DeltaShard",
-    "DenseFile",
-    "PatchedFile",
-    "StagingError",
-    "copy_file",
-    "dense_bytes",
-    "tensor_specs",
-    "verify_other_form",
-]
-
 _PAGE = 4096
 """The data begins at a page, so that readers that map the file find aligned tensors."""
 

@@ -13,23 +13,6 @@ from typing import NamedTuple
 
 from sluice.versions import Version
 
-__all__ = [
-    "Form",
-    "Forms",
-    "Kept",
-    "VersionForm",
-    "chain_starts",
-    "damaged_on_the_way",
-    "delta_chain",
-    "find_path",
-    "is_reachable",
-    "keep",
-    "newest_dense",
-    "newest_model",
-    "next_dense",
-    "removal_order",
-]
-
 
 class Form(Enum):
     """The forms in which a version travels."""

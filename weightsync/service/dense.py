@@ -40,8 +40,6 @@ from weightsync.service.upload import allocate, describe_dense, with_shards
 if TYPE_CHECKING:
     from weightsync.service.runs import Run
 
-__all__ = ["DenseForms", "apply_deltas"]
-
 _MOST_FILES = 256
 """Delta files that are mapped at once; a longer chain is taken in several passes. Far below the usual limit of 1024."""
 

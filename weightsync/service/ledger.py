@@ -17,9 +17,6 @@ from sluice.versions import BASE, Version
 from weightsync.service import chain
 from weightsync.service.chain import Forms, Kept
 
-__all__ = ["Lease", "Ledger", "RefusedError"]
-
-
 _CODES = {"OTHER_DIGEST": grpc.StatusCode.ALREADY_EXISTS, "NO_SUCH_VERSION": grpc.StatusCode.NOT_FOUND}
 """Codes of the refusals that are not FAILED_PRECONDITION."""
 
@@ -183,14 +180,7 @@ class Ledger:
         return {version for version in self.committed if version.epoch < newest.epoch and version.number > resumed_at}
 
     def report(
-        self,
-        replica: str,
-        *,
-        serving: Version | None,
-        staged: Version | None,
-        error: str,
-        now: float,
-        lease_s: float,
+        self, replica: str, *, serving: Version | None, staged: Version | None, error: str, now: float, lease_s: float
     ) -> None:
         """Renew a replica's lease; what it reports replaces what it reported before."""
         self._leases[replica] = Lease(serving, staged, error, now, now + lease_s)

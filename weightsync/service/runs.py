@@ -27,8 +27,6 @@ from weightsync.service.ledger import Ledger, RefusedError
 from weightsync.service.store import RunStore, StoredForm, StoredVersion, form_of, is_loadable
 from weightsync.service.upload import FAILURES, RETRY_AFTER_S, Upload, complete_manifest, translated
 
-__all__ = ["RELAY_PREFIX", "Run", "Runs", "Upstream"]
-
 RELAY_PREFIX = "relay:"
 """Names of relays begin with it, and no others: a replica that reports under such a name has to be allowed to."""
 

@@ -30,8 +30,6 @@ from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.store import StoredForm
 from weightsync.service.upload import FAILURES, Upload, translated
 
-__all__ = ["WeightDeliveryServicer", "WeightSyncServicer"]
-
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 _DEFAULT_PAGE = 100

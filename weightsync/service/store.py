@@ -47,8 +47,6 @@ from weightsync.format.manifest import (
 from weightsync.service.chain import Form, Forms, is_reachable
 from weightsync.service.upload import Upload, assemble
 
-__all__ = ["RunStore", "StoredForm", "StoredVersion", "form_of", "is_loadable", "read_form"]
-
 _PUSHED_FILE = "pushed.json"
 """Manifest as the trainer pushed it, kept where the shards were assembled into another file."""
 
@@ -61,11 +59,7 @@ _WEIGHT_INDEX = ".index.json"
 _LARGEST_MODEL_FILE_BYTES = 256 << 20
 """Larger files are no configuration; the largest tokenizers have some 40 MB."""
 
-_FORMS = {
-    pb.VERSION_KIND_ANCHOR: Form.DENSE,
-    pb.VERSION_KIND_DELTA: Form.DELTA,
-    pb.VERSION_KIND_ADAPTER: Form.ADAPTER,
-}
+_FORMS = {pb.VERSION_KIND_ANCHOR: Form.DENSE, pb.VERSION_KIND_DELTA: Form.DELTA, pb.VERSION_KIND_ADAPTER: Form.ADAPTER}
 
 log = structlog.get_logger(__name__)
 

@@ -32,20 +32,6 @@ from weightsync.format.manifest import (
 )
 from weightsync.format.safetensors import DTYPES, Entry, LayoutError, Scan, ScannedTensor, place, render_header
 
-__all__ = [
-    "FAILURES",
-    "RETRY_AFTER_S",
-    "OffsetError",
-    "SupersededError",
-    "Upload",
-    "allocate",
-    "assemble",
-    "complete_manifest",
-    "describe_dense",
-    "translated",
-    "with_shards",
-]
-
 RETRY_AFTER_S = 5.0
 """Seconds after which a trainer may repeat what a full disk refused: about the time in which a lease or a pull ends."""
 
@@ -449,11 +435,7 @@ def allocate(path: Path, size: int) -> None:
 def describe_dense(shard: pb.Shard, entry: Entry, digest: str) -> None:
     """Add a whole tensor to a shard's description."""
     shard.tensors.add(
-        name=entry.name,
-        dtype=entry.dtype,
-        global_shape=entry.shape,
-        encoding=pb.TENSOR_ENCODING_DENSE,
-        digest=digest,
+        name=entry.name, dtype=entry.dtype, global_shape=entry.shape, encoding=pb.TENSOR_ENCODING_DENSE, digest=digest
     )
 
 

@@ -22,8 +22,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from weightsync.vllm.load_plan import LoadPlan, PlannedCopy
 
-__all__ = ["PACKED", "LiveCheck", "has_known_form"]
-
 PACKED = "cpu_linear"
 """Attribute in which vLLM's CPU layers keep the kernel with the packed weight."""
 

@@ -17,20 +17,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "MOST_RANGES",
-    "Copy",
-    "LoadPlan",
-    "PlanError",
-    "PlannedCopy",
-    "Ranges",
-    "ReadRecorder",
-    "Region",
-    "make_plan",
-    "normal",
-    "region_ranges",
-]
-
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Pairs (begin, end) of a tensor's elements in the order in which safetensors lays them out; sorted, disjoint, not touching."""
 

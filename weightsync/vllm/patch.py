@@ -25,8 +25,6 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 from weightsync.vllm.live_check import has_known_form
 from weightsync.vllm.load_plan import LoadPlan, Ranges, normal
 
-__all__ = ["Patch", "PatchError", "differences", "why_no_patch"]
-
 _MOST_CHANGED = 0.2
 """Share of a version beyond which it is loaded whole: a position and a value take three times a value's place."""
 

@@ -22,11 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import CompilationMode
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -39,8 +35,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from weightsync.vllm.live_check import PACKED, LiveCheck
 from weightsync.vllm.load_plan import LoadPlan, make_plan
 from weightsync.vllm.patch import Patch, why_no_patch
-
-__all__ = ["InitInfo", "StagedFileEngine", "UpdateInfo", "WorkerExtension"]
 
 Answer: TypeAlias = tuple[str, Any]
 """What a worker answers: ("ok", value), ("pending", None), or a kind of failure and its reason."""

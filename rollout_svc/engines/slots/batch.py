@@ -34,17 +34,6 @@ from rollout_svc.engines.slots.model import SlotAdapters, SlotCache, SlotModel
 from rollout_svc.engines.slots.sampling import Logits, RowSampling, draw
 from sluice.versions import Version, VersionSpan, spans_between
 
-__all__ = [
-    "ActiveRequest",
-    "ActiveSample",
-    "BatchLimits",
-    "Decoder",
-    "Row",
-    "SlotBatch",
-    "WaitingQueue",
-    "completed_stop",
-]
-
 CHARACTERS_PER_TOKEN = 4
 """A character has up to four tokens in byte-level vocabularies."""
 

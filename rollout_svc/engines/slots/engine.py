@@ -41,8 +41,6 @@ from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["SlotOptions", "TransformersEngine"]
-
 LEAST_COALESCE_S = 0.001
 """Minimum seconds between two chunks of a stream; an engine step takes longer."""
 

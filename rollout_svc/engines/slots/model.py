@@ -22,8 +22,6 @@ from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.model_files import TIED_HEAD, BaseModel, check_length, model_directory
 from rollout_svc.engines.slots.sampling import Logits, PerRow
 
-__all__ = ["DecodeView", "InPlaceWeights", "KvShape", "PrefillView", "SlotAdapters", "SlotCache", "SlotModel"]
-
 ATTENTION = "sluice_slots"
 """Name under which `slot_attention` is registered with transformers."""
 
@@ -146,11 +144,7 @@ class SlotModel:
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def decode(
-        self,
-        cache: SlotCache,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        adapters: Sequence[Adapter | None],
+        self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int], adapters: Sequence[Adapter | None]
     ) -> Logits:
         """Compute one step of the first rows.
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from rollout_svc.engines.base import Sampling
 
-__all__ = ["Drawn", "Logits", "PerRow", "RowSampling", "draw", "logprobs_of"]
-
 Logits: TypeAlias = Float[Tensor, "rows vocabulary"]
 LogitsOfRow: TypeAlias = Float[Tensor, " vocabulary"]
 PerRow: TypeAlias = Int64[Tensor, " rows"]

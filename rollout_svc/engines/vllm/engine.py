@@ -42,8 +42,6 @@ from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["VllmEngine", "VllmOptions"]
-
 VERIFY_PHASES = 10
 """A comparison of all weights may take this many times as long as one step of an update."""
 

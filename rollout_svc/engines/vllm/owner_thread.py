@@ -11,8 +11,6 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
-__all__ = ["OwnerThread"]
-
 T = TypeVar("T")
 
 END_S = 1.0

@@ -24,16 +24,6 @@ from rollout_svc.engines.vllm.requests import Llm, LoadRecorder, ModelConfig, Vl
 from sluice.tasks import settle
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
 
-__all__ = [
-    "VllmProcesses",
-    "check_names",
-    "collect_rpc_garbage",
-    "describe",
-    "fork_is_sound",
-    "launch",
-    "lora_arguments",
-]
-
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM releases whose internals (see `requests`) and weight-transfer interface were tested."""
 

@@ -28,20 +28,6 @@ from rollout_svc.engines.base import (
 )
 from sluice.versions import Version, VersionSpan, spans_between
 
-__all__ = [
-    "Llm",
-    "LoadRecorder",
-    "ModelConfig",
-    "TrackedRequest",
-    "VllmConfig",
-    "check_request",
-    "cut_at_nan",
-    "live_token_count",
-    "refusals",
-    "sampling_params",
-    "submit",
-]
-
 SEED_RANGE = 2**62
 """Seeds are reduced modulo this. vLLM adds the index of the sample and stores 64 bits; a larger value would kill its engine."""
 

@@ -17,8 +17,6 @@ from rollout_svc.engines.vllm.requests import Llm
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
-__all__ = ["Difference", "HalfLoadedError", "VllmWeights", "WeightFiles", "step", "verify"]
-
 log = structlog.get_logger()
 
 T = TypeVar("T")

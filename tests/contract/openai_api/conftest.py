@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from openai_dialect import (
-    client_of,
-)
+from openai_dialect import client_of
 from rollout_stack import Replica, running_engine, save_chat_model
 
 

@@ -9,13 +9,7 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
-from openai_dialect import (
-    PROMPT,
-    USER,
-    chat,
-    client_of,
-    refusal,
-)
+from openai_dialect import PROMPT, USER, chat, client_of, refusal
 from rollout_stack import Replica, until
 from small_models import CONTEXT, VOCABULARY, text_of
 

@@ -10,16 +10,7 @@ import httpx
 import openai
 import pytest
 from certificates import Authority
-from openai_dialect import (
-    PAST_THE_END,
-    PROMPT,
-    TOKENS,
-    accepts,
-    chat,
-    client_of,
-    complete,
-    refusal,
-)
+from openai_dialect import PAST_THE_END, PROMPT, TOKENS, accepts, chat, client_of, complete, refusal
 from rollout_stack import Replica, build_engine, until
 from small_models import CONTEXT
 

@@ -12,7 +12,6 @@ from objective_rows import training_row
 from thread_ranks import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer_svc.config import ObjectiveConfig
 from trainer_svc.objectives.advantages import (
     clipped_value_loss,
     discounted_sum,
@@ -21,6 +20,7 @@ from trainer_svc.objectives.advantages import (
     turns_of,
     with_advantages,
 )
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.trainable import keep_trainable, loglinear_share, with_selection
 

@@ -124,10 +124,7 @@ def test_golden_with_other_parameters(preset):
 
 @pytest.mark.parametrize(
     ("correction", "weight"),
-    [
-        ({"kind": "none"}, lambda token: 1.0),
-        ({"kind": "token_tis", "cap": 1.1}, lambda token: min(token.rho, 1.1)),
-    ],
+    [({"kind": "none"}, lambda token: 1.0), ({"kind": "token_tis", "cap": 1.1}, lambda token: min(token.rho, 1.1))],
     ids=["none", "token_tis"],
 )
 def test_golden_loglinear_proximal_policy(correction, weight):

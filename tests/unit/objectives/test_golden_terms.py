@@ -20,10 +20,7 @@ def test_golden_aggregation(preset, aggregation):
     expect(preset, FORMULAS[preset], params, aggregation=aggregation)
 
 
-KL = {
-    "k2": (lambda x: x * x / 2, lambda x: x),
-    "k3": (lambda x: math.exp(-x) - 1 + x, lambda x: 1 - math.exp(-x)),
-}
+KL = {"k2": (lambda x: x * x / 2, lambda x: x), "k3": (lambda x: math.exp(-x) - 1 + x, lambda x: 1 - math.exp(-x))}
 
 
 @pytest.mark.parametrize("preset", ["grpo", "aipo", "sft"])

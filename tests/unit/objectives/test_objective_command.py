@@ -12,7 +12,7 @@ from golden import expect, result_of
 
 from sluice.cli.main import main
 from sluice.config import ConfigError
-from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 
 SIMPLE = {

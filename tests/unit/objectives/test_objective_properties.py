@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from objective_rows import training_row
 
 from trainer_svc.batch.rows import Outputs, pack
-from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.presets import PRESETS
 from trainer_svc.objectives.trainable import with_group_tokens

@@ -8,7 +8,8 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from trainer_svc.config import ObjectiveConfig, TrainerConfig
+from trainer_svc.config import TrainerConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import bypass_warning
 from trainer_svc.objectives.presets import PRESETS
 from trainer_svc.objectives.terms import CORRECTIONS

@@ -10,7 +10,7 @@ from objective_rows import training_row
 from thread_ranks import on_ranks
 
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.config import ObjectiveConfig
+from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.trainable import check_columns, keep_trainable
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
