@@ -69,7 +69,7 @@ class EngineSupervisor:
         Raises:
             SluiceError: UNAVAILABLE while it restarts.
         """
-        if self._recovering or not self.current.status().healthy:
+        if self.held() is None:
             raise SluiceError.unavailable("ENGINE_RECOVERING", "the engine restarts; retry", BACKOFF_S)
         return self.current
 
@@ -96,11 +96,7 @@ class EngineSupervisor:
 
     def held(self) -> HeldVersions | None:
         """Return what the engine holds; None while it restarts and cannot say."""
-        status = self.current.status()
-        if self._recovering or not status.healthy:
-            return None
-        adapters = [each.version for each in self.current.adapters()] if isinstance(self.current, LoraEngine) else []
-        return HeldVersions(status.version, status.weights, frozenset(adapters))
+        return None if self._recovering else self.current.held()
 
     async def apply(self, staged: StagedVersion) -> ApplyReport:
         """Switch the engine to a staged version.
@@ -133,7 +129,7 @@ class EngineSupervisor:
         """
         while True:
             await asyncio.sleep(CHECK_S)
-            if self.current.status().healthy:
+            if self.current.held() is not None:
                 self.failures = 0
                 continue
             self.failures += 1
@@ -149,7 +145,7 @@ class EngineSupervisor:
             except EngineError as error:
                 log.error("engine did not restart", error=str(error))  # noqa: TRY400 - the message says it all
                 version = self.current.status().version
-                if not self.current.status().healthy:  # it may serve the base model if it could not load the version
+                if self.current.held() is None:  # it may serve the base model if it could not load the version
                     await asyncio.sleep(BACKOFF_S * self.failures)
                     continue
             self.restarts += 1

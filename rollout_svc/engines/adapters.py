@@ -22,7 +22,7 @@ from rollout_svc.config import LoraLimits
 from rollout_svc.engines.base import EngineError, GenerationRequest
 from sluice.tasks import run_to_end
 from sluice.versions import Version
-from weightsync.staged import ApplyReport, StagedAdapter
+from weightsync.staged import ApplyReport, HeldVersions, StagedAdapter
 
 PREFIX, A_END, B_END = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """Names that PEFT gives the two factors of an adapter in its files."""
@@ -360,6 +360,11 @@ class LoraEngine(ABC):
     def _adapter_version(self) -> Version | None:
         """Return the adapter version that serves the policy; None if the weights serve it."""
         return None if self._slots.current is None else self._slots.current.version
+
+    def _held_with(self, weights: Version) -> HeldVersions:
+        """Return what the engine holds if its weights are of this version."""
+        adapters = frozenset(each.version for each in self._slots.loaded)
+        return HeldVersions(self._adapter_version or weights, weights, adapters)
 
     @contextmanager
     def _entering_with(self, name: str) -> Iterator[Adapter | None]:

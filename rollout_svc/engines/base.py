@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from sluice.versions import Version, VersionSpan
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
 
 
 class FinishReason(Enum):
@@ -141,14 +141,13 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """Versions and load of an engine.
+    """Version and load of an engine.
 
-    ``version`` samples the requests that name no adapter. ``weights`` is the version of the weights, which differs from it if an
-    adapter serves the policy. Counters count from the start; ``kv_cache_usage`` is a fraction from 0 to 1.
+    ``version`` samples the requests that name no adapter. Counters count from the start; ``kv_cache_usage`` is a fraction
+    from 0 to 1. ``healthy`` says whether the engine can sample.
     """
 
     version: Version
-    weights: Version
     running: int
     queued: int
     kv_cache_usage: float
@@ -230,6 +229,9 @@ class InferenceEngine(Protocol):
         Raises:
             EngineError: if the comparison fails.
         """
+
+    def held(self) -> HeldVersions | None:
+        """Return the versions that it holds; None if it cannot sample. This is cheap."""
 
     def status(self) -> EngineStatus:
         """Return version and load. This is cheap."""

@@ -39,7 +39,7 @@ from rollout_svc.engines.slots.batch import ActiveRequest, BatchLimits, Decoder,
 from rollout_svc.engines.slots.model import InPlaceWeights, SlotCache, SlotModel
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
 
 LEAST_COALESCE_S = 0.001
 """Minimum seconds between two chunks of a stream; an engine step takes longer."""
@@ -370,14 +370,18 @@ class TransformersEngine(LoraEngine):
 
     # --- status ---------------------------------------------------------------------------------------------------
 
+    def held(self) -> HeldVersions | None:
+        """See `InferenceEngine`."""
+        loop = self._running
+        return None if loop is None or loop.broken else self._held_with(loop.version)
+
     def status(self) -> EngineStatus:
         """See `InferenceEngine`."""
         loop = self._running
         if loop is None:
-            return EngineStatus(BASE, BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)
+            return EngineStatus(BASE, 0, 0, 0.0, 0, 0, self._options.max_running, paused=False, healthy=False)
         return EngineStatus(
             version=self._adapter_version or loop.version,
-            weights=loop.version,
             running=len(loop.batch.rows),
             queued=loop.queued,
             kv_cache_usage=loop.batch.kv_usage,

@@ -40,7 +40,7 @@ from rollout_svc.engines.vllm.requests import (
 from rollout_svc.engines.vllm.weights import HalfLoadedError, VllmWeights, step, verify
 from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version
-from weightsync.staged import ApplyReport, StagedVersion
+from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
 
 VERIFY_PHASES = 10
 """A comparison of all weights may take this many times as long as one step of an update."""
@@ -400,15 +400,19 @@ class VllmEngine(LoraEngine):
 
     # --- status ---------------------------------------------------------------------------------------------------
 
+    def held(self) -> HeldVersions | None:
+        """See `InferenceEngine`."""
+        if self._processes is None or self._broken or self._processes.llm.errored:
+            return None
+        return self._held_with(self._weights.version)
+
     def status(self) -> EngineStatus:
         """See `InferenceEngine`."""
-        processes = self._processes
-        healthy = processes is not None and not self._broken and not processes.llm.errored
+        processes, healthy = self._processes, self.held() is not None
         unfinished = processes.llm.get_num_unfinished_requests() if processes is not None and healthy else 0
         running = min(processes.recorder.running, unfinished) if processes is not None else 0
         return EngineStatus(
             version=self._version,
-            weights=self._weights.version,
             running=running,
             queued=unfinished - running,
             kv_cache_usage=processes.recorder.kv_cache_usage if processes is not None and unfinished else 0.0,
