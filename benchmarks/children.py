@@ -17,8 +17,8 @@ import psutil
 
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.config import SecurityConfig
-from sluice.rpc.access import free_ports
 from sluice.rpc.channel import wait_until_serving
+from sluice.rpc.server import free_ports
 from sluice.tasks import discard_outcome
 
 _Words = ParamSpec("_Words")

@@ -259,7 +259,7 @@ class _StartedReplica:
 @contextlib.asynccontextmanager
 async def _started_replica(config: EvalConfig) -> AsyncIterator[_StartedReplica]:
     """Start ``sluice rollout`` on the model, without weight sync; end it afterwards, also if this process is killed."""
-    from sluice.rpc.access import LOOPBACK, free_ports  # noqa: PLC0415 - brings gRPC
+    from sluice.rpc.server import LOOPBACK, free_ports  # noqa: PLC0415 - brings gRPC
     from sluice.supervise.supervisor import Watchdog  # noqa: PLC0415
 
     port = free_ports(1)[0]

@@ -35,7 +35,7 @@ from sluice.openai.responses import (
 )
 from sluice.openai.server import HEALTH_PATH, RequestGuard
 from sluice.rpc import SluiceError
-from sluice.rpc.access import TokenCheck
+from sluice.rpc.server import TokenCheck
 from sluice.telemetry import CONTENT_TYPE, metrics_text
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version

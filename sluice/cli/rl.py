@@ -34,7 +34,7 @@ from sluice.config import (
 )
 from sluice.config.allocation import visible_devices
 from sluice.models import check_hub, check_model
-from sluice.rpc.access import TokenCheck, server_credentials
+from sluice.rpc.server import TokenCheck, server_credentials
 from sluice.supervise.plan import Place, assign_devices, child_specs, free_addresses, replica_names, replicas_of
 from sluice.supervise.restart_policy import RestartLimits
 from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal

@@ -25,10 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.openai.errors import error_response, too_large
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
-from sluice.rpc.access import UNIX, TokenCheck, check_exposure, is_local
-from sluice.rpc.calls import RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
-
-LOOPBACK = "127.0.0.1"
+from sluice.rpc.channel import UNIX
+from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL, TokenCheck, check_exposure, is_local
 
 STEP_S = 0.05
 """Seconds between two checks whether uvicorn has started; it has no event for that."""

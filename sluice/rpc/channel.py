@@ -1,4 +1,4 @@
-"""Channels: every call has a deadline and a request id, and only idempotent calls are retried.
+"""Channels: every call has a deadline, a request id and a token, and only idempotent calls are retried.
 
 This wraps the channel's callables and acts once per call. gRPC's own client interceptors would put another generator around every
 message of a stream.
@@ -11,15 +11,23 @@ import contextlib
 import json
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from sluice.config import SecurityConfig
-from sluice.rpc.access import UNIX, Role, client_token, read_pem
-from sluice.rpc.calls import REQUEST_ID_KEY
+from sluice.config import ConfigError, SecurityConfig
+
+UNIX = "unix:"
+"""Prefix of the address of a unix socket."""
+
+Role = Literal["agent", "admin"]
+"""`agent`: inference, episodes, environments. `admin`: everything."""
+
+REQUEST_ID_KEY = "x-request-id"
+"""Metadata with the id of a call, for the logs of both sides."""
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest message of the contracts; larger things stream."""
@@ -150,8 +158,10 @@ def connect(
         channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
     else:
         channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
-    token = client_token(security, role)
-    fixed = () if token is None else (("authorization", f"Bearer {token}"),)
+    # The other role's token, if only that is configured.
+    tokens = (security.token_file, security.admin_token_file)
+    path = tokens[role == "admin"] or tokens[role != "admin"]
+    fixed = () if path is None else (("authorization", f"Bearer {read_token(path)}"),)
     return _BoundedChannel(channel, fixed, default_deadline_s, stream_deadline_s)
 
 
@@ -163,6 +173,35 @@ def _credentials(target: str, security: SecurityConfig) -> grpc.ChannelCredentia
         private_key=None if security.tls_key is None else read_pem(security.tls_key),
         certificate_chain=None if security.tls_cert is None else read_pem(security.tls_cert),
     )
+
+
+def read_pem(path: Path) -> bytes:
+    """Return the bytes of a key or certificate file.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file.
+
+    Raises:
+        ConfigError: if it cannot be read, or holds anything but one token.
+    """
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
+    if not token or not token.isascii() or any(character.isspace() for character in token):
+        raise ConfigError(
+            f"token file {path} must hold one line of ASCII without blanks, such as `openssl rand -hex 32` prints"
+        )
+    return token
 
 
 class _BoundedChannel(grpc.aio.Channel):

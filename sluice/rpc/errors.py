@@ -23,7 +23,8 @@ _MESSAGE_CHARACTERS = 4096
 _VIOLATIONS = 32
 """Most field violations on the wire, for the same reason."""
 
-_CODES = {code.value[0]: code for code in grpc.StatusCode}
+CODES = {code.value[0]: code for code in grpc.StatusCode}
+"""Status codes by their number on the wire."""
 
 
 class SluiceError(Exception):
@@ -83,7 +84,7 @@ class SluiceError(Exception):
             status.ParseFromString(_details(error))
         except DecodeError:
             status.Clear()
-        code = _CODES.get(status.code, error.code()) if status.details else error.code()
+        code = CODES.get(status.code, error.code()) if status.details else error.code()
         info, retry, request = ErrorInfo(), RetryInfo(), BadRequest()
         found_retry = False
         for detail in status.details:

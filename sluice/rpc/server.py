@@ -1,10 +1,20 @@
-"""The gRPC server of every service: it registers servicers, binds, reports health, and drains."""
+"""The gRPC server of every service: who may call it, what happens around each call, health, and drain.
+
+One interceptor wraps the handler once per method and does its work at the beginning and the end of a call; the messages of
+a stream pass through the same loop that gRPC itself would run, so that streaming tokens costs nothing extra.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
+import inspect
+import ipaddress
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
@@ -13,13 +23,16 @@ import structlog
 from google.protobuf import descriptor_pool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.rpc import access
-from sluice.rpc.access import Role, TokenCheck
-from sluice.rpc.calls import CallInterceptor
-from sluice.rpc.channel import MAX_MESSAGE_BYTES, TRANSPORT_OPTIONS
+from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TRANSPORT_OPTIONS, UNIX, Role, read_pem, read_token
+from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.v1 import common_pb2, common_pb2_grpc
+
+LOOPBACK = "127.0.0.1"
+
+_SCHEME = "Bearer "
 
 CONTRACT_VERSION = 1
 """Grows with every additive change within ``sluice.v1``."""
@@ -37,7 +50,127 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
+RPC_TOTAL = Counter("sluice_rpc", "Calls answered, by status code.", ("service", "method", "code"))
+RPC_SECONDS = Histogram(
+    "sluice_rpc_seconds",
+    "Time from the arrival of a call to its end, streams included.",
+    ("service", "method"),
+    buckets=(0.001, 0.005, 0.02, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800),
+)
+RPC_IN_FLIGHT = Gauge("sluice_rpc_in_flight", "Calls in progress.", ("service", "method"))
+
+_REQUEST_ID_CHARACTERS = 128
+
+_RETRY_AFTER_S = 1.0
+"""Seconds after which a caller beyond the limit of concurrent calls should retry."""
+
+Message: TypeAlias = Any
+"""A request, a response or an iterator of them: the interceptor never looks inside."""
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Body: TypeAlias = Callable[[Message, Context], Awaitable[Message]]
+
+_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
+
 log = structlog.get_logger(__name__)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return TCP ports on loopback that were free a moment ago, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine can reach the address."""
+    if host.startswith(UNIX) or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(server: ServerConfig, security: SecurityConfig) -> None:
+    """Refuse to expose an unprotected server to the network.
+
+    Raises:
+        ConfigError: if the address is not local, and TLS or tokens are missing, and `insecure` is not set.
+    """
+    if security.insecure or is_local(server.host):
+        return
+    missing = []
+    if security.tls_cert is None:
+        missing.append("TLS (security.tls_cert, security.tls_key)")
+    if security.admin_token_file is None:
+        missing.append("tokens (security.token_file, security.admin_token_file)")
+    if missing:
+        raise ConfigError(
+            f"refusing to listen on {server.host} without {' and '.join(missing)}:"
+            " set them, bind 127.0.0.1, or say --insecure if the network is trusted"
+        )
+
+
+def server_credentials(server: ServerConfig, security: SecurityConfig) -> grpc.ServerCredentials | None:
+    """Return the server's TLS credentials, mutual if configured; None on a unix socket or without a certificate."""
+    if server.host.startswith(UNIX) or security.tls_cert is None or security.tls_key is None:
+        return None
+    authorities = read_pem(security.tls_ca) if security.tls_ca is not None else None
+    return grpc.ssl_server_credentials(
+        [(read_pem(security.tls_key), read_pem(security.tls_cert))],
+        root_certificates=authorities if security.require_client_cert else None,
+        require_client_auth=security.require_client_cert,
+    )
+
+
+class TokenCheck:
+    """Decides whether a call's ``authorization`` metadata has the role that its service asks for."""
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._agent = None if security.token_file is None else read_token(security.token_file).encode()
+        self._admin = None if security.admin_token_file is None else read_token(security.admin_token_file).encode()
+        if self._agent is not None and self._admin is None:
+            raise ConfigError(
+                "security.token_file without security.admin_token_file would leave the admin RPCs unusable;"
+                " set both (they may name the same file)"
+            )
+
+    @property
+    def open(self) -> bool:
+        """Whether no token is configured, so that every call passes."""
+        return self._admin is None
+
+    def verify(self, authorization: str | bytes | None, role: Role) -> None:
+        """Check one call.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED without a known token, PERMISSION_DENIED with a token of the lesser role.
+        """
+        if self._admin is None:
+            return
+        given = authorization.encode() if isinstance(authorization, str) else authorization or b""
+        scheme, token = given[: len(_SCHEME)], given[len(_SCHEME) :]
+        # Both comparisons always run, so that the time does not reveal which token was closer.
+        is_admin = hmac.compare_digest(token, self._admin)
+        is_agent = self._agent is not None and hmac.compare_digest(token, self._agent)
+        if scheme.lower() != _SCHEME.lower().encode() or not (is_admin or is_agent):
+            raise SluiceError(
+                grpc.StatusCode.UNAUTHENTICATED,
+                "TOKEN_REQUIRED",
+                "send the metadata `authorization: Bearer TOKEN` with a token of this server"
+                " (security.token_file or security.admin_token_file)",
+            )
+        if role == "admin" and not is_admin:
+            raise SluiceError(
+                grpc.StatusCode.PERMISSION_DENIED,
+                "ADMIN_REQUIRED",
+                "this call needs the admin token (security.admin_token_file); the token given has the role agent",
+            )
 
 
 class RpcServer:
@@ -58,7 +191,7 @@ class RpcServer:
     def __init__(
         self, name: str, server: ServerConfig, security: SecurityConfig, *, features: Sequence[str] = (), run: str = ""
     ) -> None:
-        access.check_exposure(server, security)
+        check_exposure(server, security)
         if "/" in run:
             raise ValueError(f"{run!r} is not the name of a run: leave out the collection (`r1`, not `runs/r1`)")
         self.name = name
@@ -71,7 +204,6 @@ class RpcServer:
         self._registrations: list[tuple[Callable[[Servicer, grpc.aio.Server], None], Servicer]] = []
         self._health = health.aio.HealthServicer()
         self._serving = True
-        self._published: asyncio.Future[None] | None = None
         self._server: grpc.aio.Server | None = None
         self._calls: CallInterceptor | None = None
 
@@ -113,13 +245,6 @@ class RpcServer:
         self._server = grpc.aio.server(interceptors=[self._calls], options=_SERVER_OPTIONS)
         for add_fn, servicer in self._registrations:
             add_fn(servicer, self._server)
-        await self._add_own_services(self._server)
-        port = self._bind(self._server)
-        await self._server.start()
-        log.info("listening", target=self.target, services=sorted(self._roles), tls=self._security.tls_cert is not None)
-        return port
-
-    async def _add_own_services(self, server: grpc.aio.Server) -> None:
         names = sorted([*self._roles, INFO_SERVICE])
         info = _ServerInfo(
             common_pb2.GetServerInfoResponse(
@@ -134,14 +259,21 @@ class RpcServer:
                 run=f"runs/{self._run}" if self._run else "",
             )
         )
-        common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        common_pb2_grpc.add_ServerInfoServiceServicer_to_server(info, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         await self._publish_health()
+        port = self._bind(self._server)
+        await self._server.start()
+        log.info("listening", target=self.target, services=sorted(self._roles), tls=self._security.tls_cert is not None)
+        return port
 
     def _bind(self, server: grpc.aio.Server) -> int:
-        wanted = access.address(self._config)
-        credentials = access.server_credentials(self._config, self._security)
+        wanted = host = self._config.host
+        if not host.startswith(UNIX):
+            wanted = f"[{host}]" if ":" in host and not host.startswith("[") else host
+            wanted += f":{self._config.port}"
+        credentials = server_credentials(self._config, self._security)
         try:
             port = (
                 server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
@@ -151,7 +283,7 @@ class RpcServer:
             if credentials is not None:
                 doubt += "; or does security.tls_key not belong to security.tls_cert?"
             raise ConfigError(f"cannot listen on {wanted}: {error}; {doubt}") from error
-        if wanted.startswith(access.UNIX):
+        if wanted.startswith(UNIX):
             self.target = wanted
             return 0
         self.target = f"{wanted.rpartition(':')[0]}:{port}"
@@ -164,6 +296,7 @@ class RpcServer:
             Done when watchers of the health service have the new state; it need not be awaited.
         """
         self._serving = serving
+        # The loop keeps weak references to tasks only.
         self._published = asyncio.ensure_future(self._publish_health())
         return self._published
 
@@ -256,3 +389,205 @@ def _missing_methods(service_name: str, servicer: object) -> Iterator[str]:
         owner = next((base for base in type(servicer).__mro__ if method.name in vars(base)), None)
         if owner is None or owner.__module__.endswith("_pb2_grpc"):
             yield f"{service_name}/{method.name}"
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps the handlers of one server.
+
+    Args:
+        tokens: Who may call.
+        roles: The role that each service asks for; a service that is not named is open (health).
+        max_concurrent_rpcs: Calls in progress at once, open services not counted.
+        unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
+    """
+
+    def __init__(
+        self, tokens: TokenCheck, roles: Mapping[str, Role], max_concurrent_rpcs: int, unimplemented: frozenset[str]
+    ) -> None:
+        self.tokens = tokens
+        self.max_concurrent_rpcs = max_concurrent_rpcs
+        self.in_flight = 0
+        self._roles = roles
+        self._unimplemented = unimplemented
+        self.watchers: set[asyncio.Task[Any]] = set()
+        self.ended: set[asyncio.Task[Any]] = set()
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Look the method up once, then serve its wrapped handler."""
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:  # an unknown method: gRPC answers UNIMPLEMENTED, and nothing is remembered of its name
+                return None
+            wrapped = self._wrapped[method] = self._wrap(method.lstrip("/"), handler)
+        return wrapped
+
+    def end_watches(self) -> None:
+        """End the streams that last until their client leaves, so that a drain waits for work only."""
+        fresh = self.watchers - self.ended
+        self.ended |= fresh
+        for task in fresh:
+            task.cancel()
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        service, _, name = method.partition("/")
+        inner = handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream
+        body = _streaming(inner) if handler.response_streaming else _unary(inner)
+        if method in self._unimplemented:
+            body = _unimplemented(method)
+        observed = _ObservedMethod(self, service, name, self._roles.get(service), body)
+        observed.is_watch = handler.response_streaming and name.startswith("Watch")
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+            observed.serve, handler.request_deserializer, handler.response_serializer
+        )
+        return wrapped
+
+
+class _ObservedMethod:
+    """One method of one server, with its metrics at hand.
+
+    Attributes:
+        is_watch: Whether it is a stream that lasts until the client or the server leaves.
+    """
+
+    is_watch = False
+
+    def __init__(self, calls: CallInterceptor, service: str, name: str, role: Role | None, body: Body) -> None:
+        self._calls = calls
+        self._service, self._name, self._role, self._body = service, name, role, body
+        self._seconds = RPC_SECONDS.labels(service, name)
+        self._in_flight = RPC_IN_FLIGHT.labels(service, name)
+        self._totals: dict[grpc.StatusCode, Counter] = {}
+
+    async def serve(self, request: Message, context: Context) -> Message:
+        """Serve one call and account for it."""
+        started = time.perf_counter()
+        task = asyncio.current_task()
+        if self.is_watch and task is not None:
+            self._calls.watchers.add(task)
+            task.add_done_callback(self._calls.watchers.discard)
+        request_id, authorization = _identify(context)
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        code = grpc.StatusCode.OK
+        self._calls.in_flight += self._role is not None
+        self._in_flight.inc()
+        try:
+            self._admit(authorization)
+            response = await self._body(request, context)
+            code = _code_of(context)
+        except asyncio.CancelledError:
+            if task in self._calls.ended and not context.done():  # the server drains; the client is still there
+                code = grpc.StatusCode.UNAVAILABLE
+                task.uncancel()
+                message = "the server is shutting down; watch again elsewhere"
+                await _abort(context, SluiceError.unavailable("DRAINING", message))
+            remaining = context.time_remaining()
+            late = remaining is not None and remaining <= 0
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+            raise
+        except grpc.aio.AbortError:
+            code = _code_of(context)
+            raise
+        except SluiceError as error:
+            code = error.code
+            await _abort(context, error)
+        except Exception as error:
+            code = grpc.StatusCode.INTERNAL
+            log.exception("rpc failed unexpectedly", rpc=f"{self._service}/{self._name}")
+            message = f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback under request id {request_id}"
+            await _abort(context, SluiceError(code, "UNEXPECTED", message, metadata={"request_id": request_id}))
+        finally:
+            self._calls.in_flight -= self._role is not None
+            self._in_flight.dec()
+            self._account(code, time.perf_counter() - started)
+        return response
+
+    def _admit(self, authorization: str | bytes | None) -> None:
+        if self._role is None:
+            return
+        self._calls.tokens.verify(authorization, self._role)
+        if self._calls.in_flight > self._calls.max_concurrent_rpcs:
+            raise SluiceError.resource_exhausted(
+                "TOO_MANY_RPCS",
+                f"{self._calls.max_concurrent_rpcs} calls are in progress, the most that this server takes"
+                " (server.max_concurrent_rpcs); retry after the delay",
+                _RETRY_AFTER_S,
+            )
+
+    def _account(self, code: grpc.StatusCode, seconds: float) -> None:
+        total = self._totals.get(code)
+        if total is None:
+            total = self._totals[code] = RPC_TOTAL.labels(self._service, self._name, code.name)
+        total.inc()
+        self._seconds.observe(seconds)
+        write = log.debug if code is grpc.StatusCode.OK else log.warning if code in _FAULTS else log.info
+        write("rpc", rpc=f"{self._service}/{self._name}", code=code.name, seconds=round(seconds, 6))
+
+
+def _identify(context: Context) -> tuple[str, str | bytes | None]:
+    """Return the call's id, a new one if the caller gave none that can be logged, and its authorization."""
+    request_id = ""
+    authorization: str | bytes | None = None
+    for key, value in context.invocation_metadata() or ():
+        if key == REQUEST_ID_KEY and isinstance(value, str) and value.isprintable():
+            request_id = value[:_REQUEST_ID_CHARACTERS]
+        elif key == "authorization":
+            authorization = value
+    return request_id or uuid.uuid4().hex, authorization
+
+
+def _code_of(context: Context) -> grpc.StatusCode:
+    """Return the code that the servicer set on the context; OK if it set none."""
+    code: Any = context.code()
+    return code if isinstance(code, grpc.StatusCode) else CODES.get(code, grpc.StatusCode.OK)
+
+
+async def _abort(context: Context, error: SluiceError) -> None:
+    status = error.to_status()
+    await context.abort(error.code, status.message, ((DETAILS_KEY, status.SerializeToString()),))
+
+
+def _unary(inner: Any) -> Body:  # noqa: ANN401 - a handler of any arity
+    async def body(request: Message, context: Context) -> Message:
+        response = inner(request, context)
+        return await response if inspect.isawaitable(response) else response
+
+    return body
+
+
+def _streaming(inner: Any) -> Body:  # noqa: ANN401 - a handler of any arity
+    """Run the loop that gRPC runs for an async generator, rather than a generator around it."""
+
+    async def body(request: Message, context: Context) -> None:
+        responses = inner(request, context)
+        if inspect.isawaitable(responses):  # the servicer writes to the context itself
+            await responses
+            return
+        try:
+            async for response in responses:
+                await context.write(response)
+        finally:
+            close = getattr(responses, "aclose", None)
+            if close is not None:
+                await close()
+
+    return body
+
+
+def _unimplemented(method: str) -> Body:
+    async def body(_request: Message, _context: Context) -> Message:
+        raise SluiceError.unimplemented(method)
+
+    return body

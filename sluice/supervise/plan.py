@@ -16,8 +16,8 @@ from pathlib import Path
 from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
 from sluice.config.allocation import VISIBLE
 from sluice.engines import ENGINES
-from sluice.rpc.access import LOOPBACK, free_ports
 from sluice.rpc.channel import wait_until_serving
+from sluice.rpc.server import LOOPBACK, free_ports
 from sluice.supervise import ranks
 from sluice.supervise.supervisor import ChildSpec
 

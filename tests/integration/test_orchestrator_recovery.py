@@ -15,7 +15,7 @@ import pytest
 from sluice.cli.init_model import ModelShape, init_model
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.rpc import SluiceError
-from sluice.rpc.access import free_ports
+from sluice.rpc.server import free_ports
 
 pytestmark = pytest.mark.slow
 
