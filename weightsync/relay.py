@@ -22,7 +22,6 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
 from weightsync.backoff import Backoff
-from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import ManifestError, check_manifest, run_resource
 from weightsync.format.safetensors import LayoutError
 from weightsync.host import host_id
@@ -444,16 +443,12 @@ class _UploadSink:
         """Return the next byte that is wanted."""
         return self._upload.stored
 
-    def feed(self, chunk: RawChunk) -> None:
-        """Check and store the next bytes.
+    def feed(self, offset: int, data: memoryview) -> None:
+        """Store the next bytes.
 
         Raises:
-            ChunkError, ChunkSizeError: if they were damaged on their way.
             SupersededError, OffsetError, LayoutError, OSError: as `Upload.append`.
         """
-        data = chunk.check()
-        self._upload.append(self._ticket, chunk.offset, data)
-        if chunk.crc32c is not None:
-            self._upload.sums.note(chunk.offset, len(data), chunk.crc32c)
+        self._upload.append(self._ticket, offset, data)
         self._upload.active_at = self._runs.clock()
         self._pulled.inc(len(data))

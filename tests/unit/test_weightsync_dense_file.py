@@ -12,7 +12,7 @@ from weightsync_stack import equal_bits, make_chunk, manifest_of, read_source, w
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.chunks import ChunkError, RawChunk
+from weightsync.format.chunks import ChunkError, read_pull_response
 from weightsync.format.safetensors import FileLayout, read_layout
 from weightsync.publish.shards import ShardSource
 from weightsync.receive.version_file import DenseFile, StagingError
@@ -25,8 +25,7 @@ def stage(path: Path, manifest: pb.Manifest, *sources: ShardSource) -> FileLayou
         staging = DenseFile(manifest, file.fileno())
         for source in sources:
             for begin, end in source.spans(0, 97):
-                chunk = make_chunk(begin, read_source(source, begin, end))
-                staging.sinks[source.name].feed(RawChunk(begin, memoryview(chunk.data), chunk.crc32c))
+                staging.sinks[source.name].feed(begin, memoryview(read_source(source, begin, end)))
         return staging.finish()
 
 
@@ -90,11 +89,11 @@ def test_of_a_damaged_chunk_nothing_is_kept(tmp_path: Path) -> None:
         sink = staging.sinks["model"]
         for begin, end in source.spans(0, 97):
             chunk = make_chunk(begin, read_source(source, begin, end))
-            flipped = bytes([chunk.data[0] ^ 4]) + chunk.data[1:]
+            flipped = pb.Chunk(offset=begin, data=bytes([chunk.data[0] ^ 4]) + chunk.data[1:], crc32c=chunk.crc32c)
             with pytest.raises(ChunkError, match="crc32c"):
-                sink.feed(RawChunk(begin, memoryview(flipped), chunk.crc32c))
+                sink.feed(*read_pull_response(pb.PullWeightsResponse(chunk=flipped).SerializeToString()))
             assert sink.position == begin
-            sink.feed(RawChunk(begin, memoryview(chunk.data), chunk.crc32c))
+            sink.feed(*read_pull_response(pb.PullWeightsResponse(chunk=chunk).SerializeToString()))
         staging.finish()
     assert equal_bits(load_file(tmp_path / "v.safetensors"), weights())
 
@@ -107,7 +106,7 @@ def test_bytes_changed_under_a_right_checksum_show_in_a_digest(tmp_path: Path) -
         for begin, end in source.spans(0, 97):
             data = read_source(source, begin, end)
             changed = bytes([data[0] ^ 4]) + data[1:] if begin >= 4850 else data
-            staging.sinks["model"].feed(RawChunk(begin, memoryview(changed)))
+            staging.sinks["model"].feed(begin, memoryview(changed))
         with pytest.raises(StagingError, match="digest"):
             staging.finish()
 
@@ -123,7 +122,7 @@ def test_chunks_out_of_order_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "v.safetensors").open("w+b") as file:
         sink = DenseFile(manifest_of(V1, source), file.fileno()).sinks["model"]
         with pytest.raises(StagingError, match="instead"):
-            sink.feed(RawChunk(8, memoryview(read_source(source, 8, 16))))
+            sink.feed(8, memoryview(read_source(source, 8, 16)))
 
 
 def test_shards_may_come_side_by_side(tmp_path: Path) -> None:
@@ -139,6 +138,6 @@ def test_shards_may_come_side_by_side(tmp_path: Path) -> None:
                 if span is None:
                     waiting.remove((source, rest))
                 else:
-                    staging.sinks[source.name].feed(RawChunk(span[0], memoryview(read_source(source, *span))))
+                    staging.sinks[source.name].feed(span[0], memoryview(read_source(source, *span)))
         staging.finish()
     assert equal_bits(load_file(path), weights())

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.format.chunks import RawChunk
 from weightsync.receive.pull import PullError, read_local
 
 
@@ -24,9 +23,10 @@ class Bytes:
         """See `ChunkSink`."""
         return len(self.data)
 
-    def feed(self, chunk: RawChunk) -> None:
+    def feed(self, offset: int, data: memoryview) -> None:
         """See `ChunkSink`."""
-        self.data += bytes(chunk.check())
+        assert offset == self.position
+        self.data += bytes(data)
 
 
 def named(path: Path) -> pb.LocalFile:

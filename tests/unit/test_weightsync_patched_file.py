@@ -18,7 +18,6 @@ from weightsync_stack import RESOURCE
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import Encoding, encode
-from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import manifest_digest
 from weightsync.format.safetensors import DTYPES, Entry, place, render_header
 from weightsync.receive.version_file import DeltaShard, PatchedFile, StagingError
@@ -127,7 +126,7 @@ def received(manifest: pb.Manifest, files: dict[str, bytes]) -> list[DeltaShard]
     for shard in manifest.shards:
         sink = DeltaShard(shard)
         for begin in range(0, len(files[shard.name]), 97):
-            sink.feed(RawChunk(begin, memoryview(files[shard.name])[begin : begin + 97]))
+            sink.feed(begin, memoryview(files[shard.name])[begin : begin + 97])
         sink.finish()
         shards.append(sink)
     return shards

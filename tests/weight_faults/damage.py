@@ -153,7 +153,7 @@ def _dead_builder(world: World) -> float:
     # Whoever begins waits at the first byte until the other one has found the version being made.
     engines = (world.engine, neighbour)
     for engine in engines:
-        engine.arm(Point("weightsync.format.chunks:RawChunk.check"), halt=True)
+        engine.arm(Point("weightsync.format.chunks:read_pull_response"), halt=True)
     world.push(Version(1, 3))
     eventually(lambda: any(engine.reached.is_set() for engine in engines), "nobody stages the version")
     builder, other = engines if world.engine.reached.is_set() else engines[::-1]

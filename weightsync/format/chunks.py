@@ -1,14 +1,13 @@
-"""The chunks in which files travel: their sizes and checksums, and how one is written and read with as few copies as possible.
+"""The chunks in which files travel over sockets: how one is checked, written and read with as few copies as possible.
 
-Protobuf copies a message's bytes each time that they are looked at. `push_request` and `parse_pull_response` therefore write
-and read the message by its wire format (https://protobuf.dev/programming-guides/encoding/), and leaves it to protobuf if it is written in another order
-than every protobuf library writes it.
+Protobuf copies a message's bytes each time that they are looked at. `push_request` and `read_pull_response` therefore write
+and read the wire format themselves (https://protobuf.dev/programming-guides/encoding/). A message whose fields come in
+another order than protobuf libraries write them is left to protobuf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import google_crc32c
 import numpy as np
@@ -37,46 +36,6 @@ class ChunkSizeError(ValueError):
     """A chunk is empty, or larger than the contract allows."""
 
 
-class ChunkSums:
-    """Checksums of a file's chunks, so that each is computed once, however often the chunk travels.
-
-    Only the chunks of the largest size are remembered, and the last one of the file: one number per MiB of the file,
-    whatever ranges are asked for. Damage to the file on disk is therefore found by the receiver, not by the sender.
-
-    Args:
-        size: Bytes of the whole file.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._sums: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        """Return the number of checksums that are remembered."""
-        return len(self._sums)
-
-    def note(self, offset: int, length: int, crc32c: int) -> None:
-        """Remember a checksum, if the chunk is one that `next_cut` makes of the whole file."""
-        if self._is_usual(offset, length):
-            self._sums[offset] = crc32c
-
-    def of(self, offset: int, data: bytes) -> int:
-        """Return the checksum of a chunk of the file."""
-        known = self._sums.get(offset) if self._is_usual(offset, len(data)) else None
-        if known is None:
-            known = int(google_crc32c.value(data))
-            self.note(offset, len(data), known)
-        return known
-
-    def _is_usual(self, offset: int, length: int) -> bool:
-        return offset % MAX_CHUNK_BYTES == 0 and offset + length == next_cut(offset, self._size)
-
-
-def next_cut(begin: int, end: int) -> int:
-    """Return where the chunk that begins at a byte ends: at the next multiple of the largest chunk."""
-    return min((begin // MAX_CHUNK_BYTES + 1) * MAX_CHUNK_BYTES, end)
-
-
 def fill_chunk(chunk: pb.Chunk, offset: int, data: bytes, crc32c: int | None = None) -> None:
     """Set a chunk and its checksum, computed where it is not given.
 
@@ -97,65 +56,42 @@ def check_chunk(chunk: pb.Chunk) -> bytes:
         ChunkError: if their checksum differs.
     """
     data = chunk.data
-    if not 0 < len(data) <= MAX_CHUNK_BYTES:
-        raise ChunkSizeError(f"a chunk has {len(data)} bytes; send 1 to {MAX_CHUNK_BYTES}")
-    if google_crc32c.value(data) != chunk.crc32c:
-        raise ChunkError(f"crc32c of the chunk at byte {chunk.offset} differs: it was damaged in transit")
+    _check(chunk.offset, data, chunk.crc32c)
     return data
 
 
-@dataclass(frozen=True, slots=True)
-class RawChunk:
-    """Bytes of a shard.
-
-    Attributes:
-        offset: Where they belong in the file.
-        data: The bytes; a view of the message.
-        crc32c: Their checksum as it came; None where they came from memory and need none.
-    """
-
-    offset: int
-    data: memoryview
-    crc32c: int | None = None
-
-    def check(self) -> memoryview:
-        """Return the bytes, once their checksum is found right.
-
-        Raises:
-            ChunkSizeError: if there are none or too many.
-            ChunkError: if their checksum differs.
-        """
-        if self.crc32c is None:
-            return self.data
-        if not 0 < len(self.data) <= MAX_CHUNK_BYTES:
-            raise ChunkSizeError(f"a chunk has {len(self.data)} bytes; send 1 to {MAX_CHUNK_BYTES}")
-        # An array, because the library takes no memoryview and a copy to bytes would cost as much as the sum.
-        if google_crc32c.value(np.frombuffer(self.data, dtype=np.uint8)) != self.crc32c:
-            raise ChunkError(f"crc32c of the chunk at byte {self.offset} differs: it was damaged in transit")
-        return self.data
+def _check(offset: int, data: bytes | memoryview, crc32c: int) -> None:
+    if not 0 < len(data) <= MAX_CHUNK_BYTES:
+        raise ChunkSizeError(f"a chunk has {len(data)} bytes; send 1 to {MAX_CHUNK_BYTES}")
+    # An array, because the library takes no memoryview and a copy to bytes would cost as much as the sum.
+    if google_crc32c.value(np.frombuffer(data, dtype=np.uint8)) != crc32c:
+        raise ChunkError(f"crc32c of the chunk at byte {offset} differs: it was damaged in transit")
 
 
-def parse_pull_response(message: bytes) -> RawChunk:
-    """Return the chunk of a serialised `PullWeightsResponse`.
+def read_pull_response(message: bytes) -> tuple[int, memoryview]:
+    """Check the chunk of a serialised `PullWeightsResponse`; return its offset and a view of its bytes.
 
     Raises:
-        ChunkError: if the message cannot be read.
+        ChunkSizeError: if there are no bytes, or too many.
+        ChunkError: if the message cannot be read, or the checksum differs.
     """
     try:
-        chunk = _parse(memoryview(message))
+        parsed = _parse(memoryview(message))
     except IndexError:
-        chunk = None
-    if chunk is not None:
-        return chunk
-    try:
-        parsed = pb.PullWeightsResponse.FromString(message).chunk
-    except DecodeError as error:
-        raise ChunkError(f"a message of a pull cannot be read: {error}") from error
-    return RawChunk(parsed.offset, memoryview(parsed.data), parsed.crc32c)
+        parsed = None
+    if parsed is None:
+        try:
+            chunk = pb.PullWeightsResponse.FromString(message).chunk
+        except DecodeError as error:
+            raise ChunkError(f"a message of a pull cannot be read: {error}") from error
+        parsed = chunk.offset, memoryview(chunk.data), chunk.crc32c
+    offset, data, crc32c = parsed
+    _check(offset, data, crc32c)
+    return offset, data
 
 
-def _parse(message: memoryview) -> RawChunk | None:
-    """Return None if the fields come in another order, or others than these."""
+def _parse(message: memoryview) -> tuple[int, memoryview, int] | None:
+    """Return offset, data and crc32c; None if the fields come in another order, or others than these."""
     if message[0] != _CHUNK:
         return None
     length, position = _varint(message, 1)
@@ -170,7 +106,7 @@ def _parse(message: memoryview) -> RawChunk | None:
     end = begin + length
     if len(message) != end + 1 + _CRC32C_BYTES or message[end] != _CRC32C:
         return None
-    return RawChunk(offset, message[begin:end], int.from_bytes(message[end + 1 :], "little"))
+    return offset, message[begin:end], int.from_bytes(message[end + 1 :], "little")
 
 
 def push_request(offset: int, views: Sequence[memoryview]) -> bytes:

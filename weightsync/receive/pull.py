@@ -29,7 +29,7 @@ from sluice.v1 import common_pb2
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.backoff import Backoff
-from weightsync.format.chunks import ChunkError, ChunkSizeError, RawChunk, parse_pull_response
+from weightsync.format.chunks import ChunkError, ChunkSizeError, read_pull_response
 from weightsync.metrics import FALLBACKS
 from weightsync.receive.sources import PullCall, Sources
 from weightsync.receive.version_file import (
@@ -416,11 +416,10 @@ class ChunkSink(Protocol):
         """The next byte that is missing; all before it are checked and kept."""
         ...
 
-    def feed(self, chunk: RawChunk) -> None:
-        """Check and keep the next bytes. Blocking; called in a thread, one call at a time.
+    def feed(self, offset: int, data: memoryview) -> None:
+        """Keep the bytes at `offset`, which must be the next ones. Blocking; called in a thread, one call at a time.
 
         Raises:
-            ChunkError, ChunkSizeError: if they were damaged on their way; none of them is kept.
             StagingError: if they are not what was announced.
             OSError: if there is no room.
         """
@@ -493,7 +492,7 @@ async def _stream(call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: 
 
 
 def _feed(sink: ChunkSink, message: bytes) -> None:
-    sink.feed(parse_pull_response(message))
+    sink.feed(*read_pull_response(message))
 
 
 def is_on_this_host(file: pb.LocalFile) -> bool:
@@ -539,7 +538,7 @@ def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None
                 raise PullError(f"{file.path} cannot be read: {error}") from error
             if not count:
                 raise PullError(f"{file.path} ends at byte {begin}, expected {size}: it was truncated")
-            sink.feed(RawChunk(begin, block[:count]))
+            sink.feed(begin, block[:count])
     finally:
         os.close(descriptor)
 

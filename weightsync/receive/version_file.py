@@ -19,7 +19,6 @@ import xxhash
 
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import CodecError, apply_slice, check_slice, slice_bytes
-from weightsync.format.chunks import RawChunk
 from weightsync.format.manifest import Box, ManifestError, box, check_manifest, entry_name, is_whole, manifest_digest
 from weightsync.format.safetensors import (
     DTYPES,
@@ -128,12 +127,11 @@ class DenseShard:
         """Return the bytes of the shard that came in and were checked."""
         return self._scan.position
 
-    def feed(self, chunk: RawChunk) -> None:
+    def feed(self, offset: int, data: memoryview) -> None:
         """Check the next bytes and write them; see `ChunkSink`."""
         scan, name = self._scan, self._shard.name
-        if chunk.offset != scan.position:
-            raise StagingError(f"shard {name}: a chunk at byte {chunk.offset} came instead of {scan.position}")
-        data = chunk.check()
+        if offset != scan.position:
+            raise StagingError(f"shard {name}: a chunk at byte {offset} came instead of {scan.position}")
         try:
             scan.feed(data)
         except LayoutError as error:
@@ -142,8 +140,8 @@ class DenseShard:
             return
         if self._begin is None:
             self._begin = self._file.reserve(scan.size - scan.data_begin)
-        skipped = max(0, scan.data_begin - chunk.offset)
-        position = self._begin + chunk.offset + skipped - scan.data_begin
+        skipped = max(0, scan.data_begin - offset)
+        position = self._begin + offset + skipped - scan.data_begin
         _write_all(self._file.descriptor, data[skipped:], position)
 
     def finish(self, data_begin: int) -> list[Entry]:
@@ -244,14 +242,12 @@ class DeltaShard:
         self.position = 0
         self._bytes = np.empty(shard.size_bytes, dtype=np.uint8).data
 
-    def feed(self, chunk: RawChunk) -> None:
-        """Check and keep the next bytes; see `ChunkSink`."""
-        end = self.position + len(chunk.data)
-        if chunk.offset != self.position or end > len(self._bytes):
-            raise StagingError(
-                f"shard {self.shard.name}: a chunk at byte {chunk.offset} came instead of {self.position}"
-            )
-        self._bytes[self.position : end] = chunk.check()
+    def feed(self, offset: int, data: memoryview) -> None:
+        """Keep the next bytes; see `ChunkSink`."""
+        end = self.position + len(data)
+        if offset != self.position or end > len(self._bytes):
+            raise StagingError(f"shard {self.shard.name}: a chunk at byte {offset} came instead of {self.position}")
+        self._bytes[self.position : end] = data
         self.position = end
 
     def finish(self) -> None:

@@ -373,7 +373,8 @@ class Runs:
             seconds=round(seconds, 4),
         )
         self.retention_due.set()
-        self.dense_forms.wake(run)
+        if form_of(stored.manifest) is Form.DELTA:
+            self.dense_forms.wake(run)
         return pb.CommitVersionResponse(manifest=stored.manifest)
 
     async def _verify_and_install(

@@ -21,14 +21,14 @@ from sluice.tasks import settle
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.format.chunks import ChunkError, ChunkSums, fill_chunk, next_cut
+from weightsync.format.chunks import ChunkError, fill_chunk
 from weightsync.format.manifest import check_shard, without_tensors
 from weightsync.format.safetensors import BadNameError, LayoutError
 from weightsync.host import host_id
 from weightsync.service.chain import Form, VersionForm, damaged_on_the_way, find_path
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.store import StoredForm
-from weightsync.service.upload import FAILURES, Upload, translated
+from weightsync.service.upload import FAILURES, ChunkSums, Upload, next_cut, translated
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 

@@ -33,7 +33,6 @@ from sluice.host_files import remove_tree
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.format.chunks import ChunkSums
 from weightsync.format.manifest import (
     MANIFEST_FILE,
     ManifestError,
@@ -45,7 +44,7 @@ from weightsync.format.manifest import (
     version_directory,
 )
 from weightsync.service.chain import Form, Forms, is_reachable
-from weightsync.service.upload import Upload, assemble
+from weightsync.service.upload import ChunkSums, Upload, assemble
 
 _PUSHED_FILE = "pushed.json"
 """Manifest as the trainer pushed it, kept where the shards were assembled into another file."""

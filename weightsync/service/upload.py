@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import google_crc32c
 import grpc
 import numpy as np
 import xxhash
@@ -21,7 +22,7 @@ from sluice.host_files import PeerFileError
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec import slice_region
-from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, ChunkSizeError, ChunkSums, check_chunk
+from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, ChunkSizeError, check_chunk
 from weightsync.format.manifest import (
     ManifestError,
     box,
@@ -63,6 +64,46 @@ def translated(error: Exception) -> SluiceError:
         message = f"the disk failed ({error}); the versions so far stay: look at the service's log"
         return SluiceError(grpc.StatusCode.INTERNAL, "DISK_ERROR", message)
     return SluiceError.invalid_argument("manifest" if isinstance(error, ManifestError) else "chunk", str(error))
+
+
+class ChunkSums:
+    """Checksums of a file's chunks, so that each is computed once, however often the chunk travels.
+
+    Only the chunks of the largest size are remembered, and the last one of the file: one number per MiB of the file,
+    whatever ranges are asked for. Damage to the file on disk is therefore found by the receiver, not by the sender.
+
+    Args:
+        size: Bytes of the whole file.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._sums: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        """Return the number of checksums that are remembered."""
+        return len(self._sums)
+
+    def note(self, offset: int, length: int, crc32c: int) -> None:
+        """Remember a checksum, if the chunk is one that `next_cut` makes of the whole file."""
+        if self._is_usual(offset, length):
+            self._sums[offset] = crc32c
+
+    def of(self, offset: int, data: bytes) -> int:
+        """Return the checksum of a chunk of the file."""
+        known = self._sums.get(offset) if self._is_usual(offset, len(data)) else None
+        if known is None:
+            known = int(google_crc32c.value(data))
+            self.note(offset, len(data), known)
+        return known
+
+    def _is_usual(self, offset: int, length: int) -> bool:
+        return offset % MAX_CHUNK_BYTES == 0 and offset + length == next_cut(offset, self._size)
+
+
+def next_cut(begin: int, end: int) -> int:
+    """Return where the chunk that begins at a byte ends: at the next multiple of the largest chunk."""
+    return min((begin // MAX_CHUNK_BYTES + 1) * MAX_CHUNK_BYTES, end)
 
 
 class OffsetError(SluiceError):
