@@ -130,7 +130,13 @@ class ModelSizes:
 
 
 def sizes_on_disk(model: str, setting: str = "model") -> ModelSizes | None:
-    """Return the sizes of a model in a directory; None for a hub id. The hub is not asked.
+    """Return the sizes of a model in a directory; see `config_on_disk`."""
+    config = config_on_disk(model, setting)
+    return None if config is None else ModelSizes.of(config)
+
+
+def config_on_disk(model: str, setting: str = "model") -> dict[str, Any] | None:
+    """Return the configuration of the text model in a directory; None for a hub id. The hub is not asked.
 
     Raises:
         ConfigError: if its config.json cannot be read.
@@ -145,7 +151,7 @@ def sizes_on_disk(model: str, setting: str = "model") -> ModelSizes | None:
     if not isinstance(config, dict):
         raise ConfigError(f"{setting}: {path} holds no JSON object: give the directory of a Hugging Face model")
     text = config.get("text_config")
-    return ModelSizes.of(text if isinstance(text, dict) else config)
+    return text if isinstance(text, dict) else config
 
 
 def check_hub(model: str, setting: str = "model") -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from typing import Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from sluice.config import Section
+from sluice.config import ConfigError, Section
+
+COMPILERS = ("g++", "clang++", "gcc", "clang")
+"""Compilers that `torch.compile` looks for."""
 
 Precision = Literal["auto", "float32", "bfloat16"]
 """Precision of a forward pass or of stored weights; auto depends on the device."""
@@ -243,6 +248,17 @@ class ComputeConfig(OptimizerConfig):
                 "optimizer_offload steps on the CPU, which is too slow for Muon's matrix products: set optimizer to adamw, or optimizer_offload to false"
             )
         return self
+
+    def check_compiler(self) -> None:
+        """Refuse `compile` without a C++ compiler. CUDA kernels need one too, for the code that launches them.
+
+        Raises:
+            ConfigError: if there is no C++ compiler.
+        """
+        if self.compile and not os.environ.get("CXX") and not any(map(shutil.which, COMPILERS)):
+            raise ConfigError(
+                f"compile needs a C++ compiler, and none of {', '.join(COMPILERS)} is installed: install one, or set compile to false"
+            )
 
 
 def on_device(config: _Compute, device: str) -> _Compute:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
-from sluice.config.allocation import Allocation
-from sluice.models import importable
+from sluice.config.allocation import Allocation, smallest_memory, visible_devices
+from sluice.models import check_files, check_model, config_on_disk, importable
 from trainer_svc.compute_config import (
     ComputeConfig,
     OptimizerConfig,
@@ -17,9 +18,10 @@ from trainer_svc.compute_config import (
     frozen_precision,
     on_device,
 )
+from trainer_svc.memory import BFLOAT16, FLOAT32, Decoder, estimate
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
-from trainer_svc.start_check import check_compiler, check_memory, check_models
+from trainer_svc.parallel.dims import check_sizes
 
 BASE = "base"
 """Names the model that the run starts from, where another one could stand."""
@@ -240,32 +242,62 @@ class TrainerConfig(ComputeConfig):
             ConfigError: if a model is missing or cannot be split as `parallel` says, a step does not fit on a device, `compile`
                 lacks a compiler, or the module of a custom objective is missing.
         """
-        check_models({"model": run.model, **self.models_beside()}, self.parallel)
-        check_compiler(self)
+        models = {"model": run.model, **self.models_beside()}
+        for setting, model in models.items():
+            check_model(model, setting)
+            check_sizes(model, setting, self.parallel)
+        for setting, model in models.items():
+            check_files(model, setting, tokenizer=setting == "model")
+        self.check_compiler()
         module, separator, _ = self.objective.preset.partition(":")
         if separator and not importable(module):
             raise ConfigError(
                 f"trainer.objective.preset: there is no module {module!r}: install it, or add its directory to PYTHONPATH"
             )
-        return check_memory(run.model, self, frozen=self._frozen_bytes(run.model), critic=self._own_critic(run.model))
+        return self._check_memory(run.model)
 
-    def _frozen_bytes(self, base: str) -> dict[str, int]:
-        """Bytes of one weight of each model that only computes, by its directory."""
-        resolved = on_device(self, "cuda" if self.device != "cpu" else "cpu")
-        widths = {"float32": 4, "bfloat16": 2}
-        return {
-            base if table.model == BASE else table.model: widths[
-                frozen_precision(table.dtype, resolved.dtype, self.device if self.device != "auto" else "cuda")
-            ]
-            for table in (self.reference, self.teacher)
-            if table.model not in ("", IN_BATCH)
-        }
+    def _check_memory(self, base: str) -> tuple[str, ...]:
+        """Refuse settings with which a training step does not fit in a device's memory; return a line with the estimate.
 
-    def _own_critic(self, base: str) -> str:
-        """Directory of the critic's own model; empty without one."""
-        if not self.objective.resolved.needs_critic or self.critic.shared:
-            return ""
-        return base if self.critic.model == BASE else self.critic.model
+        There is no estimate for a hub id, or for a model that is not a dense decoder.
+        """
+        sizes = _decoder(base)
+        if sizes is None:
+            return ()
+        device = self.device if self.device != "auto" else "cuda" if visible_devices(os.environ) else "cpu"
+        dtype = on_device(self, device).dtype
+        frozen: list[tuple[Decoder, int]] = []
+        for table in (self.reference, self.teacher):
+            found = None if table.model in ("", IN_BATCH) else _decoder(base if table.model == BASE else table.model)
+            if found is not None:
+                frozen.append(
+                    (found, BFLOAT16 if frozen_precision(table.dtype, dtype, device) == "bfloat16" else FLOAT32)
+                )
+        critic = None
+        if self.objective.resolved.needs_critic and not self.critic.shared:
+            critic = _decoder(base if self.critic.model == BASE else self.critic.model)
+        axes = self.parallel
+        fixed = axes.dp_replicate * axes.tp * axes.cp * axes.pp
+        processes = fixed * axes.dp_shard if axes.dp_shard > 0 else max(fixed, int(os.environ.get("WORLD_SIZE", "1")))
+        try:
+            held = estimate(sizes, self, device=device, processes=processes, frozen=frozen, critic=critic)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        capacity = smallest_memory() if device == "cuda" else None
+        if self.device_memory_gb is not None:
+            capacity = int(self.device_memory_gb * 1e9)
+        if capacity is not None and held.total > capacity:
+            raise ConfigError(
+                f"a training step is estimated to need {held} on each device, which has {capacity / 2**30:.1f} GiB: lower token_budget, set"
+                " gradient_checkpointing or optimizer_offload, train an adapter (lora.rank), or shard the model over more devices"
+                " (parallel.dp_shard)"
+            )
+        return (f"memory of one trainer device, estimated: {held}",)
+
+
+def _decoder(model: str) -> Decoder | None:
+    config = config_on_disk(model)
+    return None if config is None else Decoder.of(config)
 
 
 CONFIG = TrainerConfig

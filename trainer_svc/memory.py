@@ -23,7 +23,7 @@ from typing import Any, Self
 from trainer_svc.compute_config import ComputeConfig, on_device
 from trainer_svc.parallel.dims import ParallelDims
 
-SINGLE, HALF = 4, 2
+FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a float32 and of a bfloat16 number."""
 
 GIB = 1 << 30
@@ -58,8 +58,6 @@ class Decoder:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self | None:
         """Return the sizes in a Hugging Face configuration; None if it does not describe a dense decoder of this kind."""
-        text = config.get("text_config")
-        config = text if isinstance(text, dict) else config
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         sizes = [config.get(name) for name in names]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -168,11 +166,11 @@ def estimate(
 
     lora = config.lora.rank > 0
     trained = layers * model.factors(config.lora.rank) if lora else own
-    base = HALF if lora and config.lora.base_dtype == "bfloat16" else SINGLE
-    weights = (own_layers * base + own_ends * SINGLE + (trained * SINGLE if lora else 0)) // shards
-    gradients = trained * SINGLE // shards
+    base = BFLOAT16 if lora and config.lora.base_dtype == "bfloat16" else FLOAT32
+    weights = (own_layers * base + own_ends * FLOAT32 + (trained * FLOAT32 if lora else 0)) // shards
+    gradients = trained * FLOAT32 // shards
     if config.parallel.accumulate == "whole" and shards > 1:
-        gradients += trained * SINGLE
+        gradients += trained * FLOAT32
     return Memory(
         weights=weights,
         other_models=sum(each.parameters * width // (shards * dims.tp * dims.pp) for each, width in frozen)
@@ -193,21 +191,21 @@ def _moments(config: ComputeConfig, trained: int, layers: int, ends: int, *, lor
     if config.optimizer_offload:
         return 0
     if config.optimizer == "muon" and not lora:
-        return layers * SINGLE + ends * 2 * SINGLE
-    return trained * 2 * SINGLE
+        return layers * FLOAT32 + ends * 2 * FLOAT32
+    return trained * 2 * FLOAT32
 
 
 def _copies(
     model: Decoder, config: ComputeConfig, dims: ParallelDims, layers: int, ends: int, *, half: bool, lora: bool
 ) -> int:
     """Return the bytes of weights in the precision of the forward pass."""
-    width = HALF if half else SINGLE
+    width = BFLOAT16 if half else FLOAT32
     if dims.dp_shard * dims.cp > 1:
         gathered = layers if not config.parallel.reshard else 2 * model.layer // dims.tp
-        return gathered * width + ends * SINGLE
+        return gathered * width + ends * FLOAT32
     if not half or (lora and config.lora.base_dtype == "bfloat16"):
         return 0
-    return layers * HALF
+    return layers * BFLOAT16
 
 
 def _activations(model: Decoder, config: ComputeConfig, dims: ParallelDims, layers: int, *, half: bool) -> int:
@@ -216,10 +214,10 @@ def _activations(model: Decoder, config: ComputeConfig, dims: ParallelDims, laye
     projected = (model.queries + model.keys) // dims.tp
     # With bfloat16, norms and RoPE still compute in float32; inputs and outputs of products are bfloat16.
     of_layer = 20 * hidden + 10 * projected + 8 * inner if half else 24 * hidden + 16 * projected + 16 * inner
-    at_work = (HALF if half else SINGLE) * 3 * inner + SINGLE * 4 * hidden
-    ends = SINGLE * 6 * hidden  # embedding, last norm, and the states that predict
+    at_work = (BFLOAT16 if half else FLOAT32) * 3 * inner + FLOAT32 * 4 * hidden
+    ends = FLOAT32 * 6 * hidden  # embedding, last norm, and the states that predict
     waiting = dims.pp  # micro-batches whose backward pass the first stage still has to run
-    kept = waiting * layers * (SINGLE * hidden if config.gradient_checkpointing else of_layer)
+    kept = waiting * layers * (FLOAT32 * hidden if config.gradient_checkpointing else of_layer)
     recomputed = of_layer if config.gradient_checkpointing else 0
     return tokens * (kept + recomputed + at_work + ends)
 
@@ -227,6 +225,6 @@ def _activations(model: Decoder, config: ComputeConfig, dims: ParallelDims, laye
 def _logits(model: Decoder, config: ComputeConfig, dims: ParallelDims, *, lora: bool) -> int:
     cells = math.ceil(config.token_budget / dims.cp) * model.vocabulary // dims.tp
     if model.whole_logits:
-        return 3 * cells * SINGLE  # logits, their log-softmax and its gradient
-    gradient = 0 if lora else model.embedding // dims.tp * SINGLE
-    return min(cells, config.logit_cells) * SINGLE + gradient
+        return 3 * cells * FLOAT32  # logits, their log-softmax and its gradient
+    gradient = 0 if lora else model.embedding // dims.tp * FLOAT32
+    return min(cells, config.logit_cells) * FLOAT32 + gradient

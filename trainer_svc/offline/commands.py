@@ -26,7 +26,7 @@ from trainer_svc.offline.config import (
     is_file,
     make_parent,
 )
-from trainer_svc.start_check import check_compiler, check_sizes
+from trainer_svc.parallel.dims import check_sizes
 
 _Config = TypeVar("_Config", bound=OfflineConfig)
 
@@ -94,7 +94,7 @@ def _check(config: OfflineConfig) -> None:
         check_model(model, setting)
         check_sizes(model, setting, config.parallel)
         check_files(model, setting)
-    check_compiler(config)
+    config.check_compiler()
     for setting, data in (("split", config.data), ("eval_split", config.eval_data)):
         if not data:
             continue

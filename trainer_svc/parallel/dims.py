@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-from sluice.models import ModelSizes
+from sluice.config import ConfigError
+from sluice.models import ModelSizes, sizes_on_disk
 from trainer_svc.compute_config import ParallelConfig
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -111,18 +112,24 @@ class ParallelDims:
         )
 
 
-def check_fits(sizes: ModelSizes, parallel: ParallelConfig) -> None:
-    """Refuse a model that the axes cannot split. Unknown sizes are not checked.
+def check_sizes(model: str, setting: str, parallel: ParallelConfig) -> None:
+    """Refuse a model on disk that the axes cannot split. Unknown sizes and hub ids are not checked.
 
     Raises:
-        ValueError: with the remedy.
+        ConfigError: with the sizes that work.
     """
-    if parallel.tp > 1 and sizes.model_type:
-        check_tensor(sizes, parallel.tp)
-    if parallel.cp > 1 and sizes.heads is not None:
-        check_heads(sizes.heads, parallel.tp, parallel.cp)
-    if parallel.pp > 1 and sizes.layers is not None:
-        stage_layers(sizes.layers, parallel.pp)
+    sizes = sizes_on_disk(model, setting)
+    if sizes is None:
+        return
+    try:
+        if parallel.tp > 1 and sizes.model_type:
+            check_tensor(sizes, parallel.tp)
+        if parallel.cp > 1 and sizes.heads is not None:
+            check_heads(sizes.heads, parallel.tp, parallel.cp)
+        if parallel.pp > 1 and sizes.layers is not None:
+            stage_layers(sizes.layers, parallel.pp)
+    except ValueError as error:
+        raise ConfigError(f"{setting} {model}: {error}") from error
 
 
 def check_tensor(sizes: ModelSizes, tp: int) -> None:
