@@ -27,9 +27,8 @@ from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tok
 from trainer_svc.compute_config import ParallelConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.loading import load_network
+from trainer_svc.engine.loading import compile_layers, distribute, load_network
 from trainer_svc.engine.lora import attach_adapter
-from trainer_svc.engine.network import compile_layers, distribute
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import balance

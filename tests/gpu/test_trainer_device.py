@@ -14,9 +14,10 @@ import torch
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.batch.rows import Sequence, count_loss_tokens, pack
 from trainer_svc.compute_config import ComputeConfig
-from trainer_svc.engine.attention import Packing, packed_attention, uses_varlen
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.loading import uses_varlen
 from trainer_svc.engine.logprob import fused_logprobs, logprobs_of_logits
+from trainer_svc.engine.network import Packing, packed_attention
 
 ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda")

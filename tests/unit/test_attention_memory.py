@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer_svc.batch.attention_plan import AttentionPlan
-from trainer_svc.engine.attention import Packing, packed_attention
+from trainer_svc.engine.network import Packing, packed_attention
 
 TOKENS, HEADS, HEAD_DIM = 700, 4, 8
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from sluice.versions import Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.engine.attention import PACKED_ATTENTION
 from trainer_svc.engine.engine import TrainEngine
+from trainer_svc.engine.network import PACKED_ATTENTION
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.objectives.trainable import keep_trainable, with_batch_facts
 from trainer_svc.update.critic import with_values

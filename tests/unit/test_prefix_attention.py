@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer_svc.batch.attention_plan import AttentionPlan
-from trainer_svc.engine.attention import Packing, packed_attention
+from trainer_svc.engine.network import Packing, packed_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

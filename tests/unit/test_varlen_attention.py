@@ -10,10 +10,10 @@ from tiny_policy import ragged_batch, tiny_model
 from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
 from trainer_svc.batch.rows import count_loss_tokens, empty_batch, pack
 from trainer_svc.compute_config import ComputeConfig
-from trainer_svc.engine import attention as module
-from trainer_svc.engine.attention import Packing, packed_attention, uses_varlen
+from trainer_svc.engine import network as module
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.network import compile_layers
+from trainer_svc.engine.loading import compile_layers, uses_varlen
+from trainer_svc.engine.network import Packing, packed_attention
 from trainer_svc.parallel.context import _slice
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a packed row attend to which. Pure: the kernels are in `trainer_svc.engine.attention`.
+"""Which tokens of a packed row attend to which. Pure: the kernels are in `trainer_svc.engine.network`.
 
 `AttentionPlan` describes the same attention once for each kernel: as blocks of sequences of similar length (any device), as
 parts and shared beginnings (CPU), and as bounds of sequences of varying length (CUDA).

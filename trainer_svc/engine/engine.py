@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from threading import Event
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
 
+from sluice.host_files import whole_directory
 from trainer_svc.batch.rows import (
     LossFn,
     LossWeight,
@@ -25,17 +29,16 @@ from trainer_svc.batch.rows import (
 )
 from trainer_svc.batch.shapes import Scalar
 from trainer_svc.compute_config import ComputeConfig, Precision, frozen_precision, on_device
-from trainer_svc.engine.export import cpu_copy, export_hf, live_tensors
-from trainer_svc.engine.loading import freeze, load_network
+from trainer_svc.engine.loading import DTYPES, choose_kernels, distribute, freeze, load_network, resolve_device
 from trainer_svc.engine.logprob import Entropy
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
-from trainer_svc.engine.network import DTYPES, Head, Network, choose_kernels, connected, distribute, resolve_device
+from trainer_svc.engine.network import OWN_MODULES, Head, Network, connected
 from trainer_svc.engine.optimizers import build_optimizers, clip, learning_rate, total_norm
 from trainer_svc.engine.pipeline import LossOf, Pipeline
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import Ranks, agree
-from trainer_svc.parallel.sharding import sum_partial_gradients
+from trainer_svc.parallel.sharding import cpu_copy, sum_partial_gradients
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 """Prefixes of a checkpoint's tensors."""
@@ -276,9 +279,29 @@ class TrainEngine:
             network.root.free_gathered()
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the weights (with an adapter: merged) under their Hugging Face names, tied ones once; the next step changes them."""
-        weights: dict[str, torch.Tensor] = self.network.model.state_dict()
-        return live_tensors(self.network.model, weights if self.adapter is None else self.adapter.merged(weights))
+        """Return the weights (with an adapter: merged) under their Hugging Face names, tied ones once; the next step changes them.
+
+        Tensors that transformers fused at load (such as experts) are split again, which may copy them.
+        """
+        model = self.network.model
+        state: dict[str, torch.Tensor] = model.state_dict()
+        parameters = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        once: dict[str, torch.Tensor] = {}
+        seen: set[object] = set()
+        for name, tensor in (state if self.adapter is None else self.adapter.merged(state)).items():
+            # A process may hold no element of a DTensor, and then no address shows which tensors are tied.
+            place = (
+                parameters.get(name, name)
+                if isinstance(tensor, DTensor)
+                else (tensor.data_ptr(), tensor.shape, tensor.stride())
+            )
+            if name.startswith(OWN_MODULES) or (tensor.numel() and place in seen):
+                continue
+            seen.add(place)
+            once[name] = tensor
+        # Files and engines use the names before transformers fused modules.
+        published: dict[str, torch.Tensor] = revert_weight_conversion(model, once)
+        return published
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Return the weights under their Hugging Face names, tied ones once, as CPU copies.
@@ -318,8 +341,18 @@ class TrainEngine:
         """Write such a directory from whole tensors under their names in the network; any thread may call it."""
         if self.adapter is not None:
             self.adapter.export(self.model_dir, Path(directory), dtype, weights)
-        else:
-            export_hf(self.network.model, self.model_dir, Path(directory), dtype, weights)
+            return
+        model = self.network.model
+        with whole_directory(Path(directory)) as staging:
+            policy = {name: each for name, each in weights.items() if not name.startswith(OWN_MODULES)}
+            model.save_pretrained(staging, state_dict={name: cpu_copy(each, dtype) for name, each in policy.items()})
+            if dtype is not None:
+                described = deepcopy(model.config)
+                described.dtype = (
+                    dtype  # transformers writes the model's dtype, to which engines would widen the weights
+                )
+                described.save_pretrained(staging)
+            AutoTokenizer.from_pretrained(self.model_dir).save_pretrained(staging)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of a checkpoint as ``model.<name>`` and ``optimizer.<moment>.<name>``; tied weights once.

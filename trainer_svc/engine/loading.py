@@ -1,22 +1,36 @@
-"""Load a network from a Hugging Face directory, and check that packed training is exact for its architecture."""
+"""Make a network ready for its forward pass: load it, check that packed training is exact for its architecture, lay it out, choose kernels.
+
+`load_network` reads a Hugging Face directory, `distribute` lays the network out over the processes of a mesh, `choose_kernels` sets
+how its layers compute.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import structlog
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from trainer_svc.batch.attention_plan import AttentionPlan
-from trainer_svc.engine.attention import PACKED_ATTENTION, Packing
-from trainer_svc.engine.network import Head, Network
+from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
+from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.engine.network import PACKED_ATTENTION, Head, Network, Packing, varlen_attention
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
-from trainer_svc.parallel.sharding import Absent
+from trainer_svc.parallel.context import Context
+from trainer_svc.parallel.dims import check_heads
+from trainer_svc.parallel.mesh import Mesh
+from trainer_svc.parallel.sharding import Absent, Root, cut_stage, shard_weights, split_matrices
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""PyTorch's types by the names in the settings."""
+
+Attention = Literal["auto", "sdpa", "varlen"]
 
 CPU = torch.device("cpu")
 
@@ -26,7 +40,23 @@ CHECK_LENGTHS = (7, 4)
 CHECK_TOLERANCE = 1e-3
 """Largest accepted difference of log-probabilities, in nats. float32 rounding stays below 1e-4; a missing feature is far above."""
 
+VARLEN_TOLERANCE = 0.05
+"""Largest accepted difference of varlen attention from stock attention, for values of size 1; bfloat16 has 8 bits."""
+
 log = structlog.get_logger(__name__)
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that a setting names.
+
+    Raises:
+        ValueError: if it names CUDA and there is no CUDA device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but PyTorch finds no CUDA device: set device to auto or cpu")
+    return torch.device(name)
 
 
 def load_network(
@@ -274,3 +304,134 @@ def freeze(network: Network, dtype: torch.dtype) -> None:
             module.to(dtype)
     embedding = network.model.get_input_embeddings()
     embedding.register_forward_hook(lambda _, __, output: output.float())
+
+
+def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -> Network:
+    """Lay a network out over a mesh, in place. Every process passes the same whole network.
+
+    Args:
+        network: On the CPU. Weights that are still in their files are then read, each process only its own part.
+        mesh: The processes; `SINGLE` changes nothing.
+        config: What FSDP keeps, and when it sums gradients; None: the defaults.
+
+    Raises:
+        ValueError: if the model does not fit the mesh.
+    """
+    if mesh.weights is None or mesh.device is None:
+        return network
+    if network.language and not network.own_head and mesh.dims.tp * mesh.dims.pp > 1:
+        raise ValueError(
+            f"{type(network.model).__name__} does more than multiply by its output embedding to make logits, which tensor and"
+            " pipeline parallelism cannot split: set trainer.parallel.tp and trainer.parallel.pp to 1"
+        )
+    if mesh.stages is not None:
+        cut_stage(network.model, mesh.place["pp"], mesh.dims.pp)
+        last = mesh.place["pp"] == mesh.dims.pp - 1
+        network = replace(network, value_head=network.value_head if last else None)
+    context = None
+    if mesh.context is not None:
+        check_heads(network.model.config.get_text_config().num_attention_heads, mesh.dims.tp, mesh.dims.cp)
+        context = Context(mesh.context)
+    if mesh.tensor is not None:
+        split_matrices(network.model, mesh.tensor)
+    config = config or ParallelConfig()
+    root = Root(network.model, every_time=config.accumulate == "sharded")
+    if mesh.data is not None:
+        shard_weights(root, mesh.data, dtype=network.compute_dtype, reshard=config.reshard)
+    if network.files is not None:
+        read_weights(network.model, network.files, mesh.device)
+    root.to(mesh.device)  # this also shows FSDP the weights that were read just now
+    return replace(network, device=torch.device(mesh.device), context=context, root=root, files=None)
+
+
+def choose_kernels(network: Network, attention: Attention, *, compiled: bool) -> Network:
+    """Set which kernels a network's layers run on, after it was laid out.
+
+    Args:
+        network: With `compiled` its decoder layers are compiled in place, when each first runs.
+        attention: auto, sdpa (PyTorch's kernels on blocks of similar length) or varlen (CUDA's flash kernel).
+        compiled: Whether `torch.compile` makes kernels for the decoder layers. Attention is left as it is.
+
+    Raises:
+        ValueError: if the device has no varlen kernel and `attention` is varlen, or the model names no decoder layers.
+    """
+    config = network.model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    if compiled:
+        compile_layers(network.model)
+    varlen = uses_varlen(attention, network.device, network.compute_dtype, (heads, key_heads, head_dim))
+    return replace(network, varlen=varlen)
+
+
+def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
+    """Have `torch.compile` compile each decoder layer when it first runs, in place and for any number of tokens.
+
+    Raises:
+        ValueError: if the model names no decoder layers.
+    """
+    names = set(model._no_split_modules or ())  # noqa: SLF001 - transformers' own list of decoder layers, as for FSDP
+    layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} names no decoder layers to compile: set compile to false")
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
+
+
+def uses_varlen(setting: Attention, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
+    """Return whether attention uses the kernel for sequences of varying length.
+
+    Args:
+        setting: `trainer.attention`; auto means the kernel wherever its results equal those of stock attention.
+        device: Where the network computes.
+        dtype: Precision of its forward pass.
+        shape: Its numbers of heads and key-value heads, and head_dim.
+
+    Raises:
+        ValueError: if the setting is varlen and the kernel cannot be used.
+    """
+    if setting == "sdpa":
+        return False
+    obstacle = _obstacle(device, dtype, shape)
+    if obstacle and setting == "varlen":
+        raise ValueError(f"attention is varlen, but {obstacle}: set attention to auto or sdpa")
+    return obstacle is None
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str | None:
+    if device.type != "cuda":
+        return "the kernel needs CUDA"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the kernel needs half precision and the forward pass is {str(dtype).removeprefix('torch.')}"
+    try:
+        gap = _varlen_gap(device, dtype, shape)
+    except RuntimeError as error:  # an old device, or a head size without a kernel
+        return f"the kernel does not run here ({error})"
+    return None if gap <= VARLEN_TOLERANCE else f"its results differ from stock attention's by {gap:.2g}"
+
+
+def _varlen_gap(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
+    """Return the largest difference from stock attention, of values and gradients, for two sequences with a shared beginning."""
+    heads, key_heads, head_dim = shape
+    segments = [np.arange(5), np.r_[0, 1, 5, 6, 7]]
+    plan = VarlenPlan.of(segments, 8)
+    if plan is None:
+        raise AssertionError("the two sequences lie in order")
+    plan = plan.to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    rows = [
+        torch.randn(8, count, head_dim, generator=generator, device=device).to(dtype).requires_grad_()
+        for count in (heads, key_heads, key_heads)
+    ]
+    expected = []
+    for segment, own in zip(segments, (5, 3), strict=True):
+        query, key, value = (each[segment].transpose(0, 1).unsqueeze(0) for each in rows)
+        whole = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
+        expected.append(whole[0].transpose(0, 1)[-own:])
+    with torch.autocast(device.type, enabled=False):
+        found = varlen_attention(rows[0], rows[1], rows[2], plan)
+    pairs = [(found, torch.cat(expected))]
+    arriving = torch.randn(found.shape, generator=generator, device=device).to(dtype)
+    pairs += zip(*(torch.autograd.grad(each, rows, arriving) for each in pairs[0]), strict=True)
+    return max(float((ours.float() - stock.float()).abs().max()) for ours, stock in pairs)

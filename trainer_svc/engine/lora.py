@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from sluice.host_files import whole_directory
 from trainer_svc.compute_config import LoraConfig
-from trainer_svc.engine.export import OWN_MODULES, cpu_copy
-from trainer_svc.engine.network import Network
+from trainer_svc.engine.network import OWN_MODULES, Network
+from trainer_svc.parallel.sharding import cpu_copy
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -1,48 +1,49 @@
-"""The network: a causal transformer that computes its outputs at the loss tokens of packed micro-batches.
+"""The forward pass: a causal transformer that computes its outputs at the loss tokens of packed micro-batches.
 
-`trainer_svc.engine.loading` reads it, `distribute` lays it out over the processes of a mesh, `choose_kernels` sets how its
-layers compute.
+Everything but attention runs on the packed row without padding, by transformers' own code. transformers looks attention up by
+name and passes extra keyword arguments of the model call down to it. Under our name it finds `packed_attention`, which takes
+the plan of the micro-batch from the keyword `packing` and attends causally inside each sequence, in one of three ways:
+
+* blocks: gather sequences of similar length into padded blocks and run PyTorch's fused causal kernel (any device);
+* prefixes: compute a beginning that samples share once (CPU);
+* varlen: PyTorch's flash kernel for sequences of varying length, on the packed row as it is (CUDA, half precision).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
 
+from trainer_svc.batch.attention_plan import AttentionPlan, PrefixPlan, VarlenPlan
 from trainer_svc.batch.rows import MicroBatch, Outputs
-from trainer_svc.batch.shapes import PerToken, Scalar
-from trainer_svc.compute_config import ParallelConfig
-from trainer_svc.engine.attention import Attention, Packing, uses_varlen
+from trainer_svc.batch.shapes import Block, PackedHeads, PerToken, Scalar
 from trainer_svc.engine.logprob import Entropy, logprobs_of_logits, logprobs_of_states
-from trainer_svc.engine.weight_files import WeightFiles, read_weights
+from trainer_svc.engine.weight_files import WeightFiles
 from trainer_svc.parallel.context import Context
-from trainer_svc.parallel.dims import check_heads
-from trainer_svc.parallel.mesh import Mesh
-from trainer_svc.parallel.sharding import Root, cut_stage, shard_weights, split_matrices
+from trainer_svc.parallel.sharding import Root
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""PyTorch's types by the names in the settings."""
+OWN_MODULES = ("value_head.",)
+"""Modules that training adds to a language model. Files and engines do not have them."""
 
 Head = Literal["language", "value", "both"]
 """What a network has on top: logits of tokens, one value per token, or both on one trunk."""
 
+PACKED_ATTENTION = "sluice_packed"
+"""The name under which transformers finds the function."""
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device that a setting names.
+FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+"""PyTorch's kernels that never hold the scores of all pairs of tokens: all but the math one."""
 
-    Raises:
-        ValueError: if it names CUDA and there is no CUDA device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but PyTorch finds no CUDA device: set device to auto or cpu")
-    return torch.device(name)
+WINDOW_QUERIES = 256
+"""Queries of one call with a sliding window. Their mask has this many rows, and as many columns plus the window's length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,74 +203,286 @@ def connected(loss: Scalar, outputs: Outputs) -> Scalar:
     return loss + sum(column.sum() for column in columns if column is not None and column.requires_grad)
 
 
-def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = None) -> Network:
-    """Lay a network out over a mesh, in place. Every process passes the same whole network.
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the row of a forward pass is packed, and how its attention is computed.
+
+    Attributes:
+        plan: Which packed tokens form which sequence.
+        context: The processes that share the row; None if this process has all of it.
+        varlen: Whether to use the kernel for sequences of varying length.
+    """
+
+    plan: AttentionPlan
+    context: Context | None = None
+    varlen: bool = False
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each batch has other blocks: layers are compiled around it
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    **options: Any,  # noqa: ANN401  transformers passes what some architecture needs
+) -> tuple[torch.Tensor, None]:
+    """Attend causally inside each packed sequence.
 
     Args:
-        network: On the CPU. Weights that are still in their files are then read, each process only its own part.
-        mesh: The processes; `SINGLE` changes nothing.
-        config: What FSDP keeps, and when it sums gradients; None: the defaults.
+        module: The attention layer that calls.
+        query: Shape [1, heads, packed, head_dim]; of shared rows this process's slice of the packed tokens.
+        key: Shape [1, key-value heads, packed, head_dim].
+        value: As `key`.
+        attention_mask: Must be None: the plan says what attends to what.
+        packing: How the row is packed.
+        scaling: Factor on the scores; None means 1 / sqrt(head_dim).
+        options: `sliding_window`, the number of tokens that a query sees (itself included; None: all earlier ones);
+            `dropout`, which must be 0; and what else the architecture passes.
+
+    Returns:
+        The output of shape [1, packed, heads, head_dim], and None for the weights.
 
     Raises:
-        ValueError: if the model does not fit the mesh.
+        ValueError: if the architecture needs a feature that this function lacks, or no fused kernel accepts the tensors.
     """
-    if mesh.weights is None or mesh.device is None:
-        return network
-    if network.language and not network.own_head and mesh.dims.tp * mesh.dims.pp > 1:
+    unsupported = [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    if unsupported or attention_mask is not None:
         raise ValueError(
-            f"{type(network.model).__name__} does more than multiply by its output embedding to make logits, which tensor and"
-            " pipeline parallelism cannot split: set trainer.parallel.tp and trainer.parallel.pp to 1"
+            f"{type(module).__name__} needs {unsupported or 'an attention mask'}, which packed training does not offer"
         )
-    if mesh.stages is not None:
-        cut_stage(network.model, mesh.place["pp"], mesh.dims.pp)
-        last = mesh.place["pp"] == mesh.dims.pp - 1
-        network = replace(network, value_head=network.value_head if last else None)
-    context = None
-    if mesh.context is not None:
-        check_heads(network.model.config.get_text_config().num_attention_heads, mesh.dims.tp, mesh.dims.cp)
-        context = Context(mesh.context)
-    if mesh.tensor is not None:
-        split_matrices(network.model, mesh.tensor)
-    config = config or ParallelConfig()
-    root = Root(network.model, every_time=config.accumulate == "sharded")
-    if mesh.data is not None:
-        shard_weights(root, mesh.data, dtype=network.compute_dtype, reshard=config.reshard)
-    if network.files is not None:
-        read_weights(network.model, network.files, mesh.device)
-    root.to(mesh.device)  # this also shows FSDP the weights that were read just now
-    return replace(network, device=torch.device(mesh.device), context=context, root=root, files=None)
+    if dropout := options.get("dropout"):
+        raise ValueError(
+            f"{type(module).__name__} drops attention scores (dropout {dropout:g}), which no memory-efficient kernel does on every"
+            " device: set attention_dropout to 0 in the model's config.json"
+        )
+    plan, context, window = packing.plan, packing.context, options.get("sliding_window")
+    slice_tokens = query.shape[2]
+    if context is not None:
+        query, key, value = context.gather_tokens((query, key, value), len(plan.sources))
+    rows = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if packing.varlen and plan.varlen is not None:
+        whole = varlen_attention(*rows, plan.varlen, scaling=scaling, sliding_window=window)
+    elif plan.prefixes is not None and _prefix_kernel_fits(*rows) and (window is None or window >= plan.longest):
+        whole = _PrefixAttention.apply(*rows, plan.prefixes, scaling)
+    else:
+        whole = _block_attention(*rows, plan, scaling=scaling, sliding_window=window)
+    if context is not None:
+        whole = context.scatter_tokens(whole, slice_tokens)
+    return whole.unsqueeze(0), None
 
 
-def choose_kernels(network: Network, attention: Attention, *, compiled: bool) -> Network:
-    """Set which kernels a network's layers run on, after it was laid out.
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
-    Args:
-        network: With `compiled` its decoder layers are compiled in place, when each first runs.
-        attention: auto, sdpa (PyTorch's kernels on blocks of similar length) or varlen (CUDA's flash kernel).
-        compiled: Whether `torch.compile` makes kernels for the decoder layers. Attention is left as it is.
+
+def _block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Attend in blocks of sequences of similar length with PyTorch's fused kernels; shapes [packed, heads, head_dim].
+
+    Elsewhere than on a CPU these kernels need as many key-value heads as query heads, so heads are repeated. They need one
+    head_dim for all three tensors, so columns of zeros are added.
+    """
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    scale = head_dim**-0.5 if scaling is None else scaling
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.device.type != "cpu":
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    if head_dim != value_dim:
+        width = max(head_dim, value_dim)
+        query, key, value = (pad(each, (0, width - each.shape[-1])) for each in (query, key, value))
+    outputs = []
+    for block in plan.blocks:
+        index = block.flatten()
+        q, k, v = (
+            tensor.index_select(0, index).unflatten(0, block.shape).transpose(1, 2) for tensor in (query, key, value)
+        )
+        output = _causal_attention(q, k, v, scale=scale, window=sliding_window)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).index_select(0, plan.sources)[..., :value_dim]
+
+
+def _causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attend causally inside whole sequences, shapes [sequences, heads, tokens, head_dim].
+
+    With a sliding window the queries are cut into parts, each with the keys of its window only, so that the mask is small.
+    """
+    length = query.shape[2]
+    if window is None or window >= length:
+        return _fused(query, key, value, None, scale)
+    parts = []
+    for start in range(0, length, WINDOW_QUERIES):
+        end = min(start + WINDOW_QUERIES, length)
+        first = max(0, start - window + 1)
+        places = torch.arange(first, end, device=query.device)
+        distance = places[start - first :, None] - places[None, :]
+        seen = (distance >= 0) & (distance < window)
+        parts.append(_fused(query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], seen, scale))
+    return torch.cat(parts, 2)
+
+
+def _fused(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Run `scaled_dot_product_attention` with a fused kernel; causal if there is no mask.
 
     Raises:
-        ValueError: if the device has no varlen kernel and `attention` is varlen, or the model names no decoder layers.
+        ValueError: if no fused kernel accepts these tensors. The math kernel would, but it holds all scores.
     """
-    config = network.model.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    if compiled:
-        compile_layers(network.model)
-    varlen = uses_varlen(attention, network.device, network.compute_dtype, (heads, key_heads, head_dim))
-    return replace(network, varlen=varlen)
+    grouped = query.shape[1] != key.shape[1]
+    try:
+        with sdpa_kernel(FUSED):
+            return scaled_dot_product_attention(
+                query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+    except RuntimeError as error:
+        if "available kernel" not in str(error) and "viable backend" not in str(error):
+            raise
+        raise ValueError(
+            f"no fused attention kernel accepts {query.dtype} heads of {query.shape[-1]} on {query.device.type}, and the math kernel"
+            " would hold a score for each pair of tokens: set trainer.dtype to bfloat16, or choose another model"
+        ) from error
 
 
-def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """Have `torch.compile` compile each decoder layer when it first runs, in place and for any number of tokens.
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - only it returns the log-sum-exp
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
-    Raises:
-        ValueError: if the model names no decoder layers.
+
+def _prefix_kernel_fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    return bool(
+        query.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    )
+
+
+class _PrefixAttention(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed here
+    """Attention of samples that lie after their prompt, which computes the prompt once.
+
+    Each token attends in two pieces: causally inside its own part (the prompt, or its sample), and to the whole prompt. Two
+    softmaxes over disjoint keys join exactly: outputs are weighted by the exponentials of their log-sum-exps. In the backward
+    pass each piece is differentiated with the joined output and log-sum-exp, as in ring attention (arXiv 2310.01889).
+    Tensors have shapes [packed, heads, head_dim].
     """
-    names = set(model._no_split_modules or ())  # noqa: SLF001 - transformers' own list of decoder layers, as for FSDP
-    layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} names no decoder layers to compile: set compile to false")
-    for layer in layers:
-        layer.compile(dynamic=True, backend=backend)
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any,  # noqa: ANN401 - autograd's context
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        plan: PrefixPlan,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        outputs, sums = [], []
+        for block in plan.blocks:
+            q, k, v = (_rows(each, block) for each in (query, key, value))
+            output, lse = _flash(q, k, v, 0.0, is_causal=True, scale=scaling)
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+            sums.append(lse.transpose(1, 2).flatten(0, 1))
+        output = torch.cat(outputs).index_select(0, plan.sources)
+        lse = torch.cat(sums).index_select(0, plan.sources)
+        for queries, keys in _stretches(plan):
+            q, k, v = _heads(query[queries]), _heads(key[keys]), _heads(value[keys])
+            crossed, crossed_lse = _flash(q, k, v, 0.0, is_causal=False, scale=scaling)
+            _join(output[queries], lse[queries], crossed[0].transpose(0, 1), crossed_lse[0].transpose(0, 1))
+        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.plan, ctx.scaling = plan, scaling
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        query, key, value, output, lse = ctx.saved_tensors
+        plan: PrefixPlan = ctx.plan
+        parts: list[tuple[torch.Tensor, ...]] = []
+        for block in plan.blocks:
+            q, k, v, o, g = (_rows(each, block) for each in (query, key, value, output, grad))
+            padding = (block < 0).unsqueeze(1)
+            # A padded query has no weight on any key: its log-sum-exp is infinite, its gradient 0.
+            sums = _rows(lse.unsqueeze(-1), block).squeeze(-1).masked_fill(padding, torch.inf)
+            g = g.masked_fill(padding.unsqueeze(-1), 0.0)
+            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=True, scale=ctx.scaling)
+            parts.append(tuple(each.transpose(1, 2).flatten(0, 1) for each in found))
+        unpacked = len(query) - len(output)
+        grads = [
+            torch.nn.functional.pad(torch.cat(each).index_select(0, plan.sources), (0, 0, 0, 0, 0, unpacked))
+            for each in zip(*parts, strict=True)
+        ]
+        for queries, keys in _stretches(plan):
+            q, o, g, sums = (_heads(each[queries]) for each in (query, output, grad, lse))
+            k, v = _heads(key[keys]), _heads(value[keys])
+            found = _flash_backward(g, q, k, v, o, sums, 0.0, is_causal=False, scale=ctx.scaling)
+            for total, where, each in zip(grads, (queries, keys, keys), found, strict=True):
+                total[where] += each[0].transpose(0, 1)
+        return (*grads, None, None)
+
+
+def _stretches(plan: PrefixPlan) -> Iterator[tuple[slice, slice]]:
+    for keys, queries, end in plan.crossings:
+        yield slice(queries, end), slice(keys, queries)
+
+
+def _rows(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    """Gather packed tokens: [packed, heads, width] to [rows, heads, columns, width]; padding repeats token 0."""
+    return tensor.index_select(0, block.flatten().clamp(min=0)).unflatten(0, block.shape).transpose(1, 2)
+
+
+def _heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a range of the packed row a batch of one: [tokens, heads, ...] to [1, heads, tokens, ...]."""
+    return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def _join(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Join softmaxes over disjoint keys, in place; shapes [tokens, heads, width] and [tokens, heads]."""
+    total = torch.logaddexp(lse, other_lse)
+    output.mul_(torch.exp(lse - total).unsqueeze(-1).to(output.dtype))
+    output.addcmul_(other, torch.exp(other_lse - total).unsqueeze(-1).to(output.dtype))
+    lse.copy_(total)
+
+
+def varlen_attention(
+    query: PackedHeads,
+    key: PackedHeads,
+    value: PackedHeads,
+    plan: VarlenPlan,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> PackedHeads:
+    """Attend with the flash kernel for sequences of varying length; shapes [rows, heads, head_dim], CUDA and half precision only.
+
+    Queries are the packed rows as they are: each sequence has its own tokens as queries, and the first sequence with a shared
+    beginning has that too. Keys and values are gathered where sequences share a beginning. The kernel aligns the causal mask
+    with the last key, so that a sequence's own tokens see all of the beginning. Rows after the packed tokens are left out.
+    """
+    precision = query.device.type
+    dtype = torch.get_autocast_dtype(precision) if torch.is_autocast_enabled(precision) else value.dtype
+    if plan.keys is None:
+        key, value = key[: plan.tokens], value[: plan.tokens]
+    else:
+        key, value = (each.to(dtype).index_select(0, plan.keys) for each in (key, value))
+    seen = -1 if sliding_window is None or sliding_window >= plan.longest_key else sliding_window - 1
+    output: torch.Tensor = varlen_attn(
+        query[: plan.tokens].to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        plan.query_bounds,
+        plan.key_bounds,
+        plan.longest_query,
+        plan.longest_key,
+        scale=scaling,
+        window_size=(seen, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output

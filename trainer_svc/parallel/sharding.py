@@ -37,6 +37,14 @@ def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return tensor.detach().to_local(), tuple(offsets)
 
 
+def cpu_copy(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a contiguous CPU copy of a whole tensor; floating-point tensors in `dtype`, if it is given."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", target, copy=True).contiguous()
+
+
 class Absent(nn.Module):  # type: ignore[misc]  # torch is not typed here
     """Stands in for a layer that another process has, so that the layers here keep their names."""
 
