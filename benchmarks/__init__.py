@@ -10,8 +10,6 @@ from typing import Any
 from sluice.config import Command, ConfigError
 from sluice.telemetry import configure_logging
 
-__all__ = ["COMMAND"]
-
 BENCHMARKS = {
     "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
     "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths"),
@@ -20,11 +18,7 @@ BENCHMARKS = {
         "benchmarks.trainer",
         "one GRPO update against TRL and a plain loop; two processes against one; memory",
     ),
-    "fused_logprob": (
-        "benchmarks.fused_logprob",
-        "memory, time and accuracy of the fused output layer against plain autograd",
-    ),
-    "weightsync": ("benchmarks.weightsync", "the weight path: transfers, deltas, pauses, fan-out"),
+    "weightsync": ("benchmarks.weightsync", "the weight path: transfers, deltas, speed under updates, fan-out"),
 }
 """Module and one line per benchmark; the module has ``run(argv) -> Mapping``, whose ``ratios`` are the result."""
 

@@ -103,16 +103,17 @@ async def _healthy(child: asyncio.subprocess.Process, target: str, log: Path, st
     try:
         await asyncio.wait({ended, serving}, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
-            raise RuntimeError(f"the service ended with code {ended.result()}:\n{_tail(log)}")
+            raise RuntimeError(f"the service ended with code {ended.result()}:\n{log_tail(log)}")
         if not serving.done():
-            raise RuntimeError(f"{target} did not serve within {start_s:.0f} s:\n{_tail(log)}")
+            raise RuntimeError(f"{target} did not serve within {start_s:.0f} s:\n{log_tail(log)}")
     finally:
         ended.cancel()
         serving.cancel()
         discard_outcome(ended, serving)
 
 
-def _tail(log: Path, lines: int = 20) -> str:
+def log_tail(log: Path, lines: int = 20) -> str:
+    """Return the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 

@@ -8,21 +8,22 @@ of seconds. Besides: two data-parallel processes of one thread against one, and 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Self
 
-from benchmarks.children import in_child
+from benchmarks.children import in_child, log_tail
 from benchmarks.trainer_workload import BATCH, NO_DEGENERATE, UPDATE, UPDATE_S, Workload, prepare
 from sluice.config import ConfigError
 
@@ -40,8 +41,6 @@ SCALING_BUDGET = 8192
 
 START_S = 180.0
 STOP_S = 20.0
-LINE_LIMIT = 1 << 20
-"""Bytes. Numbers would fit into asyncio's default of 64 KiB; a warning that a library prints in one line may not."""
 
 MIB = 1 << 20
 
@@ -69,7 +68,7 @@ def run(argv: list[str]) -> Mapping[str, Any]:
         facts = in_child(prepare, Path(scratch), workload, options.seed)
         print(f"batch: {facts}", flush=True)
         for part in parts:
-            measured = asyncio.run(PARTS[part](options, Path(scratch)))
+            measured = PARTS[part](options, Path(scratch))
             ratios |= measured.pop("ratios")
             details[part] = measured
     return {"ratios": ratios, "batch": facts, **details}
@@ -97,11 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Let ours in three forms, TRL and the plain loop take turns."""
     given = {"ours": options.token_budget, "trl_grpo": options.micro_batch, "plain": options.micro_batch}
     threads = options.threads
-    sizes = {module: size or await _chosen_size(module, directory, threads) for module, size in given.items()}
+    sizes = {module: size or _chosen_size(module, directory, threads) for module, size in given.items()}
     print(f"per forward pass: {sizes}", flush=True)
 
     ours = _Side(name="ours", module="ours", threads=threads, size=sizes["ours"])
@@ -112,17 +111,17 @@ async def _update(options: argparse.Namespace, directory: Path) -> dict[str, Any
         replace(ours, name="ours_without_skipping", batch=NO_DEGENERATE),
         replace(ours, name="ours_packing_alone", batch=NO_DEGENERATE, extra=("--no-folding",)),
     )
-    found = await _take_turns(sides, directory, options.rounds)
+    found = _take_turns(sides, directory, options.rounds)
     return _report(found, sizes)
 
 
-async def _chosen_size(module: str, directory: Path, threads: int) -> int:
+def _chosen_size(module: str, directory: Path, threads: int) -> int:
     """Return the smallest size with which an update takes hardly longer than with the best; stop at the first slower one."""
     seconds: dict[int, float] = {}
     for size in SIZES[module]:
         side = _Side(name=f"{module}_{size}", module=module, threads=threads, size=size)
-        async with _started(side, directory) as started:
-            seconds[size] = (await started.update())["seconds"]
+        with _SideProcess(side, directory) as started:
+            seconds[size] = (started.update())["seconds"]
         print(f"{module}, {size} per forward pass: {seconds[size]:.2f} s", flush=True)
         if seconds[size] > NEARLY * min(seconds.values()):
             break  # with more of them there is more padding, and TRL's largest take minutes
@@ -131,14 +130,9 @@ async def _chosen_size(module: str, directory: Path, threads: int) -> int:
 
 def _report(found: Mapping[str, _Measured], sizes: Mapping[str, int]) -> dict[str, Any]:
     ours = found["ours"]
-
-    def faster(than: str, side: str = "ours") -> float:
-        pairs = zip(found[than].seconds, found[side].seconds, strict=True)
-        return round(median(theirs / own for theirs, own in pairs), 2)
-
     ratios = {
-        "tokens_over_trl": faster("trl"),
-        "tokens_over_plain": faster("plain"),
+        "tokens_over_trl": _faster(ours, found["trl"]),
+        "tokens_over_plain": _faster(ours, found["plain"]),
         "peak_memory_over_trl": round(ours.peak_bytes / found["trl"].peak_bytes, 3),
         "peak_memory_over_plain": round(ours.peak_bytes / found["plain"].peak_bytes, 3),
         "loss_difference_trl": abs(ours.first_loss - found["trl"].first_loss),
@@ -146,19 +140,19 @@ def _report(found: Mapping[str, _Measured], sizes: Mapping[str, int]) -> dict[st
     }
     for form in ("without_skipping", "packing_alone"):
         for other in ("trl", "plain"):
-            ratios[f"tokens_over_{other}_{form}"] = faster(other, f"ours_{form}")
+            ratios[f"tokens_over_{other}_{form}"] = _faster(found[f"ours_{form}"], found[other])
     return {
         "ratios": ratios,
         "first_loss": {name: each.first_loss for name, each in found.items()},
         "seconds": {name: round(median(each.seconds), 2) for name, each in found.items()},
         "cpu_seconds": {name: round(median(each.cpu_seconds), 2) for name, each in found.items()},
-        "forward_tokens": {name: each.last["forward_tokens"] for name, each in found.items()},
+        "forward_tokens": {name: each.forward_tokens for name, each in found.items()},
         "peak_mib": {name: round(each.peak_bytes / MIB) for name, each in found.items()},
         "per_forward_pass": dict(sizes),
     }
 
 
-async def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Let one process, two copies of the model and two halves of one model take turns."""
     one = _Side(name="one", module="ours", threads=1, size=SCALING_BUDGET)
     sides = (
@@ -166,73 +160,65 @@ async def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, An
         replace(one, name="two_copies", processes=2, extra=("--replicate", "2")),
         replace(one, name="two_shards", processes=2),
     )
-    found = await _take_turns(sides, directory, options.rounds)
+    found = _take_turns(sides, directory, options.rounds)
     return {
         "ratios": {
-            "scaling_2": _speed_up(found["one"], found["two_copies"]),
-            "scaling_2_sharded": _speed_up(found["one"], found["two_shards"]),
+            "scaling_2": _faster(found["two_copies"], found["one"]),
+            "scaling_2_sharded": _faster(found["two_shards"], found["one"]),
         },
         "seconds": {name: round(median(each.seconds), 2) for name, each in found.items()},
         "first_loss": {name: each.first_loss for name, each in found.items()},
     }
 
 
-async def _fused(_: argparse.Namespace, __: Path) -> dict[str, Any]:
+def _fused(_: argparse.Namespace, __: Path) -> dict[str, Any]:
     from benchmarks.fused_logprob import measure_fused_logprob  # noqa: PLC0415 - it needs the trainer
 
-    measured = measure_fused_logprob()
-    ratios = {name: measured.pop(name) for name in list(measured) if name.endswith("_over_naive")}
-    return {"ratios": ratios, **measured}
+    return measure_fused_logprob()
 
 
-PARTS: dict[str, Callable[[argparse.Namespace, Path], Coroutine[Any, Any, dict[str, Any]]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "update": _update,
     "scaling": _scaling,
     "fused": _fused,
 }
 
 
-def _speed_up(one: _Measured, two: _Measured) -> float:
-    return round(median(alone / both for alone, both in zip(one.seconds, two.seconds, strict=True)), 2)
+def _faster(side: _Measured, than: _Measured) -> float:
+    """Return the median over the rounds of how many times as fast a side is."""
+    return round(median(theirs / own for theirs, own in zip(than.seconds, side.seconds, strict=True)), 2)
 
 
 @dataclass(slots=True)
 class _Measured:
-    """The counted updates of one side.
-
-    Attributes:
-        first_loss: Loss of the first update, before which all sides have the same weights.
-        seconds: Of each counted update.
-        cpu_seconds: Of all threads, for each counted update; other work on the machine hardly changes them.
-        last: The last answer.
-        peak_bytes: The largest of all updates.
-    """
+    """The counted updates of one side; CPU seconds are of all its threads, and other work on the machine hardly changes them."""
 
     first_loss: float
+    """Of the first update, before which all sides have the same weights."""
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
+    forward_tokens: int = 0
     peak_bytes: int = 0
 
     def add(self, answer: dict[str, Any]) -> None:
         """Add one update."""
         self.seconds.append(answer["seconds"])
         self.cpu_seconds.append(answer["cpu_seconds"])
+        self.forward_tokens = answer["forward_tokens"]
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
-        self.last = answer
 
 
-async def _take_turns(sides: Sequence[_Side], directory: Path, rounds: int) -> dict[str, _Measured]:
+def _take_turns(sides: Sequence[_Side], directory: Path, rounds: int) -> dict[str, _Measured]:
     """Run one update of each side that does not count, then rounds of one update each.
 
     All sides are loaded at once, and one computes at a time.
     """
-    async with AsyncExitStack() as stack:
-        started = [await stack.enter_async_context(_started(side, directory)) for side in sides]
-        found = {each.name: _Measured((await each.update())["loss"]) for each in started}
+    with ExitStack() as stack:
+        started = [stack.enter_context(_SideProcess(side, directory)) for side in sides]
+        found = {each.name: _Measured(each.update()["loss"]) for each in started}
         for number in range(rounds):
             for each in started:
-                answer = await each.update()
+                answer = each.update()
                 found[each.name].add(answer)
                 print(f"round {number}, {each.name}: {answer}", flush=True)
     return found
@@ -240,24 +226,18 @@ async def _take_turns(sides: Sequence[_Side], directory: Path, rounds: int) -> d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Side:
-    """How to start a side.
-
-    Attributes:
-        name: Its name in the report.
-        module: The program: `benchmarks.trainer_<module>`.
-        threads: Compute threads of each of its processes.
-        size: Sequences per forward pass; ours: tokens.
-        batch: File of the batch, of those that `prepare` wrote.
-        processes: Number of processes; torchrun starts more than one.
-        extra: More words of its command line.
-    """
+    """How to start a side."""
 
     name: str
     module: str
+    """The program: `benchmarks.trainer_<module>`."""
     threads: int
+    """Compute threads of each of its processes."""
     size: int
+    """Sequences per forward pass; ours: tokens."""
     batch: str = BATCH
     processes: int = 1
+    """More than one are started by torchrun."""
     extra: Sequence[str] = ()
 
     def command(self, directory: Path) -> list[str]:
@@ -288,68 +268,49 @@ class _Side:
 
 
 class _SideProcess:
-    """A started side."""
+    """A side as a process. The block begins when it has loaded, and ends it."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
-        self.name, self._process, self._log = name, process, log
+    def __init__(self, side: _Side, directory: Path) -> None:
+        self.name, self._log = side.name, directory / f"{side.name}.log"
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(  # noqa: S603 - our own programs
+                [sys.executable, *side.command(directory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=os.environ | side.environment,
+                text=True,
+            )
 
-    async def update(self) -> dict[str, Any]:
+    def __enter__(self) -> Self:
+        self._answer(START_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._process.communicate(timeout=STOP_S)  # closes its input: no more commands
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def update(self) -> dict[str, Any]:
         """Have it make one optimizer step, and return what it measured.
 
         Raises:
             RuntimeError: with the end of its log, if it ends or takes too long.
         """
-        if self._process.stdin is None:
-            raise RuntimeError(f"{self.name} has no input")
-        self._process.stdin.write(f"{UPDATE}\n".encode())
-        await self._process.stdin.drain()
-        return await self.read(UPDATE_S)
+        with contextlib.suppress(BrokenPipeError):
+            print(UPDATE, file=self._process.stdin, flush=True)
+        return self._answer(UPDATE_S)
 
-    async def read(self, deadline_s: float) -> dict[str, Any]:
-        """Return the next answer."""
-        if self._process.stdout is None:
-            raise RuntimeError(f"{self.name} has no output")
+    def _answer(self, deadline_s: float) -> dict[str, Any]:
+        deadline = threading.Timer(deadline_s, self._process.kill)
+        deadline.start()
         try:
-            async with asyncio.timeout(deadline_s):
-                while line := await self._process.stdout.readline():
-                    if line.startswith(b"{"):  # other lines are printed by libraries
-                        answer: dict[str, Any] = json.loads(line)
-                        return answer
-        except TimeoutError:
-            raise RuntimeError(f"{self.name} did not answer within {deadline_s:.0f} s:\n{self._tail()}") from None
-        raise RuntimeError(f"{self.name} ended:\n{self._tail()}")
-
-    def _tail(self, lines: int = 20) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
-
-
-@contextlib.asynccontextmanager
-async def _started(side: _Side, directory: Path) -> AsyncIterator[_SideProcess]:
-    """Start a side, wait until it has loaded, and end it when the block ends."""
-    log = directory / f"{side.name}.log"
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *side.command(directory),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=output,
-            env=os.environ | side.environment,
-            limit=LINE_LIMIT,
-        )
-    try:
-        started = _SideProcess(side.name, process, log)
-        await started.read(START_S)
-        yield started
-    finally:
-        await _stop(process)
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.stdin is not None:
-        process.stdin.close()  # no more commands
-    try:
-        await asyncio.wait_for(process.wait(), STOP_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+            for line in self._process.stdout or ():
+                if line.startswith("{"):  # other lines are printed by libraries
+                    answer: dict[str, Any] = json.loads(line)
+                    return answer
+        finally:
+            deadline.cancel()
+        raise RuntimeError(f"{self.name} ended, or did not answer within {deadline_s:.0f} s:\n{log_tail(self._log)}")

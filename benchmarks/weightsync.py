@@ -1,4 +1,4 @@
-"""The weight path: dense transfers, deltas of real training, pauses, throughput under updates, fan-out.
+"""The weight path: dense transfers, deltas of real training, throughput under updates, fan-out.
 
 Each part prints what it measures; `--only` picks some. Ratios are taken within one run, between neighbours in time.
 """
@@ -40,17 +40,14 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where receivers stage
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Directories of one part.
-
-    Attributes:
-        models: For models, which parts share.
-        disk: For services.
-        shared: In shared memory, for staged versions.
-    """
+    """Directories of one part."""
 
     models: Path
+    """Shared by the parts."""
     disk: Path
+    """For services."""
     shared: Path
+    """In shared memory, for staged versions."""
 
 
 def run(argv: list[str]) -> Mapping[str, Any]:
@@ -148,14 +145,6 @@ async def _delta(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
     return {"ratios": ratios | {"worst_tensor_over_dense": worst}, "by_learning_rate": found}
 
 
-async def _pause(_: argparse.Namespace, place: _Place) -> dict[str, Any]:
-    from benchmarks.pauses import measure_pauses  # noqa: PLC0415 - the engines only for what is measured
-
-    measured = await measure_pauses(model_200m(place.models / "model"), place.shared, updates=5, concurrency=16)
-    print(measured, flush=True)
-    return measured
-
-
 async def _throughput_2m(_: argparse.Namespace, place: _Place) -> dict[str, Any]:
     return await _throughput(make_model(place.models / "model-2m"), place, concurrency=64)
 
@@ -165,10 +154,9 @@ async def _throughput_200m(_: argparse.Namespace, place: _Place) -> dict[str, An
 
 
 async def _throughput(model: Path, place: _Place, concurrency: int) -> dict[str, Any]:
-    from benchmarks.pauses import Windows, measure_throughput  # noqa: PLC0415
+    from benchmarks.pauses import measure_throughput  # noqa: PLC0415 - the engine only for what is measured
 
-    windows = Windows(interval_s=2.0, updates=4, rounds=3)
-    found = await measure_throughput(model, place.disk, place.shared, windows, concurrency=concurrency)
+    found = await measure_throughput(model, place.disk, place.shared, concurrency=concurrency)
     print(f"{model.name}: {found}", flush=True)
     return found
 
@@ -243,7 +231,6 @@ async def _until_all(trial: _Trial) -> float:
 PARTS: dict[str, Callable[[argparse.Namespace, _Place], Coroutine[Any, Any, dict[str, Any]]]] = {
     "dense": _dense,
     "delta": _delta,
-    "pause": _pause,
     "throughput_2m": _throughput_2m,
     "throughput_200m": _throughput_200m,
     "fanout": _fanout,
