@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.children import MODEL_2M, free_port, make_model, service
+from benchmarks.children import MODEL_2M, free_port, make_model, median_ratio, service
 from benchmarks.overlap import QUESTION, EngineSpeed, Workload, finish_times, lengths
 from orchestrator_svc.report import read_metrics
 from sluice.client import RolloutClient
@@ -71,19 +71,7 @@ async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str,
     answer_tokens = lengths(
         per_session * options.batch, seed=options.seed, median=options.median, p99=options.p99, longest=LONGEST
     )
-    settings = _orchestrator_settings(options, answer_tokens)
-    pinned = Placement("pinned", {one}, {other}, threads=1)
-    both = Placement("both", None, None, options.threads_both)
-    async with (
-        fleet(pinned, directory, model, orchestrator=settings, lr=options.lr) as apart,
-        fleet(both, directory, model, orchestrator=settings, lr=options.lr) as together,
-    ):
-        sessions, speed = await _rounds(options, apart, together, per_session)
-    return _results(options, sessions, _bounds(options, answer_tokens, speed, sessions["0"]), speed)
-
-
-def _orchestrator_settings(options: argparse.Namespace, answer_tokens: Sequence[int]) -> dict[str, Any]:
-    return {
+    settings = {
         "environment": "benchmarks.overlap:LongTail",
         "environment-args": {"answer_tokens": list(answer_tokens), "sessions": options.rounds * len(LEVELS)},
         "batch-size": options.batch,
@@ -93,6 +81,14 @@ def _orchestrator_settings(options: argparse.Namespace, answer_tokens: Sequence[
         "checkpoint.final": False,
         "write-trajectories": False,
     }
+    pinned = Placement("pinned", {one}, {other}, threads=1)
+    both = Placement("both", None, None, options.threads_both)
+    async with (
+        fleet(pinned, directory, model, orchestrator=settings, lr=options.lr) as apart,
+        fleet(both, directory, model, orchestrator=settings, lr=options.lr) as together,
+    ):
+        sessions, speed = await _rounds(options, apart, together, per_session)
+    return _results(options, sessions, _bounds(options, answer_tokens, speed, sessions["0"]), speed)
 
 
 async def _rounds(
@@ -183,13 +179,14 @@ def _results(
     speed: EngineSpeed,
 ) -> Mapping[str, Any]:
     ratios: dict[str, float] = {}
+    step_s = {kind: [_step_s(steps) for steps in done] for kind, done in sessions.items()}
     for level in LEVELS[1:]:
-        ratios[f"speedup_{level}"] = _paired(sessions["0"], sessions[str(level)])
-        ratios[f"speedup_{level}_over_both_cores"] = _paired(sessions["both_cores"], sessions[str(level)])
-        ratios[f"bound_{level}"] = bounds["0"] / bounds[str(level)]
+        ratios[f"speedup_{level}"] = median_ratio(step_s["0"], step_s[str(level)])
+        ratios[f"speedup_{level}_over_both_cores"] = median_ratio(step_s["both_cores"], step_s[str(level)])
+        ratios[f"bound_{level}"] = round(bounds["0"] / bounds[str(level)], 3)
     return {
-        "ratios": {name: round(value, 3) for name, value in ratios.items()},
-        "step_s": {kind: [round(_step_s(steps), 3) for steps in done] for kind, done in sessions.items()},
+        "ratios": ratios,
+        "step_s": {kind: [round(each, 3) for each in done] for kind, done in step_s.items()},
         "bound_step_s": {kind: round(value, 3) for kind, value in bounds.items()},
         "trainer_s": {kind: round(statistics.fmean(map(_trainer_s, done)), 3) for kind, done in sessions.items()},
         "staleness": {
@@ -201,23 +198,12 @@ def _results(
     }
 
 
-def _paired(slow: list[list[Metrics]], fast: list[list[Metrics]]) -> float:
-    """Return the median ratio over the rounds: sessions that follow each other saw the same machine."""
-    return statistics.median(_step_s(one) / _step_s(other) for one, other in zip(slow, fast, strict=True))
-
-
 @dataclass(frozen=True)
 class Placement:
-    """The cores and threads of each side.
-
-    Attributes:
-        name: Name of the run.
-        rollout: Cores of the replica; None: all.
-        trainer: Cores of the trainer; None: all.
-        threads: Threads of each of the two.
-    """
+    """The cores of the replica and of the trainer (None: all), and the threads of each of the two."""
 
     name: str
+    """Of the run."""
     rollout: set[int] | None
     trainer: set[int] | None
     threads: int
@@ -229,12 +215,10 @@ class Fleet:
 
     Each session is a new orchestrator with its own staleness bound, which resumes the run where the last one ended. So all sessions
     use the same warm engine and trainer.
-
-    Attributes:
-        rollout: Address of the replica.
     """
 
     rollout: str
+    """Address of the replica."""
     _name: str
     _directory: Path
     _common: Sequence[str]
@@ -270,15 +254,7 @@ class Fleet:
 async def fleet(
     placement: Placement, directory: Path, model: Path, *, orchestrator: Mapping[str, Any], lr: float
 ) -> AsyncIterator[Fleet]:
-    """Start the services.
-
-    Args:
-        placement: Their cores and threads.
-        directory: For everything that they write.
-        model: The model.
-        orchestrator: Settings of the orchestrators to come.
-        lr: Learning rate.
-    """
+    """Start the services that the orchestrators to come, with these settings, will use."""
     targets = {name: f"127.0.0.1:{free_port()}" for name in ("weightsync", "trainer", "rollout")}
     common = [f"--run={placement.name}", f"--output-dir={directory}", f"--model={model}", "--log-level=warning"]
     common += [f"--peers.{name}={target}" for name, target in targets.items()]

@@ -1,4 +1,4 @@
-"""What benchmarks start and end: models, services, work in a process of its own; and how much memory a process takes."""
+"""What benchmarks share: models, services and work in a process of its own, the memory of a process, ratios of neighbours."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -26,6 +27,11 @@ _Result = TypeVar("_Result")
 
 MODEL_2M = ModelShape(hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, mlp=768)
 """2.6 million parameters, the size that the figures in the documentation are for."""
+
+
+def median_ratio(ones: Iterable[float], others: Iterable[float]) -> float:
+    """Return the median of one / other over the rounds: measurements that follow each other saw the same machine."""
+    return round(statistics.median(one / other for one, other in zip(ones, others, strict=True)), 3)
 
 
 def make_model(directory: Path, shape: ModelShape = MODEL_2M, *, seed: int = 0) -> Path:
@@ -64,23 +70,16 @@ async def service(
         log: File for its output.
         start_s: Seconds until it must serve.
         cpus: Cores that it may use; None leaves all.
-        environment: Its environment variables; None inherits ours.
+        environment: None inherits ours.
 
     Raises:
         RuntimeError: if it ends or does not serve in time; the end of its log is in the message.
     """
     pin = (lambda: os.sched_setaffinity(0, cpus)) if cpus else None
+    command = (sys.executable, "-m", "sluice.cli.main", name, *arguments)
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "sluice.cli.main",
-            name,
-            *arguments,
-            stdout=output,
-            stderr=output,
-            preexec_fn=pin,
-            env=environment,
+            *command, stdout=output, stderr=output, preexec_fn=pin, env=environment
         )
     try:
         await _healthy(child, health, log, start_s)
@@ -96,10 +95,8 @@ async def service(
 
 
 async def _healthy(child: asyncio.subprocess.Process, target: str, log: Path, start_s: float) -> None:
-    ended, serving = (
-        asyncio.create_task(child.wait()),
-        asyncio.create_task(wait_until_serving(target, SecurityConfig())),
-    )
+    ended = asyncio.create_task(child.wait())
+    serving = asyncio.create_task(wait_until_serving(target, SecurityConfig()))
     try:
         await asyncio.wait({ended, serving}, timeout=start_s, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():

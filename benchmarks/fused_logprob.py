@@ -8,13 +8,12 @@ sides take turns within each round; a ratio is the median over rounds.
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from typing import Any
 
 import torch
 
-from benchmarks.children import PeakMemory, in_child
+from benchmarks.children import PeakMemory, in_child, median_ratio
 from trainer_svc.engine.logprob import fused_logprobs, logprobs_of_logits
 
 VOCABULARY = 151_936
@@ -31,25 +30,21 @@ ROUNDS = 3
 
 def measure_fused_logprob() -> dict[str, Any]:
     """Return peak memory and time of the fused layer, and their ratios to those of plain autograd."""
-    found: dict[str, list[tuple[int, float]]] = {"naive": [], "fused": []}
+    peak_mb: dict[str, list[float]] = {"naive": [], "fused": []}
+    seconds: dict[str, list[float]] = {"naive": [], "fused": []}
     for number in range(1, ROUNDS + 1):
-        for side, measurements in found.items():
-            measurements.append(in_child(_measure, side, len(os.sched_getaffinity(0))))
-        line = "  ".join(f"{side} {each[-1][0] / 1e6:.0f} MB {each[-1][1]:.2f} s" for side, each in found.items())
-        print(f"fused log-probability, round {number}: {line}", flush=True)
-    memory, seconds = (
-        statistics.median(
-            ours[which] / plain[which] for ours, plain in zip(found["fused"], found["naive"], strict=True)
-        )
-        for which in (0, 1)
-    )
+        for side in ("naive", "fused"):
+            peak_bytes, taken_s = in_child(_measure, side, len(os.sched_getaffinity(0)))
+            peak_mb[side].append(round(peak_bytes / 1e6, 1))
+            seconds[side].append(round(taken_s, 2))
+            print(f"{side} log-probability, round {number}: {peak_mb[side][-1]} MB {taken_s:.2f} s", flush=True)
     return {
         "ratios": {
-            "fused_logprob_peak_memory_over_naive": round(memory, 3),
-            "fused_logprob_time_over_naive": round(seconds, 3),
+            "fused_logprob_peak_memory_over_naive": median_ratio(peak_mb["fused"], peak_mb["naive"]),
+            "fused_logprob_time_over_naive": median_ratio(seconds["fused"], seconds["naive"]),
         },
-        "peak_mb": {side: [round(peak / 1e6) for peak, _ in each] for side, each in found.items()},
-        "seconds": {side: [round(time_s, 2) for _, time_s in each] for side, each in found.items()},
+        "peak_mb": peak_mb,
+        "seconds": seconds,
     }
 
 

@@ -24,27 +24,14 @@ QUESTION = "go on"
 
 
 def lengths(count: int, *, seed: int, median: int, p99: int, longest: int) -> list[int]:
-    """Draw lognormal lengths in tokens, the same for the same seed.
-
-    Args:
-        count: Number of lengths.
-        seed: Seed of the draws.
-        median: Half of them are shorter.
-        p99: One in a hundred is longer.
-        longest: Longer ones are cut to this.
-    """
+    """Draw lognormal lengths in tokens, the same for the same seed; one in a hundred is above `p99`, all are cut to `longest`."""
     rng = random.Random(f"long_tail/{seed}")  # noqa: S311 - a workload, not a secret
     sigma = math.log(p99 / median) / NormalDist().inv_cdf(0.99)
     return [min(longest, max(1, round(median * rng.lognormvariate(0, sigma)))) for _ in range(count)]
 
 
 class LongTail:
-    """Asks for texts of given lengths, in a given order, once for each session that the benchmark measures.
-
-    Args:
-        answer_tokens: Length of each answer of a session, in order of dispatch.
-        sessions: Number of times that the whole order is asked.
-    """
+    """Asks for texts of given lengths, in order of dispatch, once for each session that the benchmark measures."""
 
     name = "long_tail"
 
@@ -84,13 +71,10 @@ QUEUED = 2
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """Measured throughput.
-
-    Attributes:
-        tokens_per_s: Tokens per second of the whole engine by number of samples under way.
-    """
+    """Measured throughput."""
 
     tokens_per_s: Mapping[int, float]
+    """Tokens per second of the whole engine by number of samples under way."""
 
     def of_one(self, samples: int) -> float:
         """Return tokens per second of each of `samples` samples; the time of a step is linear between the measured points."""
@@ -107,21 +91,16 @@ class EngineSpeed:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a run.
-
-    Attributes:
-        answer_tokens: Length of each group's samples, in order of dispatch.
-        group_size: Samples per group.
-        batch_groups: Groups per batch.
-        train_s: Seconds of the trainer by batch.
-        window_fraction: Share of a batch by which younger groups may pass an older one.
-    """
+    """The work of a run."""
 
     answer_tokens: Sequence[int]
+    """Length of each group's samples, in order of dispatch."""
     group_size: int
     batch_groups: int
     train_s: Sequence[float]
+    """Seconds of the trainer by batch."""
     window_fraction: float
+    """Share of a batch by which younger groups may pass an older one."""
 
 
 def finish_times(work: Workload, speed: EngineSpeed, max_staleness: int) -> list[float]:

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from benchmarks.children import make_model
+from benchmarks.children import make_model, median_ratio
 from benchmarks.weight_stack import neighbour, receiving, serves, weight_service
 from rollout_svc.engines.base import GenerationRequest, PauseMode, Sampling
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
@@ -62,9 +62,8 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
     print(f"{options.tokens} tokens of one request, spans (first token, version): {shown}")
     for version, pause_s, copy_s in zip(staged, pauses, copies, strict=True):
         print(f"version {version.version}: pause {pause_s * 1e3:.1f} ms, plain copy {copy_s * 1e3:.1f} ms")
-    ratio = statistics.median(pause_s / copy_s for pause_s, copy_s in zip(pauses, copies, strict=True))
     return {
-        "ratios": {"pause_over_copy": round(ratio, 2)},
+        "ratios": {"pause_over_copy": median_ratio(pauses, copies)},
         "pause_ms": round(statistics.median(pauses) * 1e3, 2),
         "copy_ms": round(statistics.median(copies) * 1e3, 2),
         "versions_in_one_request": len(spans),
@@ -221,11 +220,11 @@ async def _alternate(load: _Load, receiver: WeightReceiver) -> dict[str, Any]:
             applied.append(0.0 if update is None else update.apply_s)
             await asyncio.sleep(max(0.0, INTERVAL_S - (time.perf_counter() - begun)))
         during.append(await window)
-    ratio = statistics.median(some / none for some, none in zip(during, without, strict=True))
+    ratio = median_ratio(during, without)
     bound = 1 - min(1.0, statistics.median(applied) / INTERVAL_S)
     return {
         "over_bound": round(ratio / bound, 3),
-        "rate_ratio": round(ratio, 3),
+        "rate_ratio": ratio,
         "bound": round(bound, 3),
         "apply_s": round(statistics.median(applied), 3),
         "tokens_per_s": {"without": round(statistics.median(without)), "with": round(statistics.median(during))},

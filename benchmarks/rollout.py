@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from benchmarks.children import free_port, make_model, service
+from benchmarks.children import free_port, make_model, median_ratio, service
 from rollout_svc.engines.vllm.processes import launch
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
@@ -85,15 +85,11 @@ async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> M
                 tokens = await sample(prompts)
                 speeds[name].append(tokens / (time.perf_counter() - begun))
             print(f"round {number + 1}: " + "  ".join(f"{name} {each[-1]:,.0f} tok/s" for name, each in speeds.items()))
-    # Paired by round: neighbours in time saw the same machine.
-    paired = {
-        f"{name}_over_inprocess": statistics.median(
-            ours / theirs for ours, theirs in zip(speeds[name], speeds["inprocess"], strict=True)
-        )
-        for name in ("grpc", "grpc_stream")
-    }
     return {
-        "ratios": {name: round(value, 3) for name, value in paired.items()},
+        "ratios": {
+            f"{name}_over_inprocess": median_ratio(speeds[name], speeds["inprocess"])
+            for name in ("grpc", "grpc_stream")
+        },
         "tokens_per_s": {name: round(statistics.median(each)) for name, each in speeds.items()},
         **vars(options),
     }

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-from benchmarks.children import in_child, log_tail
+from benchmarks.children import in_child, log_tail, median_ratio
 from benchmarks.trainer_workload import BATCH, NO_DEGENERATE, UPDATE, UPDATE_S, Workload, prepare
 from sluice.config import ConfigError
 
@@ -131,8 +131,8 @@ def _chosen_size(module: str, directory: Path, threads: int) -> int:
 def _report(found: Mapping[str, _Measured], sizes: Mapping[str, int]) -> dict[str, Any]:
     ours = found["ours"]
     ratios = {
-        "tokens_over_trl": _faster(ours, found["trl"]),
-        "tokens_over_plain": _faster(ours, found["plain"]),
+        "tokens_over_trl": median_ratio(found["trl"].seconds, ours.seconds),
+        "tokens_over_plain": median_ratio(found["plain"].seconds, ours.seconds),
         "peak_memory_over_trl": round(ours.peak_bytes / found["trl"].peak_bytes, 3),
         "peak_memory_over_plain": round(ours.peak_bytes / found["plain"].peak_bytes, 3),
         "loss_difference_trl": abs(ours.first_loss - found["trl"].first_loss),
@@ -140,7 +140,7 @@ def _report(found: Mapping[str, _Measured], sizes: Mapping[str, int]) -> dict[st
     }
     for form in ("without_skipping", "packing_alone"):
         for other in ("trl", "plain"):
-            ratios[f"tokens_over_{other}_{form}"] = _faster(found[f"ours_{form}"], found[other])
+            ratios[f"tokens_over_{other}_{form}"] = median_ratio(found[other].seconds, found[f"ours_{form}"].seconds)
     return {
         "ratios": ratios,
         "first_loss": {name: each.first_loss for name, each in found.items()},
@@ -163,8 +163,8 @@ def _scaling(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     found = _take_turns(sides, directory, options.rounds)
     return {
         "ratios": {
-            "scaling_2": _faster(found["two_copies"], found["one"]),
-            "scaling_2_sharded": _faster(found["two_shards"], found["one"]),
+            "scaling_2": median_ratio(found["one"].seconds, found["two_copies"].seconds),
+            "scaling_2_sharded": median_ratio(found["one"].seconds, found["two_shards"].seconds),
         },
         "seconds": {name: round(median(each.seconds), 2) for name, each in found.items()},
         "first_loss": {name: each.first_loss for name, each in found.items()},
@@ -182,11 +182,6 @@ PARTS: dict[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
     "scaling": _scaling,
     "fused": _fused,
 }
-
-
-def _faster(side: _Measured, than: _Measured) -> float:
-    """Return the median over the rounds of how many times as fast a side is."""
-    return round(median(theirs / own for theirs, own in zip(than.seconds, side.seconds, strict=True)), 2)
 
 
 @dataclass(slots=True)

@@ -168,12 +168,7 @@ def _long_rows(tokens: int, count: int, vocabulary: int) -> list[Sequence]:
 
 
 def measure_gpu(lengths: Rows[int], *, rounds: int, compiled: bool = False) -> dict[str, Any]:
-    """Measure tokens per second, MFU and memory by length of the sequences.
-
-    Args:
-        lengths: Tokens per sequence.
-        rounds: Counted updates at each length.
-        compiled: Compile the decoder layers.
+    """Measure tokens per second, MFU and memory by length of the sequences, over so many counted updates of each.
 
     Raises:
         ConfigError: if there is no CUDA device.
@@ -203,7 +198,7 @@ def measure_lengths(
         lengths: Tokens per sequence.
         rounds: Counted updates at each length.
         batch_tokens: Tokens of a batch; a longer sequence makes one alone.
-        device: Where to compute.
+        device: Name of PyTorch.
         compiled: Compile the decoder layers.
     """
     logging.disable_progress_bar()

@@ -68,18 +68,7 @@ MODEL = ModelShape(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The shape of a batch; lengths in tokens.
-
-    Attributes:
-        groups: Prompts.
-        prompt_median: Median length of the prompts, which are log-normal.
-        prompt_sigma: Spread of their logarithm.
-        prompt_limit: Longest prompt.
-        completion_median: Median length of the completions, which are log-normal.
-        completion_sigma: Spread of their logarithm.
-        completion_limit: Longest completion; longer ones are cut there, as an engine's limit does.
-        degenerate: Share of groups whose rewards are all equal.
-    """
+    """The shape of a batch. Lengths, in tokens, are log-normal: their median, the spread of their logarithm, and where they are cut."""
 
     groups: int = 8
     prompt_median: int = 224
@@ -89,27 +78,22 @@ class Workload:
     completion_sigma: float = 0.7
     completion_limit: int = 768
     degenerate: float = 0.25
+    """Share of groups whose rewards are all equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sample.
-
-    Attributes:
-        group: Index of its prompt.
-        prompt: Token ids.
-        completion: Token ids.
-        behaviour: Log-probability of each completion token when it was sampled, in nats.
-        reward: 0 or 1.
-        advantage: Of the whole completion, from its group's rewards.
-    """
+    """One sample."""
 
     group: int
     prompt: torch.Tensor
     completion: torch.Tensor
     behaviour: torch.Tensor
+    """Log-probability of each completion token when it was sampled, in nats."""
     reward: float
+    """0 or 1."""
     advantage: float
+    """Of the whole completion, from its group's rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,21 +216,12 @@ def prepare(directory: Path, workload: Workload, seed: int) -> dict[str, float]:
 
 def _behaviour(path: Path, batch: UpdateBatch, seed: int) -> torch.Tensor:
     """Return the log-probability of each completion token under a policy close to the model."""
-    with torch.no_grad():
-        return _logprobs(_older_policy(path, seed), batch)
-
-
-def _older_policy(path: Path, seed: int) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise * parameter.std() * DRIFT)
-    return model
-
-
-def _logprobs(model: torch.nn.Module, batch: UpdateBatch) -> torch.Tensor:
     found = []
     for row in batch.rows():
         ids = torch.cat([row.prompt, row.completion]).unsqueeze(0)

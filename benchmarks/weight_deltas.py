@@ -75,7 +75,7 @@ def measure_deltas(model: Path, lr: float, *, steps: int, measured: int, threads
     """Train, and code the difference between the versions of the last steps.
 
     Args:
-        model: Directory of the model.
+        model: Its directory.
         lr: Learning rate, constant.
         steps: Optimizer steps in all.
         measured: How many of the last of them are coded.

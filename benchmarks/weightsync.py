@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.children import in_child, make_model
+from benchmarks.children import in_child, make_model, median_ratio
 from benchmarks.weight_stack import (
     StagedOnly,
     WeightStack,
@@ -109,14 +109,12 @@ async def _dense(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - begun)
             print(f"dense, round {number}: " + "  ".join(f"{name} {each[-1]:.2f} s" for name, each in seconds.items()))
     ratios = {
-        f"{name}_over_raw_{yardstick}": statistics.median(
-            bare / ours for bare, ours in zip(seconds[f"raw_{yardstick}"], seconds[way], strict=True)
-        )
+        f"{name}_over_raw_{yardstick}": median_ratio(seconds[f"raw_{yardstick}"], seconds[way])
         for name, way in (("dense", "sockets"), ("shared_memory", "shared_memory"))
         for yardstick in ("grpc", "tcp")
     }
     return {
-        "ratios": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "ratios": ratios,
         "dense_s": {name: [round(value, 3) for value in each] for name, each in seconds.items()},
         "dense_bytes": sum(tensor.nbytes for tensor in weights.values()),
     }
@@ -194,21 +192,15 @@ async def _fanout(options: argparse.Namespace, place: _Place) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Receivers, and the versions that they are sent.
-
-    Attributes:
-        root: Takes the versions in.
-        targets: Addresses that the receivers pull from, in turn.
-        stage_dirs: One per receiver.
-        epoch: Epoch of the first version.
-        elements: bf16 weights of a version.
-    """
+    """Receivers, one per staging directory, that pull from the targets in turn, and the versions that the root is given."""
 
     root: WeightStack
     targets: Sequence[str]
     stage_dirs: Sequence[Path]
     epoch: int
+    """Of the first version."""
     elements: int
+    """bf16 weights of a version."""
 
 
 async def _until_all(trial: _Trial) -> float:
