@@ -1,4 +1,4 @@
-"""Files that processes of one host share: file locks, removal of what dead processes left, files that a peer names.
+"""What processes of one host share: its identity, file locks, removal of what dead processes left, files that a peer names.
 
 Directories such as ``/dev/shm`` are writable by everybody, so a name in them proves nothing: before anything is read or
 removed, the file itself is opened without following a symbolic link, and its type and owner are checked. All calls block.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +27,23 @@ _open: set[int] = set()
 """Descriptors that a forked child closes: in an engine's process they would keep locks held and removed files in memory."""
 
 log = structlog.get_logger(__name__)
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""The kernel's name of this boot: equal in all containers of a machine, which have host names and machine ids of their own."""
+
+
+def host_id(boot_id: Path = BOOT_ID) -> str:
+    """Return a name that is equal for processes of one machine and differs from that of any other: 32 hexadecimal digits.
+
+    Where the kernel gives no boot id (sandboxes, other systems), it is made of the host name instead.
+    """
+    try:
+        seed = boot_id.read_text().strip()
+    except OSError:
+        seed = ""
+    # A digest, because the boot id must not leave this machine.
+    return hashlib.blake2b((seed or socket.gethostname()).encode(), digest_size=16, person=b"sluice-host").hexdigest()
 
 
 class PeerFileError(Exception):

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,13 +29,26 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.backoff import Backoff
 from weightsync.format.manifest import run_resource
 from weightsync.metrics import UPDATES
-from weightsync.receive.adapters import AdapterDirectory
 from weightsync.receive.pull import BaseFile, PullCost, PullError, PullLimits, VersionBuilder
-from weightsync.receive.shared_area import BehindError, HostFile, HostFiles, SharedArea, remove_stale
-from weightsync.receive.sources import Reporter, SourceLimits, Sources, UpdateTimings, VersionWatch, observe_update
+from weightsync.receive.shared_area import (
+    BehindError,
+    SharedArea,
+    SharedCopy,
+    StagedAdapters,
+    StagedFiles,
+    remove_stale,
+)
+from weightsync.receive.sources import (
+    Backoff,
+    Reporter,
+    SourceLimits,
+    Sources,
+    UpdateTimings,
+    VersionWatch,
+    observe_update,
+)
 from weightsync.receive.version_file import StagingError, dense_bytes, tensor_specs
 from weightsync.staged import ApplyError, ApplyReport, Engine, HeldVersions, StagedAdapter, StagedVersion
 
@@ -239,12 +253,12 @@ class _UpdateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _HostVersion:
+class _StagedWeights:
     """A version whose file this receiver uses."""
 
     staged: StagedVersion
     manifest: pb.Manifest
-    file: HostFile
+    copy: SharedCopy
 
 
 class WeightReceiver:
@@ -282,16 +296,16 @@ class WeightReceiver:
             self._sources, self._run, self._threads, limits, local_files=self._options.local_files
         )
         self._area = SharedArea(stage_dir, run)
-        self._files = HostFiles(self._area, self._threads, limits)
-        self._adapters = AdapterDirectory(stage_dir, run, self._builder, self._threads)
+        self._files = StagedFiles(self._area, self._threads, limits)
+        self._adapters = StagedAdapters(stage_dir, run, self._builder, self._threads)
         self._policy = WeightPolicy()
         self._requests: list[_UpdateRequest] = []
         self._changing = asyncio.Lock()
         """Held while the engine's weights change."""
         self._last_held = engine.held() or HeldVersions(BASE, BASE)
-        self._current: _HostVersion | None = None
+        self._current: _StagedWeights | None = None
         """Where the engine's weights came from; None if they were not staged here."""
-        self._staged: _HostVersion | None = None
+        self._staged: _StagedWeights | None = None
         """Staged and not applied yet."""
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_LONGEST_S)
         self._updates, self._error = 0, ""
@@ -404,7 +418,20 @@ class WeightReceiver:
         """
         try:
             async with asyncio.timeout(deadline_s):
-                await self._use_adapter(version, use)
+                manifest = await self._manifest(version)
+                base, weights = Version.from_proto(manifest.base), (await self._look()).weights
+                if manifest.kind != pb.VERSION_KIND_ADAPTER or not self._engine.serves_adapters:
+                    raise SluiceError.failed_precondition(
+                        "NOT_AN_ADAPTER", f"version {version} holds whole weights: take it with UpdateWeights"
+                    )
+                if base != weights:
+                    raise SluiceError.failed_precondition(
+                        "WRONG_BASE",
+                        f"adapter {version} belongs to version {base}, the weights are {weights}: update to its base"
+                        " first",
+                    )
+                async with self._adapters.staged(manifest, self._engine.held) as (staged, _):
+                    await use(staged)
         except TimeoutError as error:
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -434,16 +461,14 @@ class WeightReceiver:
             self._wake.clear()
             request = self._next_request()
             if request is not None:
-                await self._serve(request)
+                await self._try(request.version, or_newer=request.version is None, done=request.done)
                 continue
-            pause_s = _IDLE_S
-            held = await self._look()
-            wanted = self._policy.wanted(held.serving, self._watch.newest_version, time.monotonic())
-            if wanted is not None:
-                if await self._try(wanted):
-                    continue
-                pause_s = self._backoff.fail()
-            await self._sleep(pause_s)
+            held, now = await self._look(), time.monotonic()
+            wanted = self._policy.wanted(held.serving, self._watch.newest_version, now)
+            if wanted is None:
+                await self._sleep(_IDLE_S)
+            elif not await self._try(wanted, or_newer=self._policy.current(now).mode is PolicyMode.FOLLOW):
+                await self._sleep(self._backoff.fail())
 
     async def _take(self, version: Version | None, *, or_newer: bool) -> ApplyReport:
         """Bring the engine to a version: pull, verify, stage, apply, report.
@@ -485,15 +510,16 @@ class WeightReceiver:
         for known in (self._staged, self._current):  # an earlier attempt; or back from an adapter to its base
             if known is not None and (known.staged.version, known.staged.digest) == (version, manifest.digest):
                 return known.staged, None
-        self._drop_staged()
-        path, current, cost = self._area.file(version, manifest.digest), self._current, None
-        held = None if current is None else current.staged.path
-        async with self._files.open(path, held, dense_bytes(manifest), or_newer=or_newer) as file:
-            if file.copy is None:
-                base = None if current is None else BaseFile(current.manifest, current.staged.path)
-                cost = await self._builder.build(manifest, base, file.descriptor)
+        if self._staged is not None:  # make room: it could not be applied and was overtaken
+            self._files.release(self._staged.copy)
+            self._staged = None
+        path, current = self._area.file(version, manifest.digest), self._current
+        base = None if current is None else BaseFile(current.manifest, current.staged.path)
+        build = partial(self._builder.build, manifest, base)
+        held = None if base is None else base.path
+        copy, cost = await self._files.obtain(path, held, dense_bytes(manifest), build, or_newer=or_newer)
         staged = StagedVersion(version, path, tensor_specs(manifest), manifest.digest)
-        self._staged = _HostVersion(staged, manifest, file)
+        self._staged = _StagedWeights(staged, manifest, copy)
         return staged, cost
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
@@ -526,21 +552,6 @@ class WeightReceiver:
             async with self._changing:
                 report = await self._bounded(version, self._engine.apply_adapter(staged))
         return self._in_service(report, timings, started)
-
-    async def _use_adapter(self, version: Version, use: Callable[[StagedAdapter], Awaitable[object]]) -> None:
-        manifest = await self._manifest(version)
-        base, weights = Version.from_proto(manifest.base), (await self._look()).weights
-        if manifest.kind != pb.VERSION_KIND_ADAPTER or not self._engine.serves_adapters:
-            raise SluiceError.failed_precondition(
-                "NOT_AN_ADAPTER", f"version {version} holds whole weights: take it with UpdateWeights"
-            )
-        if base != weights:
-            raise SluiceError.failed_precondition(
-                "WRONG_BASE",
-                f"adapter {version} belongs to version {base}, the weights are {weights}: update to its base first",
-            )
-        async with self._adapters.staged(manifest, self._engine.held) as (staged, _):
-            await use(staged)
 
     async def _bounded(self, version: Version, work: Awaitable[ApplyReport]) -> ApplyReport:
         deadline_s = self._options.apply_deadline_s
@@ -588,14 +599,8 @@ class WeightReceiver:
         elif before is not None and before.staged.version != held.weights:
             self._current = None
         if before is not None and self._current is not before:
-            self._files.release(before.file)
+            self._files.release(before.copy)
         return held
-
-    def _drop_staged(self) -> None:
-        """Make room: drop a version that could not be applied and was overtaken."""
-        if self._staged is not None:
-            self._files.release(self._staged.file)
-            self._staged = None
 
     # --- parts of the loop ----------------------------------------------------------------------------------------
 
@@ -603,28 +608,21 @@ class WeightReceiver:
         self._requests = [request for request in self._requests if not request.done.done()]
         return self._requests.pop(0) if self._requests else None
 
-    async def _serve(self, request: _UpdateRequest) -> None:
-        """Carry out one command, even if its caller has left meanwhile."""
+    async def _try(
+        self, version: Version | None, *, or_newer: bool, done: asyncio.Future[ApplyReport] | None = None
+    ) -> bool:
+        """Take a version, and set the outcome of `done` unless its caller has left. Return False if that failed."""
         try:
-            report = await self._take(request.version, or_newer=request.version is None)
-        except _FAILURES as error:
-            self._note_failure(request.version, error)
-            if not request.done.done():
-                request.done.set_exception(self._as_sluice_error(error))
-        else:
-            self._error = ""
-            if not request.done.done():
-                request.done.set_result(report)
-
-    async def _try(self, version: Version) -> bool:
-        """Take a version that the policy wants. Return False if that failed; the loop repeats it after a pause."""
-        try:
-            await self._take(version, or_newer=self._policy.current(time.monotonic()).mode is PolicyMode.FOLLOW)
+            report = await self._take(version, or_newer=or_newer)
         except _FAILURES as error:
             self._note_failure(version, error)
+            if done is not None and not done.done():
+                done.set_exception(self._as_sluice_error(error))
             return False
         self._error = ""
         self._backoff.succeed()
+        if done is not None and not done.done():
+            done.set_result(report)
         return True
 
     def _note_failure(self, version: Version | None, error: Exception) -> None:

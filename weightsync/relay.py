@@ -17,17 +17,16 @@ from typing import TypeAlias
 import grpc
 import structlog
 
+from sluice.host_files import host_id
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import BASE, Version
-from weightsync.backoff import Backoff
 from weightsync.format.manifest import ManifestError, check_manifest, run_resource
 from weightsync.format.safetensors import LayoutError
-from weightsync.host import host_id
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
 from weightsync.receive.pull import ChunkSink, PullError, PullLimits, ShardRange, pull_range
-from weightsync.receive.sources import REPORT_DEADLINE_S, VersionWatch, pull_call, renewal_s
+from weightsync.receive.sources import REPORT_DEADLINE_S, Backoff, VersionWatch, pull_call, renewal_s
 from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload, translated

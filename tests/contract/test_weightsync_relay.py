@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from weightsync_stack import RESOURCE, RUN, equal_bits, error_of, eventually, weights
 
 from sluice.config import ConfigError, SecurityConfig
+from sluice.host_files import host_id
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.host import host_id
 from weightsync.publisher import AdapterPublisher, WeightPublisher
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,8 @@ from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.backoff import Backoff
 from weightsync.publisher import WeightPublisher
-from weightsync.receive.sources import VersionWatch
+from weightsync.receive.sources import Backoff, VersionWatch
 
 
 class Counted(VersionWatch):

@@ -15,8 +15,8 @@ import pytest
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
-from weightsync.receive.adapters import AdapterDirectory
 from weightsync.receive.pull import PullCost
+from weightsync.receive.shared_area import StagedAdapters
 from weightsync.staged import HeldVersions
 
 REPLICA = """
@@ -26,7 +26,7 @@ from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.staged import HeldVersions
 from concurrent.futures import ThreadPoolExecutor
-from weightsync.receive.adapters import AdapterDirectory
+from weightsync.receive.shared_area import StagedAdapters
 from weightsync.receive.pull import PullCost
 
 class Builder:
@@ -37,7 +37,7 @@ async def load(manifest):
     async with stage.staged(manifest, lambda: HeldVersions(BASE, BASE, frozenset({Version(1, 1)}))):
         pass
 
-stage = AdapterDirectory(Path(sys.argv[1]), "run", Builder(), ThreadPoolExecutor(1))
+stage = StagedAdapters(Path(sys.argv[1]), "run", Builder(), ThreadPoolExecutor(1))
 manifest = pb.Manifest(version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ADAPTER, digest="0" * 32)
 asyncio.run(load(manifest))
 if sys.argv[2] == "forks":
@@ -100,7 +100,7 @@ class Builder:
 async def test_an_adapter_whose_caller_left_at_its_end_can_be_staged_again(tmp_path: Path) -> None:
     threads = ThreadPoolExecutor(1)
     builder = Builder(threads)
-    stage = AdapterDirectory(tmp_path, "run", builder, threads)
+    stage = StagedAdapters(tmp_path, "run", builder, threads)
     manifest = pb.Manifest(version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ADAPTER, digest="0" * 32)
 
     async def load() -> bool:

@@ -16,8 +16,8 @@ from weightsync_stack import RESOURCE, running_stack
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.backoff import Backoff
 from weightsync.receive.pull import PullError, PullLimits, ShardRange, pull_range
+from weightsync.receive.sources import Backoff
 from weightsync.relay import FetchError, fetch_version
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.host_files import host_id
 from sluice.versions import Version
-from weightsync.host import host_id
 from weightsync.receive.sources import ROOT, Candidate, behind, choose
 from weightsync.relay import advertised_address
 

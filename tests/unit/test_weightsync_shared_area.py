@@ -8,19 +8,15 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
 from sluice.versions import Version
 from weightsync.receive.pull import PullLimits
-from weightsync.receive.shared_area import BehindError, HostFiles, SharedArea, SharedCopy, remove_stale
+from weightsync.receive.shared_area import BehindError, SharedArea, SharedCopy, StagedFiles, remove_stale
 from weightsync.receive.version_file import StagingError
-
-T = TypeVar("T")
 
 DIGEST = "0" * 32
 
@@ -30,18 +26,6 @@ def made(area: SharedArea, number: int = 1) -> SharedCopy:
     assert claim is not None
     os.write(claim.descriptor, b"whole")
     return claim.publish()
-
-
-async def obtain(
-    files: HostFiles, path: Path, held: Path | None, build: Callable[[int], Awaitable[T]], *, or_newer: bool = False
-) -> tuple[SharedCopy, T | None]:
-    """Use a file that is there, otherwise make it, as a receiver does."""
-    made = None
-    async with files.open(path, held, 5, or_newer=or_newer) as file:
-        if file.copy is None:
-            made = await build(file.descriptor)
-    assert file.copy is not None
-    return file.copy, made
 
 
 def names(area: SharedArea) -> list[str]:
@@ -172,8 +156,8 @@ async def test_a_third_copy_waits_until_one_is_let_go(tmp_path: Path) -> None:
         built.set()
 
     with ThreadPoolExecutor(2) as threads:
-        files = HostFiles(area, threads, PullLimits(room_wait_s=60))
-        waiting = asyncio.create_task(obtain(files, area.file(Version(1, 3), DIGEST), current.path, build))
+        files = StagedFiles(area, threads, PullLimits(room_wait_s=60))
+        waiting = asyncio.create_task(files.obtain(area.file(Version(1, 3), DIGEST), current.path, 5, build))
         while len(names(area)) < 4:  # noqa: ASYNC110 - the claim is a file
             await asyncio.sleep(0.001)
         assert not built.is_set()
@@ -193,8 +177,8 @@ async def test_a_receiver_that_is_held_back_does_not_stop_the_others(tmp_path: P
         os.write(descriptor, b"third")
 
     with ThreadPoolExecutor(2) as threads:
-        files = HostFiles(area, threads, PullLimits(room_wait_s=0.0))
-        staged, _ = await obtain(files, area.file(Version(1, 3), DIGEST), held[1].path, build)
+        files = StagedFiles(area, threads, PullLimits(room_wait_s=0.0))
+        staged, _ = await files.obtain(area.file(Version(1, 3), DIGEST), held[1].path, 5, build)
     assert staged.path.exists()
     for copy in (staged, *held):
         copy.release()
@@ -207,9 +191,9 @@ async def test_memory_that_runs_out_under_way_is_told_with_the_remedy(tmp_path: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with ThreadPoolExecutor(2) as threads:
-        files = HostFiles(area, threads, PullLimits())
+        files = StagedFiles(area, threads, PullLimits())
         with pytest.raises(StagingError, match="shm_size"):
-            await obtain(files, area.file(Version(1, 1), DIGEST), None, build)
+            await files.obtain(area.file(Version(1, 1), DIGEST), None, 5, build)
     assert names(area) == []
 
 
@@ -224,9 +208,9 @@ async def test_a_receiver_that_is_behind_is_told_what_to_take_first(tmp_path: Pa
         raise AssertionError("no room")
 
     with ThreadPoolExecutor(2) as threads:
-        files = HostFiles(area, threads, PullLimits())
+        files = StagedFiles(area, threads, PullLimits())
         with pytest.raises(BehindError) as caught:
-            await obtain(files, wanted, old.path, build)
+            await files.obtain(wanted, old.path, 5, build)
     assert caught.value.version == Version(1, 2)
     if claim is not None:
         claim.abandon()
@@ -247,12 +231,12 @@ async def test_a_build_that_fails_leaves_nothing_and_the_next_one_succeeds(tmp_p
         return os.write(descriptor, b"whole")
 
     with ThreadPoolExecutor(2) as threads:
-        files = HostFiles(area, threads, PullLimits())
+        files = StagedFiles(area, threads, PullLimits())
         with pytest.raises(StagingError):
-            await obtain(files, path, None, fail)
+            await files.obtain(path, None, 5, fail)
         assert names(area) == []
-        copy, written = await obtain(files, path, None, build)
-        other, none = await obtain(files, path, None, fail)
+        copy, written = await files.obtain(path, None, 5, build)
+        other, none = await files.obtain(path, None, 5, fail)
     assert (written, none, path.read_bytes()) == (5, None, b"whole")
     copy.release()
     other.release()
@@ -304,14 +288,14 @@ async def test_who_makes_a_version_that_others_are_past_takes_theirs_if_it_will_
         return os.write(descriptor, b"whole")
 
     with ThreadPoolExecutor(2) as threads:
-        files = HostFiles(area, threads, PullLimits(room_wait_s=0.0))
+        files = StagedFiles(area, threads, PullLimits(room_wait_s=0.0))
         if or_newer:
             with pytest.raises(BehindError) as caught:
-                await obtain(files, path, old.path, build, or_newer=True)
+                await files.obtain(path, old.path, 5, build, or_newer=True)
             assert caught.value.version == Version(1, 3)
             assert not path.exists()
         else:
-            copy, _ = await obtain(files, path, old.path, build, or_newer=False)
+            copy, _ = await files.obtain(path, old.path, 5, build, or_newer=False)
             copy.release()
     next_one.abandon()
     for each in (old, newer):
@@ -327,8 +311,8 @@ async def test_a_caller_that_is_cancelled_leaves_no_lock_behind(tmp_path: Path) 
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(busy.wait)
-        files = HostFiles(area, threads, PullLimits())
-        obtaining = asyncio.create_task(obtain(files, first.path, None, build))
+        files = StagedFiles(area, threads, PullLimits())
+        obtaining = asyncio.create_task(files.obtain(first.path, None, 5, build))
         await asyncio.sleep(0.05)
         obtaining.cancel()
         await asyncio.sleep(0.05)
@@ -353,11 +337,13 @@ async def test_a_file_that_was_released_is_made_anew_and_not_found_again(
 
     monkeypatch.setattr(SharedCopy, "release", slow_release)
     with ThreadPoolExecutor(2) as threads:
-        files = HostFiles(area, threads, PullLimits())
+        files = StagedFiles(area, threads, PullLimits())
         for content in (b"damaged", b"whole"):
-            async with files.open(path, None, 5) as file:
-                assert file.copy is None
-                os.write(file.descriptor, content)
-            assert path.read_bytes() == content
-            files.release(file)
+
+            async def build(descriptor: int, content: bytes = content) -> int:
+                return os.write(descriptor, content)
+
+            copy, written = await files.obtain(path, None, 5, build)
+            assert (written, path.read_bytes()) == (len(content), content)
+            files.release(copy)
     assert names(area) == []

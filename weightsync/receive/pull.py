@@ -28,10 +28,9 @@ from sluice.tasks import run_to_end, settle
 from sluice.v1 import common_pb2
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.backoff import Backoff
 from weightsync.format.chunks import ChunkError, ChunkSizeError, read_pull_response
 from weightsync.metrics import FALLBACKS
-from weightsync.receive.sources import PullCall, Sources
+from weightsync.receive.sources import Backoff, Call, Sources
 from weightsync.receive.version_file import (
     DeltaShard,
     DenseFile,
@@ -426,9 +425,7 @@ class ChunkSink(Protocol):
         ...
 
 
-async def pull_range(
-    call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits
-) -> None:
+async def pull_range(call: Call, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:
     """Fill a sink over sockets. Bytes that it has are not pulled again.
 
     Raises:
@@ -463,7 +460,7 @@ async def pull_range(
         await asyncio.sleep(backoff.fail())
 
 
-async def _stream(call: PullCall, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:
+async def _stream(call: Call, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:
     """Read one stream from the last good byte on. No thread works on the sink when this returns."""
     request = pb.PullWeightsRequest(
         run=wanted.run,

@@ -7,7 +7,8 @@ their process, however that ends, and hold between containers that share the mem
 * each process that uses a file holds a shared lock on it, taken before the file gets its name;
 * a process that removes a file holds an exclusive lock on it, which nobody gets while it is used: so the last user removes it.
 
-`SharedArea` does this, and blocks. `HostFiles` waits for it: for other processes, and for room.
+`SharedArea` does this, and blocks. `StagedFiles` waits for it: for other processes, and for room. LoRA adapters are small, so
+each replica has its own (`StagedAdapters`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +30,22 @@ from typing import Any, TypeVar
 
 import structlog
 
-from sluice.host_files import close, is_at, lock_now, open_private, owned_directory, remove_unlocked, unlink_at
+from sluice.host_files import (
+    close,
+    is_at,
+    lock_now,
+    open_private,
+    owned_directory,
+    remove_tree,
+    remove_unlocked,
+    unlink_at,
+)
 from sluice.tasks import settle
+from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
-from weightsync.receive.pull import PullLimits, in_thread
-from weightsync.receive.version_file import StagingError
+from weightsync.receive.pull import PullCost, PullLimits, VersionBuilder, in_thread
+from weightsync.receive.version_file import StagingError, tensor_specs
+from weightsync.staged import HeldVersions, StagedAdapter
 
 T = TypeVar("T")
 
@@ -41,6 +53,8 @@ _PREFIX = "sluice-"
 _BUILD = ".build"
 _PART = ".part"
 _FILE = ".safetensors"
+_ADAPTERS = "sluice_adapters-"
+_ADAPTERS_LOCK = ".lock"
 _OTHERS_MAY_WRITE = 0o022
 _DIGEST = re.compile(r"[0-9a-z]+")
 _ATTEMPTS = 100
@@ -133,9 +147,7 @@ class SharedArea:
         Raises:
             StagingError: if the digest could lead out of the directory.
         """
-        if not _DIGEST.fullmatch(digest):
-            raise StagingError(f"{digest[:80]!r} is not the digest of a version: pull from a service that gives one")
-        return self.path / f"v{version}-{digest}{_FILE}"
+        return self.path / f"{_stem(version, digest)}{_FILE}"
 
     def attach(self, path: Path) -> SharedCopy | None:
         """Use a file that exists. Return None if it does not.
@@ -238,6 +250,13 @@ class SharedArea:
         raise StagingError(f"{lock_path} cannot be locked: remove it, and end the process that removes it all the time")
 
 
+def _stem(version: Version, digest: str) -> str:
+    """Return the name of a staged version. Two versions of one number, such as of two trainers, differ in their digests."""
+    if not _DIGEST.fullmatch(digest):
+        raise StagingError(f"{digest[:80]!r} is not the digest of a version: pull from a service that gives one")
+    return f"v{version}-{digest}"
+
+
 def version_of(path: Path) -> Version:
     """Return the version that a staged file is named after."""
     return Version.parse(path.stem.split("-")[0].removeprefix("v"))
@@ -308,20 +327,7 @@ class BehindError(Exception):
         self.version = version
 
 
-@dataclass(slots=True)
-class HostFile:
-    """The file of a version: whole, or to be filled.
-
-    Attributes:
-        copy: The whole file; None until it is filled.
-        descriptor: The unfinished file, open to read and write, where this process has to fill it.
-    """
-
-    copy: SharedCopy | None = None
-    descriptor: int = -1
-
-
-class HostFiles:
+class StagedFiles:
     """The files of staged versions that one receiver uses.
 
     Args:
@@ -338,14 +344,10 @@ class HostFiles:
         self._stuck: set[Path] = set()
         """Files that were waited for in vain, so that a receiver that is held at a version costs its host one wait."""
 
-    @contextlib.asynccontextmanager
-    async def open(
-        self, path: Path, held: Path | None, needed: int, *, or_newer: bool = False
-    ) -> AsyncIterator[HostFile]:
-        """Yield a file that exists or that another process makes; otherwise an empty one, for the block to fill.
-
-        A file that the block fills gets its name when the block ends, and is removed if it raises. The file is used until
-        `release`.
+    async def obtain(
+        self, path: Path, held: Path | None, needed: int, fill: Callable[[int], Awaitable[T]], *, or_newer: bool = False
+    ) -> tuple[SharedCopy, T | None]:
+        """Use a file that exists or that another process makes; otherwise make it. It is used until `release`.
 
         Receivers of a host take the same versions: one that is ahead waits, one that is behind takes what is staged. So a
         host holds a base and one staged copy, however fast versions come.
@@ -354,41 +356,44 @@ class HostFiles:
             path: The file.
             held: The file of the version that serves; None if no version is staged here.
             needed: Bytes that it will have.
+            fill: Fills the empty file, which is open to read and write. The file gets its name if this succeeds.
             or_newer: Whether a newer version will do. If not, two receivers that each make a version which the other has
                 passed wait for each other until `room_wait_s` is over.
+
+        Returns:
+            The file, and what `fill` returned; None if the file was not made here.
 
         Raises:
             BehindError: if another version has to be taken first.
             StagingError: if another process does not finish, or there is no room.
+            Exception: what `fill` raises.
         """
         await settle(*map(asyncio.wrap_future, self._leaving))  # else it could find the file that it is about to remove
         found = await self._find_or_claim(path, held, or_newer=or_newer)
         if isinstance(found, SharedCopy):
             self._used.append(found)
-            yield HostFile(found)
-            return
-        file = HostFile(descriptor=found.descriptor)
+            return found, None
         try:
             await self._wait_for_room(path, held, or_newer=or_newer)
             await in_thread(self._threads, partial(self._area.check_room, needed))
-            yield file
-            file.copy = await self._owned(found.publish, SharedCopy.release)
-            self._used.append(file.copy)
+            filled = await fill(found.descriptor)
+            copy = await self._owned(found.publish, SharedCopy.release)
+            self._used.append(copy)
         except OSError as error:
             if error.errno == errno.ENOSPC:  # somebody else took the memory meanwhile
                 raise self._area.no_room(needed) from error
             raise
         finally:
             await in_thread(self._threads, found.abandon)
+        return copy, filled
 
-    def release(self, file: HostFile) -> None:
+    def release(self, copy: SharedCopy) -> None:
         """Stop using a file in a thread; its last user removes it.
 
         To free the memory of a large file takes a second, in which the event loop would deliver no tokens.
         """
-        if file.copy is not None:
-            self._leaving = [each for each in self._leaving if not each.done()]
-            self._leaving.append(self._threads.submit(self._release, file.copy))
+        self._leaving = [each for each in self._leaving if not each.done()]
+        self._leaving.append(self._threads.submit(self._release, copy))
 
     def close(self) -> None:
         """Release everything. Blocking; call it when the threads have ended."""
@@ -468,3 +473,128 @@ class HostFiles:
             if or_newer and newer and max(newer) > serving:
                 raise BehindError(max(newer))
         return others
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+class StagedAdapters:
+    """The LoRA adapters of one replica: a directory as PEFT writes it for each that the engine holds.
+
+    They lie in ``<stage_dir>/sluice_adapters-<run>-<pid>.<number>``. When a replica is dead, the next one that starts removes
+    its directory. Files are changed in threads.
+    """
+
+    def __init__(self, stage_dir: Path, run: str, builder: VersionBuilder, threads: Executor) -> None:
+        self._parent, self._run, self._builder, self._threads = stage_dir, run, builder, threads
+        self._staged: dict[Version, StagedAdapter] = {}
+        self._path: Path | None = None
+        self._lock_file = -1
+        self._lock = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def staged(
+        self, manifest: pb.Manifest, held: Callable[[], HeldVersions | None]
+    ) -> AsyncIterator[tuple[StagedAdapter, PullCost | None]]:
+        """Stage an adapter for the block; at its end, remove the adapters that the engine no longer holds.
+
+        Args:
+            manifest: Of kind ADAPTER.
+            held: Returns what the engine holds; None while it cannot say, and then all directories stay.
+
+        Returns:
+            The adapter, and the cost of pulling it; None if it was staged already.
+
+        Raises:
+            PullError, StagingError, OSError: if it could not be staged.
+        """
+        async with self._lock:
+            try:
+                yield await self._stage(manifest)
+            finally:
+                in_use = held()
+                for version in set() if in_use is None else self._staged.keys() - in_use.adapters:
+                    await in_thread(self._threads, partial(remove_tree, self._staged.pop(version).path))
+
+    def close(self) -> None:
+        """Remove everything. Blocking. Calling it again has no effect."""
+        if self._path is not None:
+            remove_tree(self._path)
+            close(self._lock_file)
+            self._path = None
+
+    async def _stage(self, manifest: pb.Manifest) -> tuple[StagedAdapter, PullCost | None]:
+        version, base = Version.from_proto(manifest.version), Version.from_proto(manifest.base)
+        known = self._staged.get(version)
+        if known is not None and known.digest == manifest.digest:
+            return known, None
+        name = _stem(version, manifest.digest)
+        unfinished: list[tuple[Path, int]] = []  # filled in the thread, so that a cancelled caller discards it too
+        try:
+            await in_thread(self._threads, lambda: unfinished.append(self._begin(name)))
+            part, descriptor = unfinished[0]
+            cost = await self._builder.build(manifest, None, descriptor)
+            staged = StagedAdapter(version, base, part.with_name(name), tensor_specs(manifest), manifest.digest)
+            await in_thread(self._threads, partial(self._finish, part, staged, manifest.adapter_config))
+        finally:
+            for part, descriptor in unfinished:
+                await in_thread(self._threads, partial(_discard, part, descriptor))
+        return staged, cost
+
+    def _begin(self, name: str) -> tuple[Path, int]:
+        """Make a directory for an unfinished adapter. Return it, and its open weights file."""
+        self._path = self._path or self._make_directory()
+        part = self._path / f"{name}.part"
+        remove_tree(part)
+        part.mkdir(mode=0o700)
+        return part, os.open(part / "adapter_model.safetensors", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _finish(self, part: Path, staged: StagedAdapter, adapter_config: str) -> None:
+        """Give the directory its name, and keep the adapter: a directory that nobody knows would block the next attempt."""
+        (part / "adapter_config.json").write_text(adapter_config)
+        part.rename(staged.path)
+        self._staged[staged.version] = staged
+
+    def _make_directory(self) -> Path:
+        self._parent.mkdir(parents=True, exist_ok=True)
+        for directory in self._parent.glob(f"{_ADAPTERS}*"):
+            if _is_dead(directory) and remove_tree(directory):
+                log.info("removed what a dead replica had staged", path=str(directory))
+        for number in range(1000):  # several receivers of one process get a number behind it
+            path = self._parent / f"{_ADAPTERS}{self._run}-{os.getpid()}.{number}"
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                continue
+            self._lock_file = _locked_file(path)
+            return path
+        raise OSError(f"{self._parent} holds a thousand directories {_ADAPTERS}{self._run}*: remove them")
+
+
+def _discard(part: Path, descriptor: int) -> None:
+    os.close(descriptor)
+    remove_tree(part)
+
+
+def _locked_file(directory: Path) -> int:
+    """Make the lock file. It gets its name after it was locked, so no process sees it unlocked while its replica lives."""
+    unnamed = directory / f"{_ADAPTERS_LOCK}.new"
+    descriptor = open_private(unnamed, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unnamed.rename(directory / _ADAPTERS_LOCK)
+    return descriptor
+
+
+def _is_dead(path: Path) -> bool:
+    """Return whether no process holds the lock. A directory without the file is being made, or is not one of ours."""
+    with owned_directory(path) as directory:
+        if directory is None:
+            return False
+        try:
+            descriptor = open_private(_ADAPTERS_LOCK, os.O_RDWR, directory=directory)
+        except OSError:
+            return False
+        try:
+            return lock_now(descriptor, fcntl.LOCK_EX)
+        finally:
+            close(descriptor)

@@ -1,7 +1,7 @@
 """The sources of versions: the weight service (the root) and its relays, of which an engine uses the nearest.
 
 `Sources` chooses one and takes the engine back to the root when it fails. `VersionWatch` receives the announcements of versions,
-`Reporter` sends what the engine serves.
+`Reporter` sends what the engine serves. `Backoff` is the one rule for pauses between attempts, of relays and engines.
 """
 
 from __future__ import annotations
@@ -11,30 +11,24 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import grpc
 import structlog
 import xxhash
 
+from sluice.host_files import host_id
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
-from weightsync.backoff import Backoff
-from weightsync.host import host_id
 from weightsync.metrics import APPLY_SECONDS, PAUSE_SECONDS, PULL_SECONDS, PULLED_BYTES, STAGE_SECONDS, UPDATE_SECONDS
 
-StreamCall: TypeAlias = Callable[..., Any]
-"""A method with a stream of responses, called with a request and a timeout; gives a call with `read` and `cancel`."""
-
-PullCall: TypeAlias = StreamCall
-"""PullWeights, whose responses stay serialised."""
-
-ReportCall: TypeAlias = Callable[..., Any]
-"""ReportVersion, called with a request and a timeout."""
+Call: TypeAlias = Callable[..., Any]
+"""A method, called with a request and a timeout. If it streams, it gives a call with `read` and `cancel`."""
 
 REPORT_DEADLINE_S = 10.0
 
@@ -58,6 +52,39 @@ _REMEDY = "start it, or see peers.weightsync (of a relay: weightsync.upstream) a
 log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
+class Backoff:
+    """Pauses that double from each failure to the next, up to a bound, and vary so that a fleet does not come at once.
+
+    Attributes:
+        first_s: Seconds after the first failure.
+        longest_s: Longest pause in seconds: short enough that a service that was restarted is found soon.
+        failures: Failures since the last success.
+    """
+
+    first_s: float = 0.2
+    longest_s: float = 5.0
+    failures: int = field(default=0, init=False)
+
+    @property
+    def at_longest(self) -> bool:
+        """Return whether the pauses grow no further."""
+        return self._mean_s() >= self.longest_s
+
+    def succeed(self) -> None:
+        """Begin with the first pause again at the next failure."""
+        self.failures = 0
+
+    def fail(self) -> float:
+        """Count a failure and return the pause before the next attempt, in seconds: half to one and a half of its mean."""
+        mean_s = self._mean_s()
+        self.failures += 1
+        return min(self.longest_s, mean_s * random.uniform(0.5, 1.5))  # noqa: S311 - jitter, not a secret
+
+    def _mean_s(self) -> float:
+        return min(self.longest_s, math.ldexp(self.first_s, min(self.failures, 64)))
+
+
 # --- the choice of a source -------------------------------------------------------------------------------------------
 
 ROOT = ""
@@ -72,13 +99,10 @@ _NEAR_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A source that answered.
+    """A source that answered: its address (`ROOT` for the root), its host, and how good it is.
 
     Attributes:
-        address: Where it is; `ROOT` for the root.
-        host: Identity of its host.
         watchers: WatchVersions streams that it has, the engine's own included.
-        newest: Newest version that it serves.
         latency_s: Seconds that its last answer took.
     """
 
@@ -126,18 +150,15 @@ def choose(candidates: Sequence[Candidate], current: str | None, *, host: str, r
     others = [each for each in nearest if each is not staying]
     if others:
         other = _lightest(others, replica)
-        if staying.watchers >= 2 * (other.watchers + 1) and draw < _share_to_leave(staying, other):
-            return other.address
+        if staying.watchers >= 2 * (other.watchers + 1):
+            surplus = (staying.watchers - other.watchers) / 2  # if so many leave, both are equal
+            if draw < surplus / staying.watchers:
+                return other.address
     return staying.address
 
 
 def _distance(candidate: Candidate, host: str) -> tuple[bool, bool]:
     return candidate.host != host, candidate.address == ROOT
-
-
-def _share_to_leave(crowded: Candidate, other: Candidate) -> float:
-    """Return the share of a source's watchers that must leave to make both equal."""
-    return (crowded.watchers - other.watchers) / (2 * crowded.watchers)
 
 
 def _lightest(candidates: Sequence[Candidate], replica: str) -> Candidate:
@@ -185,7 +206,7 @@ class _Source:
 
     channel: grpc.aio.Channel
     delivery: weightsync_pb2_grpc.WeightDeliveryServiceAsyncStub
-    pull: PullCall
+    pull: Call
 
     @classmethod
     def at(cls, channel: grpc.aio.Channel) -> _Source:
@@ -226,7 +247,7 @@ class Sources:
         self._host = host_id() if host is None else host
         self._limits = limits or SourceLimits()
         self._sources = {ROOT: _Source.at(root)}
-        self._watches: set[_Stream] = set()
+        self._watches: WeakSet[_Stream] = WeakSet()
         self._listed: list[pb.WeightSource] = []
         self._settled = False
         self._failing_since: float | None = None
@@ -269,31 +290,33 @@ class Sources:
     ) -> pb.ReportVersionResponse:
         """Call ReportVersion."""
         source = self._sources[self.current]
-        try:
-            response: pb.ReportVersionResponse = await source.delivery.ReportVersion(request, timeout=timeout)
-        except grpc.aio.AioRpcError as error:
-            self.note_failure(source, error.code())
-            raise
-        except asyncio.CancelledError:
-            if _cancelled_by_caller():
-                raise
+        response = await self.answer(source, source.delivery.ReportVersion(request, timeout=timeout))
+        if not isinstance(response, pb.ReportVersionResponse):
             empty = grpc.aio.Metadata()
             details = "the source of versions was left during the call: ask again"
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, details=details) from None
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, details=details)
         return response
 
-    def note_failure(self, source: _Source, code: grpc.StatusCode) -> None:
-        """Leave a relay at once if it lacks what the engine wants. After another failure, check soon whether it answers."""
-        if self.current == ROOT or source is not self._sources[self.current]:
-            return
-        if code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS}:
-            self.leave("it does not give the version that is wanted")
-        elif code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            self._wake.set()
+    async def answer(self, source: _Source, answer: Awaitable[Any]) -> Any:  # noqa: ANN401 - any response
+        """Wait for a source. Return `grpc.aio.EOF` if it was left meanwhile and its channel closed.
 
-    def forget(self, stream: _Stream) -> None:
-        """Note that a stream has ended."""
-        self._watches.discard(stream)
+        A relay that lacks what the engine wants is left at once. After another failure, it is asked soon whether it answers.
+        """
+        try:
+            return await answer
+        except grpc.aio.AioRpcError as error:
+            if self.current != ROOT and source is self._sources[self.current]:
+                if error.code() in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DATA_LOSS}:
+                    self.leave("it does not give the version that is wanted")
+                elif error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+                    self._wake.set()
+            raise
+        except asyncio.CancelledError:
+            # gRPC raises this also if a call's channel is closed; a task that did not catch it would end silently.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return grpc.aio.EOF
 
     # --- the choice -----------------------------------------------------------------------------------------------
 
@@ -330,7 +353,8 @@ class Sources:
             await self._sources.pop(address).channel.close()
 
     async def _look(self) -> None:
-        candidates = [each for each in await self._ask() if each is not None]
+        answers = [await self._ask(ROOT), *await asyncio.gather(*map(self._ask, self._worth_asking()))]
+        candidates = [each for each in answers if each is not None]
         now = time.monotonic()
         if self.current != ROOT and self.current not in {each.address for each in candidates}:
             self._failing_since = self._failing_since or now
@@ -339,7 +363,7 @@ class Sources:
             self._ban(self.current, "it does not answer")
         else:
             self._failing_since = None
-        fit = [each for each in candidates if not self._is_banned(each.address, now)]
+        fit = [each for each in candidates if self._bans.get(each.address, (now, 0.0))[0] <= now]
         for each in self._stalled(fit, now):
             self._ban(each.address, "it gets no new versions")
             fit.remove(each)
@@ -359,16 +383,6 @@ class Sources:
         for watch in list(self._watches):
             watch.cancel()
 
-    async def _ask(self) -> list[Candidate | None]:
-        """Return the state of the root and of the relays worth asking; None for one that does not answer."""
-        started = time.monotonic()
-        listed = await self._list(ROOT)
-        root = None
-        if listed:
-            root = _candidate(ROOT, listed[0], time.monotonic() - started)
-            self._listed = listed[1:]
-        return [root, *await asyncio.gather(*(self._probe(address) for address in self._worth_asking()))]
-
     def _worth_asking(self) -> list[str]:
         """Return relays of this host, then those with few watchers, and the one in use in any case."""
         ranked = sorted(self._listed, key=lambda each: (each.host != self._host, each.watchers))
@@ -377,22 +391,23 @@ class Sources:
             addresses.append(self.current)
         return addresses
 
-    async def _probe(self, address: str) -> Candidate | None:
-        started = time.monotonic()
-        listed = await self._list(address)
-        return _candidate(address, listed[0], time.monotonic() - started) if listed else None
-
-    async def _list(self, address: str) -> list[pb.WeightSource]:
-        """Return how a source describes itself and its relays; empty if it does not answer."""
+    async def _ask(self, address: str) -> Candidate | None:
+        """Ask a source for its state, and the root for its relays too. Return None if it does not answer."""
         if address not in self._sources and self._connect is not None:
             self._sources[address] = _Source.at(self._connect(address))
-        request = pb.ListSourcesRequest(run=self._run)
+        started, request = time.monotonic(), pb.ListSourcesRequest(run=self._run)
         try:
             response = await self._sources[address].delivery.ListSources(request, timeout=self._limits.answer_s)
-            return list(response.sources)
         except grpc.aio.AioRpcError as error:
             log.debug("source does not answer", source=address or "root", reason=str(SluiceError.from_rpc(error)))
-            return []
+            return None
+        if not response.sources:
+            return None
+        source, *relays = response.sources
+        if address == ROOT:
+            self._listed = relays
+        newest = Version.from_proto(source.newest) if source.HasField("newest") else None
+        return Candidate(address, source.host, source.watchers, newest, time.monotonic() - started)
 
     def _stalled(self, candidates: list[Candidate], now: float) -> list[Candidate]:
         """Return relays that have lacked a version for too long without any progress."""
@@ -406,9 +421,6 @@ class Sources:
             if each.address != ROOT and now - since > self._limits.stall_s:
                 found.append(each)
         return found
-
-    def _is_banned(self, address: str, now: float) -> bool:
-        return now < self._bans.get(address, (0.0, 0.0))[0]
 
     def _ban(self, address: str, reason: str) -> None:
         """Leave a source alone for a time that doubles with each failure, and varies."""
@@ -430,11 +442,6 @@ class Sources:
                 del book[address]
 
 
-def _candidate(address: str, source: pb.WeightSource, latency_s: float) -> Candidate:
-    newest = Version.from_proto(source.newest) if source.HasField("newest") else None
-    return Candidate(address, source.host, source.watchers, newest, latency_s)
-
-
 class _Stream:
     """A call to a source with a stream of responses. Its failure is noted."""
 
@@ -443,36 +450,16 @@ class _Stream:
 
     async def read(self) -> Any:  # noqa: ANN401 - any response
         """Return the next response, or `grpc.aio.EOF` at the end, also if the source is left."""
-        try:
-            return await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            self._sources.forget(self)
-            self._sources.note_failure(self._source, error.code())
-            raise
-        except asyncio.CancelledError:
-            if _cancelled_by_caller():
-                raise
-            self._sources.forget(self)
-            return grpc.aio.EOF
+        return await self._sources.answer(self._source, self._call.read())
 
     def cancel(self) -> None:
         """End the call."""
-        self._sources.forget(self)
         self._call.cancel()
 
 
-def _cancelled_by_caller() -> bool:
-    """Return whether the task that waits was cancelled.
-
-    gRPC raises the same error if a call's channel is closed. A task that did not catch it would end silently.
-    """
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
-
-
-def pull_call(channel: grpc.aio.Channel) -> PullCall:
+def pull_call(channel: grpc.aio.Channel) -> Call:
     """Return PullWeights of a channel, whose responses stay serialised."""
-    call: PullCall = channel.unary_stream(
+    call: Call = channel.unary_stream(
         "/sluice.v1.WeightDeliveryService/PullWeights",
         request_serializer=pb.PullWeightsRequest.SerializeToString,
         response_deserializer=None,
@@ -501,7 +488,7 @@ class VersionWatch:
 
     def __init__(
         self,
-        call: StreamCall,
+        call: Call,
         run: str,
         replica: str,
         changed: Callable[[], None],
@@ -641,7 +628,7 @@ class Reporter:
         serving: Returns the version that the engine serves.
     """
 
-    def __init__(self, call: ReportCall, run: str, replica: str, serving: Callable[[], Version]) -> None:
+    def __init__(self, call: Call, run: str, replica: str, serving: Callable[[], Version]) -> None:
         self._call, self._run, self._replica, self._serving = call, run, replica, serving
         self._last = pb.ReportVersionRequest(run=run, replica=replica, phase=pb.REPLICA_PHASE_SERVING)
         self._news = asyncio.Event()

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import Message
 
-from sluice.host_files import PeerFileError, open_peer_file
+from sluice.host_files import PeerFileError, host_id, open_peer_file
 from sluice.rpc import SluiceError
 from sluice.tasks import settle
 from sluice.v1 import weightsync_pb2 as pb
@@ -24,7 +24,6 @@ from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, fill_chunk
 from weightsync.format.manifest import check_shard, without_tensors
 from weightsync.format.safetensors import BadNameError, LayoutError
-from weightsync.host import host_id
 from weightsync.service.chain import Form, VersionForm, damaged_on_the_way, find_path
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.store import StoredForm
