@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,6 +197,11 @@ class RolloutConfig(Section):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} is {size!r}: give a whole number of at least 1")
         return given
+
+    def processes(self) -> int:
+        """Return the processes of the engine: one for each device of a replica."""
+        several = ENGINES[self.engine].several_devices
+        return math.prod(self.engine_args.get(name, 1) for name in PARALLEL_SIZES) if several else 1
 
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that the replica would fail on while it starts; see `Section.check_start`."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from sluice.config import CommonConfig, ConfigError, Section, ServerConfig
-from sluice.config.allocation import Allocation, smallest_memory, visible_devices
+from sluice.config.allocation import Allocation
+from sluice.config.decide import smallest_memory, visible_devices
 from sluice.models import check_files, check_model, config_on_disk, importable
 from trainer_svc.compute_config import (
     ComputeConfig,
@@ -229,6 +231,11 @@ class TrainerConfig(ComputeConfig):
                 " or set objective.preset to ppo"
             )
         return self
+
+    def processes(self) -> int:
+        """Return the ranks: the product of the axes. `dp_shard = -1` counts as 1, since nothing else sets their number."""
+        axes = self.parallel
+        return math.prod((axes.dp_replicate, max(1, axes.dp_shard), axes.tp, axes.cp, axes.pp))
 
     def models_beside(self) -> dict[str, str]:
         """Reference, teacher and critic, where they are models of their own."""

@@ -36,6 +36,7 @@ from sluice.config import (
     service_names,
 )
 from sluice.config.secrets import redact_text, secret_values
+from sluice.supervise.restart_policy import EXIT_CONFIG, EXIT_FOR_GOOD
 
 if TYPE_CHECKING:
     import asyncio
@@ -79,10 +80,6 @@ Settings: `@ file.toml`, `--key value`, SLUICE_A__B; see `sluice rl --help`.
 """
 
 EXIT_FAILURE = 1
-EXIT_CONFIG = 2
-EXIT_FOR_GOOD = 3
-"""Exit code of a service that gave up: a restart would fail the same way."""
-
 EXIT_INTERRUPTED = 130
 EXIT_UNFINISHED = 143
 """Exit code of a service that a signal ended before its work was done; shells report it for SIGTERM."""
@@ -95,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Words after the program's name; None takes the process's own.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 130 interrupted; for a service also those of `serve`.
+        The exit code: 0 done, 1 failed, 2 wrong settings or usage, 130 interrupted; for a service also those of `run_service`.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -127,7 +124,7 @@ def _dispatch(words: list[str]) -> int:
     if command is not None:
         return command.run(arguments)
     if name in service_names():
-        return serve(name, arguments)
+        return run_service(name, arguments)
     raise ConfigError(f"no command {name!r}; `sluice --help` lists them")
 
 
@@ -145,7 +142,7 @@ def _overview() -> str:
     return "\n".join(lines).rstrip()
 
 
-def serve(name: str, argv: list[str]) -> int:
+def run_service(name: str, argv: list[str]) -> int:
     """Run a service, or under torchrun one rank of it, until SIGTERM or SIGINT. Only the first rank serves metrics.
 
     Returns:
@@ -161,13 +158,14 @@ def serve(name: str, argv: list[str]) -> int:
     import structlog
 
     from sluice.rpc import SluiceError
-    from sluice.supervise.ranks import end_with_launcher
     from sluice.telemetry import configure_logging, start_metrics_server
 
     run = load_run(argv, service=name, check=lambda run: run.section(name).check_start(run))
     # Only the trainer has ranks. Other services ignore RANK, which a pod may set for another reason.
     rank = int(os.environ.get("RANK", "0")) if name == "trainer" else 0
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        from sluice.supervise.rank_launcher import end_with_launcher
+
         end_with_launcher()
     secrets = frozenset(secret_values(run))
     configure_logging(f"{name}.{rank}" if rank else name, run.log_level, secrets=secrets)
@@ -182,7 +180,7 @@ def serve(name: str, argv: list[str]) -> int:
         if isinstance(server, ServerConfig) and server.metrics_port is not None and not rank:
             start_metrics_server(server.metrics_port, server.metrics_host)
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            if not runner.run(_serve_until_stopped(service, run, section)):
+            if not runner.run(_serve_until_signal(service, run, section)):
                 log.info("stopped while starting")
     except ConfigError as error:
         raise ConfigError(redact_text(str(error), secrets)) from error
@@ -204,7 +202,7 @@ def serve(name: str, argv: list[str]) -> int:
     return 0
 
 
-async def _serve_until_stopped(service: Service, run: RunConfig, section: Section) -> bool:
+async def _serve_until_signal(service: Service, run: RunConfig, section: Section) -> bool:
     """Serve. Until the service handles signals itself, which it does once it has loaded, a signal cancels it.
 
     Returns:

@@ -29,7 +29,6 @@ from sluice.config import ConfigError, Options, whole_number
 from sluice.engines import ENGINES
 from sluice.host_files import write_whole
 from sluice.supervise.plan import shared_cores
-from sluice.supervise.restart_policy import RestartLimits
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Supervisor, run_until_signal
 
 ENVIRONMENT_FILE = "env.py"
@@ -272,7 +271,7 @@ def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> s
     """
     listener = _LastLine()
     spec = ChildSpec(log.stem, (sys.executable, *argv), log, _at_once, environment, ends_run=True)
-    supervisor = Supervisor([spec], listener, limits=RestartLimits(restarts=0))
+    supervisor = Supervisor([spec], listener, max_restarts=0)
     outcome = asyncio.run(run_until_signal(supervisor, lambda _: None))
     if outcome.ending is Ending.STOPPED:
         raise KeyboardInterrupt

@@ -32,12 +32,11 @@ from sluice.config import (
     service_names,
     whole_number,
 )
-from sluice.config.allocation import visible_devices
+from sluice.config.decide import visible_devices
 from sluice.models import check_hub, check_model
 from sluice.rpc.server import TokenCheck, server_credentials
 from sluice.supervise.plan import Place, assign_devices, child_specs, free_addresses, replica_names, replicas_of
-from sluice.supervise.restart_policy import RestartLimits
-from sluice.supervise.supervisor import Ending, Outcome, Supervisor, run_until_signal
+from sluice.supervise.supervisor import MAX_RESTARTS, Ending, Outcome, Supervisor, run_until_signal
 
 NEEDED = ("orchestrator", "rollout", "trainer", "weightsync")
 """The services of a run."""
@@ -76,9 +75,7 @@ def run(argv: list[str]) -> int:
         specs = child_specs(config, addresses, file, logs, threads=options.threads, places=places)
         console = Console()
         view = RunView(config.run, console, live=console.is_terminal and not options.plain, verbose=options.verbose)
-        supervisor = Supervisor(
-            specs, view, limits=RestartLimits(restarts=options.max_restarts), start_deadline_s=options.start_deadline
-        )
+        supervisor = Supervisor(specs, view, max_restarts=options.max_restarts, start_deadline_s=options.start_deadline)
         if options.resume:
             view.say(describe_resume(directory))
         view.say(f"run {config.run}: starting {len(specs)} services, logs in {logs}")
@@ -264,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-restarts",
         type=whole_number(0),
-        default=RestartLimits().restarts,
+        default=MAX_RESTARTS,
         metavar="N",
         help="most restarts of a service within ten minutes (default: 3)",
     )

@@ -1,4 +1,4 @@
-"""The devices of this machine, and `allocation_mode`: one line that assigns devices to the rollout replicas and the trainer.
+"""`allocation_mode`: one line that assigns devices to the rollout replicas and the trainer.
 
     vllm:d2t1+fsdp:d4t2    two replicas of one device, a trainer of 4 x 2 processes on eight other devices
     d4t2+d4p2              the same without names: rollout first, then the trainer
@@ -11,7 +11,6 @@ A side is `backend:dimensions`. Dimensions are a letter and a size, in any order
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,11 +52,6 @@ class Dimensions:
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
-
-    @property
-    def devices(self) -> int:
-        """Number of devices; on a CPU, of processes."""
-        return self.data * self.tensor * self.context * self.pipeline
 
     def __str__(self) -> str:
         """Return the canonical form: `d` always, the others if they are above 1."""
@@ -143,12 +137,6 @@ class Allocation:
         rollout, trainer = sides.get("rollout"), sides.get("trainer")
         return cls(_rollout(rollout) if rollout else None, _trainer(trainer) if trainer else None)
 
-    @property
-    def devices(self) -> int:
-        """Number of devices that it needs."""
-        sides = [side.dimensions.devices for side in (self.rollout, self.trainer) if side is not None]
-        return max(sides, default=0) if self.shared else sum(sides)
-
     def __str__(self) -> str:
         """Return the canonical form, which `parse` turns back into the same allocation."""
         if self.shared and self.rollout is not None:
@@ -214,48 +202,3 @@ def _supported() -> str:
 
 def _letters() -> str:
     return ", ".join(f"{letter} ({name})" for letter, name in NAMES.items())
-
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Variable that names the devices a process may use."""
-
-_NVML = "libnvidia-ml.so.1"
-"""NVIDIA's management library, which comes with the driver. It counts devices without loading PyTorch."""
-
-
-class _MemoryInfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
-
-
-def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the names of the devices that a process with this environment may use, as in `CUDA_VISIBLE_DEVICES`."""
-    given = environment.get(VISIBLE)
-    if given is None:
-        return tuple(str(number) for number, _ in enumerate(_memories()))
-    names = [name.strip() for name in given.split(",")]
-    # CUDA ignores everything after the first invalid name.
-    end = next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
-    return tuple(names[:end])
-
-
-def smallest_memory() -> int | None:
-    """Return the bytes of memory of the smallest device that the driver knows; None without a device or a driver."""
-    return min(filter(None, _memories()), default=None)
-
-
-def _memories() -> list[int]:
-    """Return the bytes of memory of each device that the driver knows, 0 where it does not say; empty without a driver."""
-    try:
-        nvml = ctypes.CDLL(_NVML)
-    except OSError:
-        return []
-    count, memories = ctypes.c_uint(), []
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return []
-    for number in range(count.value):
-        device, info = ctypes.c_void_p(), _MemoryInfo()
-        found = nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) == 0
-        known = found and nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(info)) == 0
-        memories.append(int(info.total) if known else 0)
-    nvml.nvmlShutdown()
-    return memories

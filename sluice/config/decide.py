@@ -1,5 +1,7 @@
 """Decisions that concern several services of a run: sizes from the allocation, values of `auto`, and tables that contradict.
 
+The last section counts the devices of this machine, on which these decisions depend.
+
 The engine must sample from the weights that the trainer computes with. If the engine keeps bfloat16 weights and the trainer computes
 in float32, an update smaller than half a bfloat16 step never reaches the engine: the policy does not learn, or drifts.
 
@@ -8,6 +10,7 @@ A service may come from another package, with settings of its own. A setting tha
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,6 +33,13 @@ OWN_WORKFLOWS = frozenset({"auto", "single_turn", "multi_turn"})
 
 IN_BATCH = "batch"
 """In place of a model in the trainer's table: every trajectory brings the log-probabilities."""
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Variable that names the devices a process may use."""
+
+_NVML = "libnvidia-ml.so.1"
+"""NVIDIA's management library, which comes with the driver. It counts devices without loading PyTorch."""
 
 
 def allocation_of(run: CommonConfig) -> Allocation | None:
@@ -270,3 +280,41 @@ def _check_columns(run: CommonConfig) -> None:
 def _objective(run: CommonConfig) -> Any:  # noqa: ANN401 - a property of a package that this one does not import
     """Return the trainer's resolved objective; None if its package has none."""
     return getattr(getattr(_section(run, "trainer"), "objective", None), "resolved", None)
+
+
+class _MemoryInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the devices that a process with this environment may use, as in `CUDA_VISIBLE_DEVICES`."""
+    given = environment.get(VISIBLE)
+    if given is None:
+        return tuple(str(number) for number, _ in enumerate(_memories()))
+    names = [name.strip() for name in given.split(",")]
+    # CUDA ignores everything after the first invalid name.
+    end = next((place for place, name in enumerate(names) if name in ("", "-1", "NoDevFiles")), len(names))
+    return tuple(names[:end])
+
+
+def smallest_memory() -> int | None:
+    """Return the bytes of memory of the smallest device that the driver knows; None without a device or a driver."""
+    return min(filter(None, _memories()), default=None)
+
+
+def _memories() -> list[int]:
+    """Return the bytes of memory of each device that the driver knows, 0 where it does not say; empty without a driver."""
+    try:
+        nvml = ctypes.CDLL(_NVML)
+    except OSError:
+        return []
+    count, memories = ctypes.c_uint(), []
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return []
+    for number in range(count.value):
+        device, info = ctypes.c_void_p(), _MemoryInfo()
+        found = nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) == 0
+        known = found and nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(info)) == 0
+        memories.append(int(info.total) if known else 0)
+    nvml.nvmlShutdown()
+    return memories

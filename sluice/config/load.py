@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pydantic import BaseModel, Field, SecretStr, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from sluice.config.allocation import visible_devices
-from sluice.config.decide import allocated, decided
+from sluice.config.decide import allocated, decided, visible_devices
 from sluice.config.schema import (
     CommonConfig,
     ConfigError,

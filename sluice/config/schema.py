@@ -227,6 +227,10 @@ class Section(BaseModel):
         """
         return None
 
+    def processes(self) -> int:
+        """Return how many processes of one child compute."""
+        return 1
+
     def models_beside(self) -> dict[str, str]:
         """Return the models that the service loads besides the run's model, by the settings that name them."""
         return {}

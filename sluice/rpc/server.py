@@ -450,7 +450,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             (True, True): grpc.stream_stream_rpc_method_handler,
         }[handler.request_streaming, handler.response_streaming]
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-            observed.serve, handler.request_deserializer, handler.response_serializer
+            observed.handle, handler.request_deserializer, handler.response_serializer
         )
         return wrapped
 
@@ -471,7 +471,7 @@ class _ObservedMethod:
         self._in_flight = RPC_IN_FLIGHT.labels(service, name)
         self._totals: dict[grpc.StatusCode, Counter] = {}
 
-    async def serve(self, request: Message, context: Context) -> Message:
+    async def handle(self, request: Message, context: Context) -> Message:
         """Serve one call and account for it."""
         started = time.perf_counter()
         task = asyncio.current_task()

@@ -5,7 +5,6 @@ Pure, except that `free_addresses` asks the system for ports.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from sluice.config import ConfigError, PeersConfig, RunConfig, allocation_of
-from sluice.config.allocation import VISIBLE
-from sluice.engines import ENGINES
+from sluice.config.decide import VISIBLE
 from sluice.rpc.channel import wait_until_serving
 from sluice.rpc.server import LOOPBACK, free_ports
-from sluice.supervise import ranks
+from sluice.supervise import rank_launcher
 from sluice.supervise.supervisor import ChildSpec
 
 HAS_HTTP = frozenset({"rollout"})
@@ -100,7 +98,7 @@ def assign_devices(run: RunConfig, replicas: Sequence[str], devices: Sequence[st
             there is no device.
     """
     allocation = allocation_of(run)
-    processes = dict.fromkeys(replicas, _engine_processes(run)) | {"trainer": _trainer_processes(run)}
+    processes = {child: run.section(service_of(child)).processes() for child in (*replicas, "trainer")}
     if sum(processes.values()) > MOST_PROCESSES:
         raise ConfigError(
             f"the trainer and {len(replicas)} replicas need {sum(processes.values())} processes ({processes['trainer']} for the trainer),"
@@ -133,19 +131,6 @@ def assign_devices(run: RunConfig, replicas: Sequence[str], devices: Sequence[st
     begin = 0 if shared else taken
     places["trainer"] = Place(processes["trainer"], tuple(devices[begin : begin + wants["trainer"]]) or None)
     return places
-
-
-def _trainer_processes(run: RunConfig) -> int:
-    """Return the product of the axes; `dp_shard = -1` counts as 1, since nothing else sets the number of processes."""
-    parallel = run.trainer.parallel
-    return math.prod((parallel.dp_replicate, max(1, parallel.dp_shard), parallel.tp, parallel.cp, parallel.pp))
-
-
-def _engine_processes(run: RunConfig) -> int:
-    if not ENGINES[run.rollout.engine].several_devices:
-        return 1
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    return math.prod(int(run.rollout.engine_args.get(name, 1)) for name in names)
 
 
 @dataclass(frozen=True)
@@ -244,7 +229,7 @@ def child_specs(
         drain_s: float = getattr(run.section(service), "server").drain_s  # noqa: B009 - a field of a package that this one does not import
         program = ["sluice.cli.main"]
         if service == "trainer" and place.processes > 1:
-            program = [ranks.__name__, str(place.processes), str(drain_s + RANKS_MARGIN_S)]
+            program = [rank_launcher.__name__, str(place.processes), str(drain_s + RANKS_MARGIN_S)]
         argv = [sys.executable, "-m", *program, service, "@", str(settings)]
         argv += ["--server.host", LOOPBACK, "--server.port", str(port)]
         if name in addresses.http:
@@ -259,7 +244,7 @@ def child_specs(
                 name=name,
                 argv=tuple(argv),
                 log_path=log_dir / f"{name}.log",
-                serves=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
+                wait_ready=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
                 environment=environment,
                 ends_run=service == "orchestrator",
                 drain_s=drain_s,

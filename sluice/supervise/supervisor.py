@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Protocol, Self
 
 from sluice.supervise import guard
-from sluice.supervise.restart_policy import GiveUp, RestartLimits, RestartPolicy
+from sluice.supervise.restart_policy import GiveUp, after_exit
 from sluice.tasks import discard_outcome
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -32,6 +32,9 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 TAIL_LINES = 30
 """Lines of a dead child's log that are shown: a traceback and a few lines before it."""
+
+MAX_RESTARTS = 3
+"""Restarts of one child within ten minutes, unless a flag says otherwise."""
 
 STOP_MARGIN_S = 2.0
 """Seconds that a child gets beyond its drain to put away what it holds, before it is killed."""
@@ -66,7 +69,7 @@ class ChildSpec:
         name: Label, unique among the children, such as ``rollout-0``.
         argv: Program and arguments.
         log_path: Where its output is kept.
-        serves: Returns once the child serves; the caller sets the deadline and cancels.
+        wait_ready: Returns once the child serves; the caller sets the deadline and cancels.
         environment: Variables that are added to the supervisor's own.
         ends_run: Whether the run succeeds when this child ends with exit code 0. The end of any other child is a failure.
         drain_s: Seconds that it takes to drain after SIGTERM, at most.
@@ -75,7 +78,7 @@ class ChildSpec:
     name: str
     argv: tuple[str, ...]
     log_path: Path
-    serves: Callable[[], Awaitable[None]]
+    wait_ready: Callable[[], Awaitable[None]]
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False
     drain_s: float = 5.0
@@ -149,11 +152,10 @@ class Supervisor:
     Args:
         specs: The children.
         listener: Receives lines and states.
-        limits: Bounds on restarts, for each child by itself.
+        max_restarts: Most restarts of each child within the window of `restart_policy`.
         start_deadline_s: Seconds that a child has until it serves.
         stop_margin_s: Seconds between the end of a child's drain and SIGKILL. Children end side by side, so the longest drain
             and this bound the whole stop.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -161,15 +163,12 @@ class Supervisor:
         specs: Sequence[ChildSpec],
         listener: Listener,
         *,
-        limits: RestartLimits | None = None,
+        max_restarts: int = MAX_RESTARTS,
         start_deadline_s: float = 600.0,
         stop_margin_s: float = STOP_MARGIN_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._specs, self._listener = specs, listener
-        self._limits = limits or RestartLimits()
+        self._specs, self._listener, self._max_restarts = specs, listener, max_restarts
         self._start_deadline_s, self._stop_margin_s = start_deadline_s, stop_margin_s
-        self._clock = clock
         self._children: dict[str, Child] = {}
 
     async def run(self, stop: asyncio.Event) -> Outcome:
@@ -200,7 +199,7 @@ class Supervisor:
 
     async def _keep(self, spec: ChildSpec, watchdog: Watchdog) -> Outcome:
         """Keep one child until its end decides the outcome of the run; end it when cancelled."""
-        policy = RestartPolicy(self._limits)
+        restarts: list[float] = []
         log = ChildLog(spec.log_path)
         was_ready = False
         while True:
@@ -220,26 +219,28 @@ class Supervisor:
                 await self._end(child, ended)
             if code == 0 and spec.ends_run:
                 return Outcome(Ending.SUCCEEDED, spec.name, describe_exit(code))
-            decision = policy.on_exit(code, self._clock(), was_ready=was_ready)
+            now = time.monotonic()
+            decision = after_exit(code, now, restarts, self._max_restarts, was_ready=was_ready)
             died = f"ended with {describe_exit(code)}"
             if isinstance(decision, GiveUp):
                 reason = f"{died}, and {decision.reason}" if decision.reason else died
                 return Outcome(Ending.FAILED, spec.name, reason, tuple(log.tail()))
-            detail = f"{died}; restart {decision.attempt} of {self._limits.restarts} in {decision.delay_s:g} s"
+            restarts.append(now)
+            detail = f"{died}; restart {decision.attempt} of {self._max_restarts} in {decision.delay_s:g} s"
             self._listener.on_state(spec.name, ChildState.RESTARTING, detail)
             await asyncio.sleep(decision.delay_s)
 
     async def _serving(self, spec: ChildSpec, ended: asyncio.Task[int]) -> bool:
         """Wait until the child serves; return False if it ended first, or at the deadline."""
-        serves = asyncio.ensure_future(spec.serves())
+        ready = asyncio.ensure_future(spec.wait_ready())
         try:
-            await asyncio.wait({serves, ended}, timeout=self._start_deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if not serves.done():
+            await asyncio.wait({ready, ended}, timeout=self._start_deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
                 return False
-            serves.result()
+            ready.result()
         finally:
-            serves.cancel()
-            discard_outcome(serves)
+            ready.cancel()
+            discard_outcome(ready)
         self._listener.on_state(spec.name, ChildState.SERVING, "")
         return True
 

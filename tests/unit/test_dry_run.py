@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator_svc import eval_command
-from sluice.cli.main import serve
+from sluice.cli.main import run_service
 from sluice.cli.rl import run
 from sluice.config import ConfigError
 
@@ -148,7 +148,7 @@ def test_compiled_layers_need_a_compiler(model: Path, monkeypatch) -> None:
 
 def test_a_service_of_its_own_refuses_the_same_before_it_imports_torch(model: Path) -> None:
     with pytest.raises(ConfigError, match="does not divide the model's 3 key-value heads"):
-        serve("trainer", ["--model", str(model), "--parallel.tp", "2", "--dry-run"])
+        run_service("trainer", ["--model", str(model), "--parallel.tp", "2", "--dry-run"])
 
 
 def test_an_evaluation_is_refused_before_a_replica_is_started(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sluice.config import ConfigError, load_run
-from sluice.config.allocation import visible_devices
+from sluice.config.decide import visible_devices
 from sluice.supervise.plan import Place, assign_devices, replicas_of
 
 EIGHT = tuple("01234567")

@@ -49,7 +49,7 @@ def test_every_child_gets_the_seconds_to_drain_that_its_service_is_set_to(tmp_pa
     drains = {spec.name: spec.drain_s for spec in specs}
     assert drains == {"rollout-0": 30, "rollout-1": 30, "trainer": 45, "orchestrator": 5, "weightsync": 5}
     trainer = next(spec.argv for spec in specs if spec.name == "trainer")
-    assert trainer[1:6] == ("-m", "sluice.supervise.ranks", "4", "46.0", "trainer")
+    assert trainer[1:6] == ("-m", "sluice.supervise.rank_launcher", "4", "46.0", "trainer")
 
 
 def test_a_run_that_exists_is_refused_with_both_remedies_or_resumed(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sluice.supervise.restart_policy import RestartLimits
 from sluice.supervise.supervisor import ChildSpec, ChildState, Ending, LogLine, Outcome, Supervisor, read_line
 
 READY = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(__import__('os').getpid()));"
@@ -76,7 +75,7 @@ async def test_the_end_of_the_deciding_child_ends_all_others(tmp_path: Path) -> 
 async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path) -> None:
     witness = Witness()
     stop = asyncio.Event()
-    supervisor = Supervisor([spec(tmp_path, "worker", SERVE)], witness, limits=RestartLimits(first_delay_s=0.01))
+    supervisor = Supervisor([spec(tmp_path, "worker", SERVE)], witness)
     running = asyncio.create_task(supervisor.run(stop))
     await eventually(lambda: witness.count("worker", ChildState.SERVING) == 1)
     os.kill(pid_of(tmp_path, "worker"), signal.SIGKILL)
@@ -84,13 +83,13 @@ async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path)
     stop.set()
     assert (await running).ending is Ending.STOPPED
     details = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
-    assert details == ["ended with signal SIGKILL; restart 1 of 3 in 0.01 s"]
+    assert details == ["ended with signal SIGKILL; restart 1 of 3 in 0.5 s"]
 
 
 async def test_after_the_last_restart_the_outcome_has_the_child_the_reason_and_its_last_lines(tmp_path: Path) -> None:
     witness = Witness()
     dies = spec(tmp_path, "dies", READY + "time.sleep(0.2); print('the reason'); sys.exit(5)")
-    outcome = await run([dies], witness, limits=RestartLimits(restarts=1, first_delay_s=0.01))
+    outcome = await run([dies], witness, max_restarts=1)
     assert (outcome.ending, outcome.child) == (Ending.FAILED, "dies")
     assert "exit code 5" in outcome.reason
     assert outcome.tail[-1] == "the reason"

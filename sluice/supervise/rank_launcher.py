@@ -1,4 +1,4 @@
-"""The ranks of one service on this machine: `python -m sluice.supervise.ranks 4 6 trainer @ rl.toml` starts four of them.
+"""The ranks of one service on this machine: `python -m sluice.supervise.rank_launcher 4 6 trainer @ rl.toml` starts four of them.
 
 The launcher is torchrun's, with two differences. It ends as its first failed rank ended, so that the supervisor learns why. And it
 does not restart ranks: the supervisor restarts the whole service.
