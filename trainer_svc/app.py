@@ -79,7 +79,9 @@ async def _lead(
     """Serve on rank 0. The port is open while the model loads, so that the state can be read; then health says SERVING."""
     channel = connect(common.peers.weightsync, common.security)
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
-    ranks = RankGroup(link, on_broken=lambda: loop.call_soon_threadsafe(failed.set))
+    ranks = None
+    if link is not None:
+        ranks = RankGroup(link, on_broken=lambda: loop.call_soon_threadsafe(failed.set))
     publisher = PolicyPublisher(
         _weight_publisher(common, config, channel, link), AdapterPublisher(channel, common.run), ranks
     )
@@ -102,11 +104,11 @@ async def _lead(
         left_s = await server.serve_until_signal(failed)
     finally:
         ended = await trainer.stop(max(left_s, LEAST_GRACE_S))
-        if ended:  # otherwise a thread still uses the link; the others end when this process does
+        if ended and ranks is not None:  # otherwise a thread still uses the link; the others end when this process does
             ranks.stop_others()
         await publisher.close(PUSH_GRACE_S)
         await channel.close()
-    if ranks.broken is not None:
+    if ranks is not None and ranks.broken is not None:
         raise ranks.broken
     if not ended:
         log.warning("the compute thread did not end in time, leaving it behind", drain_s=config.server.drain_s)
@@ -126,7 +128,7 @@ async def _follow(
         raise RuntimeError("a rank other than the first needs a link to it")
     channel = connect(common.peers.weightsync, common.security)
     publisher = PolicyPublisher(_weight_publisher(common, config, channel, link))
-    learner = Learner(common, config, mesh, RankGroup(leads=False))
+    learner = Learner(common, config, mesh)
     try:
         await FollowingRank(learner, link, publisher).run(compute)
     finally:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from tiny_policy import ragged_batch
 
 from sluice.config import CommonConfig
+from sluice.v1 import trainer_pb2
 from sluice.versions import BASE, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.convert import Batch, OnStale, Sample
+from trainer_svc.service.batches import Batch, Sample, judge
 from trainer_svc.service.learner import Learner
 
 
@@ -24,13 +26,22 @@ def learner(model: Path, output_dir: Path, **settings: object) -> Learner:
 
 def train(policy: Learner, *numbers: int) -> None:
     for number in numbers:
-        target = Version(policy.version.epoch, number)
-        samples = tuple(map(_sample, ragged_batch(seed=number, groups=3)))
-        policy.apply(Batch(f"b{number}", number, target, 9, OnStale.DROP, "", samples))
+        policy.apply(batch(policy, number, ragged_batch(seed=number, groups=3)))
 
 
-def _sample(row: Sequence) -> Sample:
-    return Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), has_advantages=True)
+def batch(
+    policy: Learner, number: int, rows: Iterable[Sequence], *, has_advantages: bool = True, **header: object
+) -> Batch:
+    """A batch of the policy's present epoch, as the trainer accepts it."""
+    values = {"target_version": Version(policy.version.epoch, number).to_proto(), "max_staleness": 9}
+    return judge(
+        [Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), has_advantages) for row in rows],
+        trainer_pb2.BatchHeader(
+            batch_id=f"b{number}", sequence_no=number, on_stale=trainer_pb2.STALE_POLICY_DROP, **values | header
+        ),
+        policy.checkpoints.lineage,
+        policy.update.objective.resolved,
+    )
 
 
 def state(policy: Learner) -> dict[str, torch.Tensor]:

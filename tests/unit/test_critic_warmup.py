@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_learner import assert_same, learner
+from small_learner import assert_same, batch, learner
 from tiny_policy import ragged_batch, tiny_model
 
 from sluice.v1 import tokens_pb2
-from sluice.versions import BASE, Version, VersionSpan
+from sluice.versions import Version
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
-from trainer_svc.service.convert import Batch, OnStale, Sample
 from trainer_svc.service.learner import Applied, Learner
 from trainer_svc.update.critic import Critic
 from trainer_svc.update.policy import PolicyUpdate
@@ -131,11 +130,7 @@ def test_a_run_resumed_within_the_warm_up_is_the_uninterrupted_one(model: Path, 
 
 def train(policy: Learner, number: int) -> Applied:
     """Apply the batch of this number, with rewards and without advantages."""
-    samples = tuple(
-        Sample(row, (VersionSpan(0, BASE),), int(row.loss_mask.sum()), has_advantages=False) for row in rewarded(number)
-    )
-    target = Version(policy.version.epoch, number)
-    return policy.apply(Batch(f"b{number}", number, target, 9, OnStale.DROP, "gae", samples))
+    return policy.apply(batch(policy, number, rewarded(number), has_advantages=False, advantage_estimator="gae"))
 
 
 def everything(policy: Learner) -> dict[str, dict[str, torch.Tensor]]:

@@ -15,8 +15,7 @@ from trainer_svc.batch.rows import Sequence
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.network import PACKED_ATTENTION
-from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.trainable import keep_trainable, with_batch_facts
+from trainer_svc.objectives.objective import Objective, keep_trainable, with_batch_facts
 from trainer_svc.update.critic import with_values
 from trainer_svc.update.policy import PolicyUpdate, load_frozen, update_report, with_logprobs
 
@@ -217,7 +216,8 @@ def test_the_share_of_the_log_linear_form_follows_from_the_age_of_each_token():
 def test_rows_know_their_group_before_ranks_tear_it_apart():
     objective = Objective.of(settings("grpo").objective)
     holed = row([5], [6, 7], group="g", name="b", behaviour=torch.tensor([-1.0, torch.nan]))
-    rows = with_batch_facts([row([5], [6, 7], group="g"), holed, row([5], [6])], objective.resolved, lambda _: 0)
+    kept, _ = keep_trainable([row([5], [6, 7], group="g"), holed, row([5], [6])], objective.resolved)
+    rows = with_batch_facts(kept, objective.resolved, lambda _: 0)
     assert [each.group_loss_tokens for each in rows] == [3, 3, 0]
 
 
@@ -231,9 +231,9 @@ def test_a_group_is_worth_as_much_as_another_whatever_column_lacks_a_token():
     rows = [member] + [
         replace(member, behaviour_logprobs=torch.zeros(3), **{name: values}) for name, values in holes.items()
     ]
-    counted = with_batch_facts([*rows, row([5], [6, 7], group="h", reference=-1.0)], objective.resolved, lambda _: 0)
-    assert [each.group_loss_tokens for each in counted] == [3, 3, 3, 2]
-    trained, _ = keep_trainable(counted, objective.resolved)
+    kept, _ = keep_trainable([*rows, row([5], [6, 7], group="h", reference=-1.0)], objective.resolved)
+    trained = with_batch_facts(kept, objective.resolved, lambda _: 0)
+    assert [each.group_loss_tokens for each in trained] == [3, 3, 3, 2]
     assert objective.weight(trained) == pytest.approx(2.0), "two groups"
 
 

@@ -1,8 +1,7 @@
-"""What of a batch is trained when it is taken: never a token beyond the bound, and every trajectory has an answer."""
+"""Which tokens of a batch are trained: never one beyond the staleness bound, and every trajectory has an answer."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice.advantages import TRAINER_ESTIMATORS
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version, VersionSpan
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.objectives.config import ObjectiveConfig
-from trainer_svc.objectives.trainable import trainable
-from trainer_svc.service.convert import Batch, OnStale, Sample
-from trainer_svc.service.stale_filter import FilteredBatch, filter_stale
+from trainer_svc.service.batches import Batch, Sample, judge
 
 LINEAGE = Lineage().begin(1, BASE)
 NOW = Version(1, 5)
 PROMPT = 2
+DROP, TRUNCATE, REQUEUE = (
+    trainer_pb2.STALE_POLICY_DROP,
+    trainer_pb2.STALE_POLICY_TRUNCATE,
+    trainer_pb2.STALE_POLICY_REQUEUE,
+)
 
 
 def sample(
@@ -55,27 +58,34 @@ def sample(
 def consumed(
     *samples: Sample,
     max_staleness: int = 1,
-    on_stale: OnStale = OnStale.DROP,
+    on_stale: trainer_pb2.StalePolicy.ValueType = DROP,
     estimator: str = "grpo",
     lineage: Lineage = LINEAGE,
     now: Version = NOW,
     reads_behaviour: bool = True,
-) -> FilteredBatch:
-    target = Version(now.epoch, now.number + 1)
-    batch = Batch("b", target.number, target, max_staleness, on_stale, estimator, samples)
-    objective = ObjectiveConfig(preset="grpo" if reads_behaviour else "distill").resolved
-    return filter_stale(batch, now, lineage, partial(trainable, objective=objective))
+) -> Batch:
+    header = trainer_pb2.BatchHeader(
+        batch_id="b",
+        sequence_no=now.number + 1,
+        target_version=Version(now.epoch, now.number + 1).to_proto(),
+        max_staleness=max_staleness,
+        on_stale=on_stale,
+        advantage_estimator=estimator,
+    )
+    own = {"advantage": estimator} if estimator in TRAINER_ESTIMATORS else {}
+    objective = ObjectiveConfig(preset="grpo" if reads_behaviour else "distill", **own).resolved
+    return judge(samples, header, lineage, objective)
 
 
 def results(
-    filtered: FilteredBatch, *, steps: int = 1, lost: int = 0, critic_only: bool = False
+    filtered: Batch, *, steps: int = 1, lost: int = 0, critic_only: bool = False
 ) -> list[trainer_pb2.TrajectoryResult]:
     """The answers where each row was part of so many applied steps and lost so many tokens on the way to them."""
     rows = [[int(each.loss_mask.sum()) - lost, steps] for each in filtered.sequences]
     return filtered.results(np.array(rows, dtype=np.int64).reshape(-1, 2), critic_only=critic_only)
 
 
-def outcomes(filtered: FilteredBatch) -> dict[str, str]:
+def outcomes(filtered: Batch) -> dict[str, str]:
     return {
         result.trajectory_id: result.reason
         or tokens_pb2.TrajectoryOutcome.Name(result.outcome).removeprefix("TRAJECTORY_OUTCOME_")
@@ -83,7 +93,7 @@ def outcomes(filtered: FilteredBatch) -> dict[str, str]:
     }
 
 
-def advantages(filtered: FilteredBatch) -> dict[str, float]:
+def advantages(filtered: Batch) -> dict[str, float]:
     """The advantage of each trained sequence; it must be the same for all its trained tokens."""
     found = {}
     for sequence in filtered.sequences:
@@ -98,8 +108,8 @@ def test_max_staleness_zero_trains_only_what_these_very_weights_sampled() -> Non
     assert outcomes(result) == {"now": "TRAINED", "older": "STALE"}
 
 
-@pytest.mark.parametrize("on_stale", [OnStale.DROP, OnStale.REQUEUE])
-def test_one_token_beyond_the_bound_drops_the_trajectory(on_stale: OnStale) -> None:
+@pytest.mark.parametrize("on_stale", [DROP, REQUEUE])
+def test_one_token_beyond_the_bound_drops_the_trajectory(on_stale: trainer_pb2.StalePolicy.ValueType) -> None:
     result = consumed(sample("mixed", versions=[(0, 3), (1, 5)]), sample("fresh", versions=[(0, 4)]), on_stale=on_stale)
     assert outcomes(result) == {"mixed": "STALE", "fresh": "TRAINED"}
     assert results(result)[0].max_staleness == 2
@@ -108,9 +118,7 @@ def test_one_token_beyond_the_bound_drops_the_trajectory(on_stale: OnStale) -> N
 
 
 def test_truncate_takes_only_the_stale_tokens_out() -> None:
-    result = consumed(
-        sample("mixed", versions=[(0, 3), (3, 5)]), sample("all", versions=[(0, 1)]), on_stale=OnStale.TRUNCATE
-    )
+    result = consumed(sample("mixed", versions=[(0, 3), (3, 5)]), sample("all", versions=[(0, 1)]), on_stale=TRUNCATE)
     assert outcomes(result) == {"mixed": "TRAINED", "all": "STALE"}
     assert result.sequences[0].loss_mask.tolist() == [False] * 5 + [True]
     assert results(result)[0].trained_tokens == 1
@@ -169,7 +177,7 @@ def test_nothing_to_train_is_told_apart_from_stale() -> None:
 
 def test_an_objective_that_does_not_read_who_sampled_trains_tokens_without_log_probabilities() -> None:
     missing = sample("missing", logprob=float("nan"), versions=[(0, 3), (1, 5)])
-    result = consumed(missing, on_stale=OnStale.TRUNCATE, estimator="", reads_behaviour=False)
+    result = consumed(missing, on_stale=TRUNCATE, estimator="", reads_behaviour=False)
     assert outcomes(result) == {"missing": "TRAINED"}
     assert results(result)[0].trained_tokens == int(result.sequences[0].loss_mask.sum()) == 3
 
@@ -217,10 +225,10 @@ def test_the_age_histogram_counts_the_tokens_that_enter_the_loss() -> None:
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 2)), min_size=1, max_size=8),
     st.integers(0, 5),
-    st.sampled_from(OnStale),
+    st.sampled_from([DROP, TRUNCATE, REQUEUE]),
 )
 def test_no_token_beyond_the_bound_is_ever_trained(
-    rows: list[tuple[list[int], int]], bound: int, on_stale: OnStale
+    rows: list[tuple[list[int], int]], bound: int, on_stale: trainer_pb2.StalePolicy.ValueType
 ) -> None:
     samples = [
         sample(
@@ -235,3 +243,19 @@ def test_no_token_beyond_the_bound_is_ever_trained(
     assert len(result.decisions) == len(samples), "every trajectory has an answer"
     for decision in result.decisions:
         assert (decision.sequence is None) == bool(decision.reason)
+
+
+@pytest.mark.parametrize("advantage", [None, 1.0])
+def test_groups_without_a_signal_are_counted_whoever_estimated_the_advantages(advantage: float | None) -> None:
+    equal = [sample(name, group="equal", advantage=advantage) for name in "ab"]
+    told = [sample(name, group="told", advantage=advantage, reward=float(name == "c")) for name in "cd"]
+    stale = sample("e", group="stale", advantage=advantage, versions=[(0, 0)])
+    metrics = consumed(*equal, *told, stale).metrics
+    assert (metrics["groups"], metrics["degenerate_groups"]) == (2, 1)
+
+
+def test_rewards_that_the_estimator_cannot_take_are_refused_only_where_it_has_to_run() -> None:
+    negative = [sample("a", reward=-1.0, advantage=1.0), sample("b", reward=0.0, advantage=-1.0)]
+    assert advantages(consumed(*negative, estimator="maxrl")) == {"a": 1.0, "b": -1.0}
+    with pytest.raises(ValueError, match="maxrl needs rewards of at least 0"):
+        consumed(*negative, sample("stale", versions=[(0, 0)]), estimator="maxrl")

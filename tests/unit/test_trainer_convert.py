@@ -9,7 +9,7 @@ import pytest
 
 from sluice.v1 import tokens_pb2
 from sluice.versions import Version
-from trainer_svc.service.convert import Expectations, convert
+from trainer_svc.service.batches import Expectations, convert
 
 EXPECTED = Expectations(vocabulary=100, newest=Version(1, 5), has_estimator=True)
 

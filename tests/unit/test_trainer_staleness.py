@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice.versions import BASE, Lineage, Version, VersionSpan
-from trainer_svc.service.stale_filter import token_staleness
+from trainer_svc.service.batches import token_staleness
 
 # Epoch 1 ran to 10, its checkpoint at 4 began epoch 2, whose checkpoint at 6 began epoch 3.
 LINEAGE = Lineage().begin(1, BASE).begin(2, Version(1, 4)).begin(3, Version(2, 6))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from sluice.config import Section
 from trainer_svc.objectives.presets import (
@@ -102,20 +102,18 @@ class ObjectiveConfig(PresetSettings):
         None, ge=1, description="aggregation = constant: tokens per sequence in the divisor."
     )
 
+    _resolved: ResolvedObjective = PrivateAttr()
+
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        _ = self.resolved
+    def _resolve(self) -> Self:
+        given = self.model_dump(exclude={"correction"}, exclude_none=True)
+        self._resolved = ResolvedObjective.of(given, self.correction.model_dump(exclude_none=True))
         return self
 
     @property
     def resolved(self) -> ResolvedObjective:
-        """The objective with the preset's defaults filled in.
-
-        Raises:
-            ValueError: with the reason and the remedy, if settings contradict each other.
-        """
-        given = self.model_dump(exclude={"correction"}, exclude_none=True)
-        return ResolvedObjective.of(given, self.correction.model_dump(exclude_none=True))
+        """The objective with the preset's defaults filled in."""
+        return self._resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,14 @@ from sluice.advantages import Episode, estimate
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, pack
 from trainer_svc.objectives.advantages import clipped_value_loss, with_advantages
 from trainer_svc.objectives.command import Case, CaseSequence, Column
-from trainer_svc.objectives.objective import Objective, finish
-from trainer_svc.objectives.trainable import keep_trainable, with_group_tokens, with_proximal_share, with_selection
+from trainer_svc.objectives.objective import (
+    Objective,
+    finish,
+    keep_trainable,
+    with_group_tokens,
+    with_proximal_share,
+    with_selection,
+)
 
 
 def evaluate(case: Case) -> dict[str, Any]:

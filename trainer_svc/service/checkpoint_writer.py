@@ -59,7 +59,7 @@ class CheckpointWriter:
             await self._begin(journal_position=0)
         except SluiceError as error:
             self._note(error)
-            if self._learner.ranks.several and error.reason in OUT_OF_STEP:
+            if self._learner.ranks is not None and error.reason in OUT_OF_STEP:
                 raise
 
     async def settled(self, timeout_s: float) -> None:

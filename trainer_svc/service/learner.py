@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -21,6 +22,7 @@ import grpc
 import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from sluice.config import CommonConfig
@@ -38,14 +40,12 @@ from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.objective import bypass_warning, estimator_warning, mismatch_warning
-from trainer_svc.objectives.trainable import trainable, with_batch_facts
 from trainer_svc.parallel.balance import Cost, balance
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.service.admission import Known
-from trainer_svc.service.convert import Batch
+from trainer_svc.service.batches import Batch
 from trainer_svc.service.publication import Offer, PolicyPublisher
 from trainer_svc.service.rank_group import Command, RankGroup, RankLink
-from trainer_svc.service.stale_filter import FilteredBatch, filter_stale
 from trainer_svc.update.policy import PolicyUpdate, Updated, load_frozen
 
 FOR_GOOD_S = 366 * 86400.0
@@ -121,14 +121,12 @@ class Applied:
     """The outcome of applying a batch.
 
     Attributes:
-        batch: The batch after the stale filter.
         results: What became of each trajectory.
         metrics: The optimizer steps; None if nothing was left to train.
         skipped_steps: Optimizer steps that were skipped as not finite.
         seconds: Wall-clock time of all of it.
     """
 
-    batch: FilteredBatch
     results: list[TrajectoryResult]
     metrics: StepMetrics | None
     skipped_steps: int
@@ -174,7 +172,7 @@ class Learner:
         common: The run's settings.
         config: The trainer's settings.
         mesh: The ranks that train it together.
-        ranks: How this process and the others act together.
+        ranks: The other ranks, which carry out this one's commands; None: there is none, or this rank follows.
     """
 
     def __init__(
@@ -183,7 +181,8 @@ class Learner:
         self.common = common
         self.config = config
         self.mesh = mesh
-        self.ranks = ranks or RankGroup()
+        self.ranks = ranks
+        self.leads = mesh.rank == 0
         self.checkpoints = Checkpoints(
             common.run_dir / "checkpoints",
             config.checkpoint.keep,
@@ -232,12 +231,12 @@ class Learner:
 
     def load(self) -> None:
         """Load the base model, and read the checkpoints and epochs of the run."""
-        with self.ranks.on_all_ranks("load"):
+        with self._on_all_ranks("load"):
             self._frozen = load_frozen(self.config, self.common.model, mesh=self.mesh)
             self._make_abandonable(self._frozen.values())
             self._load_base()  # last, so that the generators are in the state of the run's seed
         self.tokenizer_digest = tokenizer_digest(AutoTokenizer.from_pretrained(self.common.model))
-        if self.ranks.leads:
+        if self.leads:
             self.checkpoints.sweep()
         self.checkpoints.read_lineage()
         manifest = self.checkpoints.newest()
@@ -257,42 +256,44 @@ class Learner:
         manifest = self._choose(checkpoint)
         origin = origin_of(manifest)
         name = "" if manifest is None else manifest.checkpoint.name
-        with self.ranks.on_all_ranks("restore", epoch=epoch, checkpoint=name, **self._position()):
+        with self._on_all_ranks("restore", epoch=epoch, checkpoint=name, **self._position()):
             if manifest is None:
                 self._restore_base()
             else:
                 self._restore_checkpoint(manifest)
-        self.checkpoints.begin_epoch(epoch, origin, write=self.ranks.leads)
+        self.checkpoints.begin_epoch(epoch, origin, write=self.leads)
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
         log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
-        held = self.record.held_by(self.version, self.checkpoints.lineage, KEPT_REPORTS) if self.ranks.leads else []
+        held = self.record.held_by(self.version, self.checkpoints.lineage, KEPT_REPORTS) if self.leads else []
         return Restored(self.version, origin, self.last_batch_id, tuple(held))
 
     def apply(self, batch: Batch) -> Applied:
-        """Train on a batch: filter, distribute, update, record. The version advances even if every step was skipped."""
+        """Train on a batch and record it. The version advances even if every step was skipped."""
         start = perf_counter()
-        objective = self.update.objective.resolved
-        filtered = filter_stale(batch, self.version, self.checkpoints.lineage, partial(trainable, objective=objective))
         updated, trained = None, np.zeros((0, 2), np.int64)
-        if filtered.sequences:
-            staleness = partial(self.checkpoints.lineage.staleness, now=self.version)
-            sequences = with_batch_facts(filtered.sequences, objective, staleness)
-            with self.ranks.on_all_ranks("train", sequences, assign=self._balance) as assignment:
-                updated, rows = self.train(assignment.rows)
-            trained = rows.numpy()[np.argsort(list(chain(*assignment.places)))]
-            self._advise(updated.metrics, filtered, batch)
+        if batch.sequences:
+            updated, trained = self._train_on_all_ranks(batch.sequences)
+            self._advise(updated.metrics, batch)
         applied = Applied(
-            filtered,
-            results=filtered.results(trained, critic_only=updated is not None and updated.critic_only),
+            results=batch.results(trained, critic_only=updated is not None and updated.critic_only),
             metrics=None if updated is None else updated.metrics,
             skipped_steps=0 if updated is None else updated.skipped_steps,
             seconds=perf_counter() - start,
         )
         self.record.append(_record(batch, applied))
         self.version = batch.target
-        self.last_batch_id = batch.batch_id
+        self.last_batch_id = batch.header.batch_id
         return applied
+
+    def _train_on_all_ranks(self, sequences: Rows[Sequence]) -> tuple[Updated, NDArray[np.int64]]:
+        """Train on a batch. Return what was done, and `Updated.rows` in the batch's order."""
+        if self.ranks is None:
+            updated, rows = self.train(sequences)
+            return updated, rows.numpy()
+        with self.ranks.on_all_ranks("train", sequences, assign=self._balance) as assignment:
+            updated, rows = self.train(assignment.rows)
+        return updated, rows.numpy()[np.argsort(list(chain(*assignment.places)))]
 
     def train(self, rows: Rows[Sequence]) -> tuple[Updated, torch.Tensor]:
         """Train on this rank's rows of a batch; the other ranks train on theirs at the same time.
@@ -304,18 +305,18 @@ class Learner:
         updated = self.update.apply(rows)
         return updated, self.engine.ranks.gather(updated.rows)
 
-    def _advise(self, metrics: StepMetrics, filtered: FilteredBatch, batch: Batch) -> None:
+    def _advise(self, metrics: StepMetrics, batch: Batch) -> None:
         """Warn once about each setting that a step shows to be a poor choice."""
         rounds = torch.bfloat16 in (self.engine.network.compute_dtype, self.publish_dtype)
-        oldest = int(filtered.metrics["staleness_max"])
+        oldest = int(batch.metrics["staleness_max"])
         objective = self.update.objective.resolved
         advices = (
             bypass_warning(objective, metrics.measured, bf16=rounds, staleness=oldest),
-            estimator_warning(objective, batch.estimator),
+            estimator_warning(objective, batch.header.advantage_estimator),
             mismatch_warning(
                 metrics.measured,
                 staleness=oldest,
-                sampled=batch.sampler_dtype,
+                sampled=batch.header.sampler_dtype,
                 computed=str(self.engine.network.compute_dtype).removeprefix("torch."),
             ),
         )
@@ -330,7 +331,7 @@ class Learner:
         This is the only method that another thread may call. With several ranks the step runs to its end, because the
         ranks would leave it at different places.
         """
-        if not self.ranks.several:
+        if self.ranks is None:
             self._abandoned.set()
 
     def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Offer:
@@ -343,7 +344,7 @@ class Learner:
         Raises:
             SluiceError: DEADLINE_EXCEEDED if that push takes longer.
         """
-        with self.ranks.on_all_ranks("encode", deadline_s=deadline_s, **self._position()):
+        with self._on_all_ranks("encode", deadline_s=deadline_s, **self._position()):
             return publisher.encode(self.engine, self.version, dtype=self.publish_dtype, deadline_s=deadline_s)
 
     def begin_save(self, journal_position: int) -> Future[Checkpoint]:
@@ -362,7 +363,7 @@ class Learner:
         if existing is not None:
             done.set_result(existing.checkpoint)
             return done
-        with self.ranks.on_all_ranks("save", may_fail=True, journal_position=journal_position, **self._position()):
+        with self._on_all_ranks("save", may_fail=True, journal_position=journal_position, **self._position()):
             writing = self.snapshot(journal_position)
         writing.add_done_callback(lambda written: self._saved(written, done))
         return done
@@ -416,6 +417,9 @@ class Learner:
             )
         return manifest
 
+    def _on_all_ranks(self, do: str, **arguments: Any) -> AbstractContextManager[object]:  # noqa: ANN401  JSON values
+        return nullcontext() if self.ranks is None else self.ranks.on_all_ranks(do, **arguments)
+
     def _position(self) -> dict[str, Any]:
         """Return what rank 0 alone counts, for the other ranks."""
         return {"version": str(self.version), "last_batch_id": self.last_batch_id}
@@ -467,8 +471,8 @@ class Learner:
 def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
     record = checkpoint_pb2.BatchRecord(
         policy_version=batch.target.to_proto(),
-        batch_id=batch.batch_id,
-        sequence_no=batch.sequence_no,
+        batch_id=batch.header.batch_id,
+        sequence_no=batch.header.sequence_no,
         content_digest=batch.content_digest,
         skipped=applied.skipped,
         results=applied.results,

@@ -90,7 +90,7 @@ class PolicyPublisher:
 
         With several ranks a push runs to its end even if its caller is cancelled, because the other ranks do not stop.
         """
-        if self._ranks is None or not self._ranks.several:
+        if self._ranks is None:
             return await self._weights.publish(update, deadline_s=deadline_s)
         self._ranks.publish(version=str(update.version), deadline_s=deadline_s)
         self._pushing = asyncio.create_task(self._weights.publish(update, deadline_s=deadline_s))

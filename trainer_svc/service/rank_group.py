@@ -51,26 +51,17 @@ class Assignment:
 
 
 class RankGroup:
-    """All ranks of a trainer, as rank 0 leads them.
+    """The ranks of a trainer with several, as rank 0 leads them.
 
     Args:
-        link: To the other ranks, on rank 0; None: this process is alone, or follows.
-        leads: Whether this process writes what is written once per run.
+        link: To the other ranks.
         on_broken: Called once, from any thread, when the ranks cannot continue.
     """
 
-    def __init__(
-        self, link: RankLink | None = None, *, leads: bool = True, on_broken: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, link: RankLink, *, on_broken: Callable[[], object] = lambda: None) -> None:
         self._link = link
         self._on_broken = on_broken
-        self.leads = leads
         self.broken: SluiceError | None = None
-
-    @property
-    def several(self) -> bool:
-        """Whether other ranks wait for this one's commands."""
-        return self._link is not None
 
     @contextmanager
     def on_all_ranks(
@@ -97,9 +88,6 @@ class RankGroup:
         Raises:
             SluiceError: UNAVAILABLE RANK_LOST if another rank failed or did not answer in time.
         """
-        if self._link is None:
-            yield Assignment(list(rows or ()), [list(range(len(rows or ())))])
-            return
         if self.broken is not None:
             raise self.broken
         failure: Exception | None = None
@@ -124,12 +112,11 @@ class RankGroup:
 
     def publish(self, **arguments: Any) -> None:  # noqa: ANN401  JSON values
         """Have the other ranks publish beside this one."""
-        if self._link is not None:
-            self._link.post("publish", {"do": "publish", **arguments})
+        self._link.post("publish", {"do": "publish", **arguments})
 
     def stop_others(self) -> None:
         """Tell the other ranks to end; this process ends next."""
-        if self._link is not None and self.broken is None:
+        if self.broken is None:
             for stream in ("compute", "publish"):
                 self._link.post(stream, {"do": "stop"})
 
@@ -139,8 +126,6 @@ class RankGroup:
         Returns:
             What to raise: the error itself if it says everything.
         """
-        if self._link is None:
-            return error if isinstance(error, SluiceError) else _lost(str(error))
         if self.broken is None:
             self.broken = _explain(error, self._link)
             log.error("the ranks cannot continue", error=str(self.broken), exc_info=error)

@@ -1,4 +1,4 @@
-"""TrainerService on the wire, and how a batch arrives: receive, check, convert and queue it."""
+"""TrainerService on the wire, and how a batch arrives: receive it, check it, decide what is trained, and queue it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from sluice.versions import BASE, Version
 from trainer_svc.checkpoint.batch_record import content_digest
 from trainer_svc.config import IN_BATCH, TrainerConfig
 from trainer_svc.service.admission import RefusedError, Ticket
-from trainer_svc.service.convert import MAX_NAME, Batch, Expectations, OnStale, convert
-from trainer_svc.service.stale_filter import estimate_advantages
+from trainer_svc.service.batches import MAX_NAME, Batch, Expectations, applied_to, convert, judge
 from trainer_svc.service.trainer import Trainer
 
 PAGE_SIZE = 100
@@ -113,47 +112,33 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             with _typed_refusal():
                 duplicate = admission.check(ticket)
                 if not duplicate:
-                    batch = await asyncio.to_thread(self._convert, header, ticket, trajectories)
+                    batch = await asyncio.to_thread(self._judged, header, ticket.content_digest, trajectories)
                     duplicate = self._trainer.admit(ticket, batch)
             return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=admission.queued, duplicate=duplicate)
 
-    def _convert(
-        self, header: trainer_pb2.BatchHeader, ticket: Ticket, trajectories: Rows[tokens_pb2.Trajectory]
+    def _judged(
+        self, header: trainer_pb2.BatchHeader, content_digest: str, trajectories: Rows[tokens_pb2.Trajectory]
     ) -> Batch:
-        """Convert the trajectories of a batch to training rows. Blocks.
+        """Convert the trajectories of a batch to training rows, and decide which are trained. Blocks.
 
         Raises:
             SluiceError: INVALID_ARGUMENT with what is wrong, by field.
         """
-        config = self._trainer.config
-        vocabulary = self._trainer.learner.engine.network.vocabulary
-        samples, violations = convert(trajectories, _expectations(header, ticket, config, vocabulary))
+        config, learner = self._trainer.config, self._trainer.learner
+        expected = _expectations(header, config, learner.engine.network.vocabulary)
+        samples, violations = convert(trajectories, expected)
         violations = violations or _oversize(trajectories)
-        estimated = None
-        if not violations and header.advantage_estimator in ESTIMATORS:
+        if not violations:
             try:
-                estimated = estimate_advantages(header.advantage_estimator, samples)
+                return judge(samples, header, learner.checkpoints.lineage, config.objective.resolved, content_digest)
             except ValueError as error:
                 violations = {"header.advantage_estimator": str(error)}
-        if violations:
-            first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
-            raise SluiceError(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "BAD_TRAJECTORY",
-                f"{len(violations)} faults in the batch: {first}",
-                violations=violations,
-            )
-        return Batch(
-            batch_id=ticket.batch_id,
-            sequence_no=ticket.sequence_no,
-            target=ticket.target,
-            max_staleness=header.max_staleness,
-            on_stale=OnStale(header.on_stale),
-            estimator=_own_estimator(config) or header.advantage_estimator,
-            samples=tuple(samples),
-            estimated=estimated,
-            content_digest=ticket.content_digest,
-            sampler_dtype=header.sampler_dtype,
+        first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
+        raise SluiceError(
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "BAD_TRAJECTORY",
+            f"{len(violations)} faults in the batch: {first}",
+            violations=violations,
         )
 
     async def GetTrainerState(  # noqa: N802 - gRPC's name
@@ -261,13 +246,11 @@ def _own_estimator(config: TrainerConfig) -> str:
     return objective.advantage if objective.runs_estimator else ""
 
 
-def _expectations(
-    header: trainer_pb2.BatchHeader, ticket: Ticket, config: TrainerConfig, vocabulary: int
-) -> Expectations:
+def _expectations(header: trainer_pb2.BatchHeader, config: TrainerConfig, vocabulary: int) -> Expectations:
     objective = config.objective.resolved
     return Expectations(
         vocabulary=vocabulary,
-        newest=Version(ticket.target.epoch, ticket.target.number - 1),
+        newest=applied_to(header),
         has_estimator=bool(header.advantage_estimator) or not objective.advantage,
         estimates=_own_estimator(config),
         needs_reference=objective.needs_reference and config.reference.model == IN_BATCH,
@@ -276,7 +259,7 @@ def _expectations(
 
 
 def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> None:
-    if header.on_stale not in {policy.value for policy in OnStale}:
+    if header.on_stale not in trainer_pb2.StalePolicy.values()[1:]:
         raise SluiceError.invalid_argument("header.on_stale", "is not set: choose what happens to stale trajectories")
     if not 0 < header.trajectory_count <= MAX_TRAJECTORIES:
         raise SluiceError.invalid_argument(
@@ -288,9 +271,10 @@ def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> Non
             "header.advantage_estimator",
             f"there is no {named!r}; choose one of {', '.join((*ESTIMATORS, *TRAINER_ESTIMATORS))}",
         )
-    if named:
+    own = _own_estimator(config)
+    if own or named in TRAINER_ESTIMATORS:
         try:
-            check_sides(named, _own_estimator(config))
+            check_sides(named or own, own)
         except ValueError as error:
             raise SluiceError.invalid_argument("header.advantage_estimator", str(error)) from error
 

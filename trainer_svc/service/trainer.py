@@ -23,8 +23,8 @@ from sluice.v1.trainer_pb2 import StepReport
 from sluice.versions import Version
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS
 from trainer_svc.service.admission import Admission, Ticket
+from trainer_svc.service.batches import Batch
 from trainer_svc.service.checkpoint_writer import CheckpointWriter
-from trainer_svc.service.convert import Batch
 from trainer_svc.service.learner import Applied, ComputeThread, Learner, Restored
 from trainer_svc.service.publication import PolicyPublisher, Publication
 from trainer_svc.service.rank_group import OUT_OF_STEP
@@ -130,8 +130,8 @@ class Trainer:
             SluiceError: as the contract says of BeginEpoch.
         """
         self._loaded()
-        if self.learner.ranks.broken is not None:
-            raise self.learner.ranks.broken
+        if (ranks := self.learner.ranks) is not None and ranks.broken is not None:
+            raise ranks.broken
         present, opening = self._opening or (0, None)
         if opening is None or epoch != present or (opening.done() and not _succeeded(opening)):
             if opening is not None and not opening.done():
@@ -233,7 +233,7 @@ class Trainer:
             SluiceError: UNAVAILABLE, if several ranks have to start again.
         """
         ranks = self.learner.ranks
-        if ranks.several and error.reason in OUT_OF_STEP:
+        if ranks is not None and error.reason in OUT_OF_STEP:
             raise ranks.give_up(error) from error
 
     async def save(self, journal_position: int) -> trainer_pb2.Checkpoint:
@@ -365,7 +365,7 @@ def _step_report(
 ) -> StepReport:
     """Assemble and log the report of one step.
 
-    Its metrics are those of the batch (`FilteredBatch.metrics`), those of the optimizer steps (the fields of `StepMetrics`,
+    Its metrics are those of the batch (`Batch.metrics`), those of the optimizer steps (the fields of `StepMetrics`,
     with ``/`` before a table's key), and:
 
         wait_batch_seconds, wait_push_seconds     for this batch; for the push of an earlier version
@@ -387,7 +387,7 @@ def _step_report(
     idle_s = batch_wait_s + push_wait_s
     tokens = applied.metrics.tokens if applied.metrics is not None else 0
     metrics = {
-        **applied.batch.metrics,
+        **batch.metrics,
         **(applied.metrics.as_flat() if applied.metrics is not None else {}),
         "wait_batch_seconds": batch_wait_s,
         "wait_push_seconds": push_wait_s,
@@ -418,8 +418,8 @@ def _step_report(
     end_time.GetCurrentTime()
     return StepReport(
         policy_version=batch.target.to_proto(),
-        batch_id=batch.batch_id,
-        sequence_no=batch.sequence_no,
+        batch_id=batch.header.batch_id,
+        sequence_no=batch.header.sequence_no,
         skipped=applied.skipped,
         metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         results=applied.results,

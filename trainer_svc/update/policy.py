@@ -28,8 +28,15 @@ from trainer_svc.config import BASE, IN_BATCH, ReferenceConfig, TeacherConfig, T
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.objectives.advantages import with_advantages
-from trainer_svc.objectives.objective import Objective, finish
-from trainer_svc.objectives.trainable import CAUSES, check_columns, keep_trainable, with_group_tokens, with_selection
+from trainer_svc.objectives.objective import (
+    CAUSES,
+    Objective,
+    check_columns,
+    finish,
+    keep_trainable,
+    with_group_tokens,
+    with_selection,
+)
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 from trainer_svc.update.critic import CRITIC, Critic, value_facts, with_values

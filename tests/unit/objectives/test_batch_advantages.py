@@ -21,8 +21,7 @@ from trainer_svc.objectives.advantages import (
     with_advantages,
 )
 from trainer_svc.objectives.config import ObjectiveConfig
-from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.trainable import keep_trainable, loglinear_share, with_selection
+from trainer_svc.objectives.objective import Objective, keep_trainable, loglinear_share, with_selection
 
 # Two turns of 2 and 3 sampled tokens with an observation of two tokens between them, and padding-like tokens behind.
 MASK = [0, 1, 1, 0, 0, 1, 1, 1, 0, 0]

@@ -15,9 +15,8 @@ from objective_rows import training_row
 
 from trainer_svc.batch.rows import Outputs, pack
 from trainer_svc.objectives.config import ObjectiveConfig
-from trainer_svc.objectives.objective import Objective
+from trainer_svc.objectives.objective import Objective, with_group_tokens
 from trainer_svc.objectives.presets import PRESETS
-from trainer_svc.objectives.trainable import with_group_tokens
 
 RATIO_PRESETS = [name for name, preset in PRESETS.items() if preset.needs_behaviour]
 AGGREGATIONS = ["token", "sequence", "prompt", "constant"]

@@ -11,8 +11,7 @@ from thread_ranks import on_ranks
 
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.objectives.config import ObjectiveConfig
-from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.trainable import check_columns, keep_trainable
+from trainer_svc.objectives.objective import Objective, check_columns, keep_trainable
 from trainer_svc.parallel.ranks import ALONE, Ranks, agree
 
 

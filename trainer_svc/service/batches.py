@@ -1,22 +1,29 @@
-"""Check the trajectories of a batch and convert them to training rows. Pure. Each fault names the trajectory's index and the field."""
+"""A batch: check its trajectories, convert them to training rows, decide which tokens are trained, and answer for each trajectory.
+
+Pure. A fault names the trajectory's index and the field. Staleness is judged when the batch arrives: batches are applied in
+order, so that the version which it will be applied to is the one before its target.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sluice.advantages import Advantages
+from sluice.advantages import Episode, estimate
 from sluice.v1 import tokens_pb2, trainer_pb2
-from sluice.versions import Version, VersionSpan
+from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
+from trainer_svc.objectives.config import ResolvedObjective
+from trainer_svc.objectives.objective import keep_trainable, with_batch_facts
 
 MAX_TOKENS = 262_144
 """Most tokens of a trajectory; the limit is the contract's."""
@@ -27,6 +34,17 @@ MAX_NAME = 256
 LOGPROB_ROUNDING = 1e-3
 """Nats by which a log-probability may exceed 0: rounding of a low-precision softmax, no more."""
 
+MISSING_REWARD = "MISSING_REWARD"
+NO_TRAINED_TOKENS = "NO_TRAINED_TOKENS"
+NON_FINITE_STEP = "NON_FINITE_STEP"
+CRITIC_WARMUP = "CRITIC_WARMUP"
+RETIRED_EPOCH = "RETIRED_EPOCH"
+STALE = "STALE"
+
+HISTOGRAM_BINS = 16
+"""Ages counted one by one. Older tokens share the last bin, so that a report stays small."""
+
+Ages = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 
@@ -47,42 +65,73 @@ class Sample:
     has_advantages: bool
 
 
-class OnStale(Enum):
-    """What happens to a trajectory with tokens that are too old."""
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The decision about one trajectory.
 
-    DROP = trainer_pb2.STALE_POLICY_DROP
-    TRUNCATE = trainer_pb2.STALE_POLICY_TRUNCATE
-    REQUEUE = trainer_pb2.STALE_POLICY_REQUEUE
+    Attributes:
+        sample: The trajectory.
+        sequence: Its training row; None if it is dropped.
+        reason: Why it is dropped; empty otherwise.
+        oldest: Greatest staleness of its tokens, in versions.
+        ages: Staleness of each token that enters the loss.
+        lost: Number of its trained tokens that do not, by cause.
+    """
+
+    sample: Sample
+    sequence: Sequence | None
+    reason: str
+    oldest: int
+    ages: Ages
+    lost: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """An accepted batch.
 
+    Its metrics, for the step's report:
+
+        trajectories, truncated_trajectories, missing_rewards    of the batch as it came
+        multi_version_trajectories                               whose tokens were sampled by several versions
+        reward_mean, reward_std                                  over episodes with a reward
+        groups, degenerate_groups                                if the header names an estimator that needs only rewards: groups
+                                                                 with a reward, and those of them whose rewards are all equal
+        staleness_mean, staleness_max, staleness_share_ge_1      over the tokens that enter the loss, in versions
+        staleness_tokens/<age>                                   tokens of this age; the last bin also counts older ones
+        dropped_trajectories/<reason>, dropped_tokens/<reason>   not trained, by cause
+
     Attributes:
-        batch_id: Its name.
-        sequence_no: Its place in the order of batches.
-        target: Version that applying it produces.
-        max_staleness: Oldest token that may be trained, in versions.
-        on_stale: What happens to a trajectory with older tokens.
-        estimator: Advantage estimator for trajectories without advantages, and for the survivors of a group that lost a
-            member; or one that the update itself runs; or empty to keep the given advantages.
-        samples: Its trajectories.
-        estimated: What the estimator returns for the whole batch; None if it was not run yet.
+        header: What it says about itself.
         content_digest: Digest of its trajectories as they arrived.
-        sampler_dtype: Precision of the weights that sampled, such as ``bfloat16``; empty if it is not known.
+        sequences: Rows to train on, with the facts about the whole batch.
+        decisions: One per trajectory, in the batch's order.
+        metrics: What was decided, in numbers.
     """
 
-    batch_id: str
-    sequence_no: int
-    target: Version
-    max_staleness: int
-    on_stale: OnStale
-    estimator: str
-    samples: tuple[Sample, ...]
-    estimated: Advantages | None = None
-    content_digest: str = ""
-    sampler_dtype: str = ""
+    header: trainer_pb2.BatchHeader
+    content_digest: str
+    sequences: tuple[Sequence, ...]
+    decisions: tuple[Decision, ...]
+    metrics: Mapping[str, float]
+
+    @property
+    def target(self) -> Version:
+        """Version that applying it produces."""
+        return Version.from_proto(self.header.target_version)
+
+    def results(self, trained: NDArray[np.int64], *, critic_only: bool = False) -> list[trainer_pb2.TrajectoryResult]:
+        """Return the answer per trajectory, in the batch's order.
+
+        Args:
+            trained: For each of `sequences` its tokens in the loss, and the applied optimizer steps that it was part of.
+            critic_only: Whether these steps changed the critic alone.
+        """
+        rows = iter(trained.tolist())
+        return [
+            _result(decision, *((0, 0) if decision.reason else next(rows)), critic_only=critic_only)
+            for decision in self.decisions
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,3 +380,189 @@ def _spread(values: Any, places: NDArray[np.int64], length: int, elsewhere: floa
     if len(values):
         row[places] = np.array(values, dtype=np.float32)
     return torch.from_numpy(row)
+
+
+# Staleness and advantages.
+
+
+def applied_to(header: trainer_pb2.BatchHeader) -> Version:
+    """Return the version of the weights that a batch is applied to: batches are applied in order."""
+    return Version(header.target_version.epoch, header.target_version.number - 1)
+
+
+def judge(
+    samples: Rows[Sample],
+    header: trainer_pb2.BatchHeader,
+    lineage: Lineage,
+    objective: ResolvedObjective,
+    content_digest: str = "",
+) -> Batch:
+    """Decide which tokens of a batch are trained, and estimate the advantages that are missing.
+
+    Args:
+        samples: Its trajectories.
+        header: What the batch says about itself.
+        lineage: The epochs of the run.
+        objective: What will be minimised.
+        content_digest: Digest of the trajectories as they arrived.
+
+    Raises:
+        ValueError: if the estimator cannot take these rewards.
+    """
+    now = applied_to(header)
+    decisions = [_judge(sample, header, now, lineage, objective) for sample in samples]
+    metrics = _batch_metrics(samples)
+    if objective.runs_estimator:
+        decisions = [_without_reward(each) if _lacks_reward(each.sequence) else each for each in decisions]
+    elif header.advantage_estimator:
+        fresh = [each.sample for each in decisions if each.reason not in (STALE, RETIRED_EPOCH)]
+        metrics |= _group_metrics(fresh)
+        shrunk = {each.sample.sequence.group_id for each in decisions if each.reason in (STALE, RETIRED_EPOCH)}
+        if shrunk or not all(sample.has_advantages for sample in fresh):
+            by_episode = estimate(header.advantage_estimator, _episodes(fresh)).by_episode
+            decisions = [_with_advantages(each, by_episode, shrunk) for each in decisions]
+    rows = [decision.sequence for decision in decisions if decision.sequence is not None]
+    return Batch(
+        header=header,
+        content_digest=content_digest,
+        sequences=tuple(with_batch_facts(rows, objective, partial(lineage.staleness, now=now))),
+        decisions=tuple(decisions),
+        metrics=metrics | _staleness_metrics(decisions) | _drop_metrics(decisions),
+    )
+
+
+def _judge(
+    sample: Sample, header: trainer_pb2.BatchHeader, now: Version, lineage: Lineage, objective: ResolvedObjective
+) -> Decision:
+    ages = token_staleness(sample.spans, sample.trained_tokens, lineage, now)
+    oldest = int(ages.max(initial=0))
+    fresh = ages <= header.max_staleness
+    row = sample.sequence
+    if not fresh.all():
+        if header.on_stale != trainer_pb2.STALE_POLICY_TRUNCATE or not fresh.any():
+            retired = any(lineage.is_retired(span.version, now) for span in sample.spans)
+            return _dropped(sample, RETIRED_EPOCH if retired else STALE, oldest)
+        mask = row.loss_mask.clone()
+        mask[row.loss_mask] = torch.from_numpy(fresh)
+        row = replace(row, loss_mask=mask)
+    (kept,), lost = keep_trainable([row], objective)
+    if not kept.loss_mask.any():
+        return _dropped(sample, NO_TRAINED_TOKENS, oldest)
+    if stale := len(ages) - int(fresh.sum()):
+        lost |= {STALE: stale}
+    return Decision(sample, kept, "", oldest, ages[kept.loss_mask[sample.sequence.loss_mask].numpy()], lost)
+
+
+def _dropped(sample: Sample, reason: str, oldest: int) -> Decision:
+    return Decision(sample, None, reason, oldest, np.zeros(0, np.int64), {reason: sample.trained_tokens})
+
+
+def _with_advantages(decision: Decision, by_episode: Mapping[str, float], shrunk: set[str]) -> Decision:
+    """Add the advantages that are missing, and replace those of a group that lost an episode to staleness."""
+    sequence = decision.sequence
+    if sequence is None or (decision.sample.has_advantages and sequence.group_id not in shrunk):
+        return decision
+    value = by_episode.get(sequence.episode_id)
+    if value is None:
+        return decision if decision.sample.has_advantages else _without_reward(decision)
+    return replace(decision, sequence=replace(sequence, advantages=torch.where(sequence.loss_mask, value, 0.0)))
+
+
+def _lacks_reward(sequence: Sequence | None) -> bool:
+    return sequence is not None and sequence.reward is None and sequence.token_rewards is None
+
+
+def _without_reward(decision: Decision) -> Decision:
+    return _dropped(decision.sample, MISSING_REWARD, decision.oldest)
+
+
+def _episodes(samples: Rows[Sample]) -> list[Episode]:
+    """Return one entry per episode, with the trained tokens of all its trajectories."""
+    tokens: Counter[str] = Counter()
+    facts: dict[str, Sample] = {}
+    for sample in samples:
+        tokens[sample.sequence.episode_id] += sample.trained_tokens
+        facts[sample.sequence.episode_id] = sample
+    return [
+        Episode(episode_id, sample.sequence.group_id, sample.sequence.reward, tokens[episode_id])
+        for episode_id, sample in facts.items()
+    ]
+
+
+def _batch_metrics(samples: Rows[Sample]) -> dict[str, float]:
+    """Describe the batch as it arrived; a reward counts once per episode."""
+    rewards = [each.reward for each in _episodes(samples)]
+    given = np.array([reward for reward in rewards if reward is not None])
+    metrics = {
+        "trajectories": float(len(samples)),
+        "truncated_trajectories": float(sum(sample.sequence.truncated for sample in samples)),
+        "missing_rewards": float(len(rewards) - len(given)),
+        "multi_version_trajectories": float(sum(len(sample.spans) > 1 for sample in samples)),
+    }
+    if given.size:
+        metrics |= {"reward_mean": float(given.mean()), "reward_std": float(given.std())}
+    return metrics
+
+
+def _group_metrics(samples: Rows[Sample]) -> dict[str, float]:
+    rewards: dict[str, set[float]] = {}
+    for episode in _episodes(samples):
+        if episode.reward is not None:
+            rewards.setdefault(episode.group_id, set()).add(episode.reward)
+    return {"groups": float(len(rewards)), "degenerate_groups": float(sum(len(each) == 1 for each in rewards.values()))}
+
+
+def _staleness_metrics(decisions: Rows[Decision]) -> dict[str, float]:
+    """Return the age histogram of the tokens that enter the loss."""
+    ages = np.concatenate([decision.ages for decision in decisions]) if decisions else np.zeros(0, dtype=np.int64)
+    if not ages.size:
+        return {"staleness_max": 0.0}
+    counts = np.bincount(np.minimum(ages, HISTOGRAM_BINS), minlength=1)
+    return {
+        "staleness_mean": float(ages.mean()),
+        "staleness_max": float(ages.max()),
+        "staleness_share_ge_1": float((ages >= 1).mean()),
+    } | {f"staleness_tokens/{age}": float(count) for age, count in enumerate(counts)}
+
+
+def _drop_metrics(decisions: Rows[Decision]) -> dict[str, float]:
+    """Count the trajectories and tokens that are not trained, by cause."""
+    trajectories = Counter(each.reason.lower() for each in decisions if each.reason)
+    tokens: Counter[str] = Counter()
+    for decision in decisions:
+        tokens.update(decision.lost)
+    return {f"dropped_trajectories/{reason}": float(count) for reason, count in trajectories.items()} | {
+        f"dropped_tokens/{cause.lower()}": float(count) for cause, count in tokens.items() if count
+    }
+
+
+def _result(decision: Decision, tokens: int, steps: int, *, critic_only: bool) -> trainer_pb2.TrajectoryResult:
+    reason = decision.reason
+    if not reason and not tokens:
+        reason = NO_TRAINED_TOKENS
+    elif not reason and not steps:
+        reason = NON_FINITE_STEP
+    elif not reason and critic_only:
+        reason = CRITIC_WARMUP
+    return trainer_pb2.TrajectoryResult(
+        trajectory_id=decision.sample.sequence.trajectory_id,
+        outcome=tokens_pb2.TRAJECTORY_OUTCOME_DROPPED if reason else tokens_pb2.TRAJECTORY_OUTCOME_TRAINED,
+        reason=reason,
+        max_staleness=decision.oldest,
+        trained_tokens=0 if reason else tokens,
+    )
+
+
+def token_staleness(spans: Rows[VersionSpan], trained_tokens: int, lineage: Lineage, now: Version) -> NDArray[np.int64]:
+    """Return the staleness of each trained token.
+
+    Args:
+        spans: Versions of the trained tokens; starts are counted in trained tokens, the first one is 0.
+        trained_tokens: Their number.
+        lineage: Where the epochs began.
+        now: Version of the weights that the batch is applied to.
+    """
+    if trained_tokens == 0:
+        return np.zeros(0, dtype=np.int64)
+    ages = np.array([lineage.staleness(span.version, now) for span in spans], dtype=np.int64)
+    return np.repeat(ages, span_lengths([span.start for span in spans], trained_tokens))
