@@ -86,12 +86,7 @@ def claim_output(config: OfflineConfig) -> None:
 
 
 class RunCheckpoints:
-    """The checkpoints of one offline run. Every rank makes the same calls.
-
-    Args:
-        engine: What is trained.
-        config: The settings.
-    """
+    """The checkpoints of one offline run. Every rank makes the same calls."""
 
     def __init__(self, engine: TrainEngine, config: OfflineConfig) -> None:
         self._engine, self._config = engine, config

@@ -41,14 +41,8 @@ def load_offline(config_class: type[_Config], argv: list[str], command: str) -> 
     return load_command(config_class, argv, command, check=_check)
 
 
-def _run(config_class: type[OfflineConfig], command: str, examples: str, argv: list[str]) -> int:
+def _run(config_class: type[OfflineConfig], command: str, argv: list[str]) -> int:
     """Train: print a line of progress every `log_every` steps and a summary. Under torchrun, rank 0 prints.
-
-    Args:
-        config_class: The command's settings.
-        command: Its name.
-        examples: The word for the examples, in the plural.
-        argv: The words after the command's name.
 
     Raises:
         ConfigError: if the data, the output, a checkpoint or the number of processes does not fit.
@@ -70,7 +64,7 @@ def _run(config_class: type[OfflineConfig], command: str, examples: str, argv: l
         raise ConfigError(str(error)) from error
     say: Callable[[object], None] = _print if mesh.rank == 0 else lambda _: None
     try:
-        say(run(config, say, mesh).line(examples))
+        run(config, say, mesh)
     except FinishedError as finished:
         if dist.is_initialized():
             dist.barrier()  # every rank has looked at the directories
@@ -116,14 +110,12 @@ def _print(line: object) -> None:
     sys.stdout.flush()
 
 
-SFT = Command("sft", "fine-tune a model on demonstrations", partial(_run, SftConfig, "sft", "demonstrations"))
-DPO = Command("dpo", "train a model on preferences", partial(_run, DpoConfig, "dpo", "pairs"))
+SFT = Command("sft", "fine-tune a model on demonstrations", partial(_run, SftConfig, "sft"))
+DPO = Command("dpo", "train a model on preferences", partial(_run, DpoConfig, "dpo"))
 REWARD_MODEL = Command(
-    "reward-model", "train a reward model on preferences", partial(_run, RewardModelConfig, "reward-model", "pairs")
+    "reward-model", "train a reward model on preferences", partial(_run, RewardModelConfig, "reward-model")
 )
-DISTILL = Command(
-    "distill", "train a model on a teacher's log-probabilities", partial(_run, DistillConfig, "distill", "texts")
-)
+DISTILL = Command("distill", "train a model on a teacher's log-probabilities", partial(_run, DistillConfig, "distill"))
 
 
 # Merging an adapter.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,9 @@ from trainer_svc.compute_config import ComputeConfig, check_decay
 
 class OfflineConfig(ComputeConfig):
     """The settings that all kinds of offline training share. The file is flat: its keys stand at the top level."""
+
+    EXAMPLES: ClassVar[str] = "pairs"
+    """The word for the examples in the last line of output."""
 
     model: str = Field("", description="Model to start from: a Hugging Face directory or hub id.")
     data: str = Field("", description="Examples: a JSONL file, a dataset directory or a hub dataset id.")
@@ -69,6 +72,8 @@ class OfflineConfig(ComputeConfig):
 
 class SftConfig(OfflineConfig):
     """Supervised fine-tuning; the file is flat: its keys stand at the top level."""
+
+    EXAMPLES = "demonstrations"
 
     data: str = Field(
         "",
@@ -134,6 +139,8 @@ class DistillConfig(OfflineConfig):
 
     The teacher's log-probabilities of the texts are computed once, before the first step; both models have one vocabulary.
     """
+
+    EXAMPLES = "texts"
 
     data: str = Field(
         "",

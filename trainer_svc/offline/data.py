@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -56,20 +55,20 @@ def _file_rows(data: str) -> Iterator[tuple[str, Row]]:
     try:
         with Path(data).open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{data}:{number}", _parsed(line, f"{data}:{number}")
+                if not line.strip():
+                    continue
+                name = f"{data}:{number}"
+                try:
+                    row = json.loads(line.decode("utf-8"))
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    raise DataError(
+                        f"{name} is not JSON ({error}): put one JSON object on each line (JSONL)"
+                    ) from error
+                if not isinstance(row, dict):
+                    raise DataError(f"{name} is not a JSON object: put one object on each line (JSONL)")
+                yield name, row
     except OSError as error:
         raise DataError(f"cannot read {data}: {error.strerror}") from error
-
-
-def _parsed(line: bytes, name: str) -> Row:
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{name} is not JSON ({error}): put one JSON object on each line (JSONL)") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{name} is not a JSON object: put one object on each line (JSONL)")
-    return row
 
 
 def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
@@ -158,19 +157,6 @@ def _answer(
     return Rendered(rendered.ids, mask)
 
 
-@contextmanager
-def _errors_name(name: str) -> Iterator[None]:
-    """Raise the errors of rendering a row as a `DataError` that names the row."""
-    try:
-        yield
-    except TemplateError as error:
-        raise DataError(f"{name}: {error}") from error
-    except (AttributeError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{name} contains malformed messages ({error!r}): give objects with role and content"
-        ) from error
-
-
 def _described(row: Row) -> str:
     """Return the keys of a row and the types of their values, for a message."""
     return ", ".join(f"{name} ({type(value).__name__})" for name, value in row.items()) or "nothing"
@@ -181,17 +167,13 @@ def _described(row: Row) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Examples to train on, by index.
-
-    Attributes:
-        count: Their number.
-        rows: Returns the training rows of one example: one for a demonstration, the chosen and the rejected one for a pair.
-        dropped_long: Rows of the data that were left out as too long.
-    """
+    """Examples to train on, by index."""
 
     count: int
     rows: Callable[[int], list[Sequence]]
+    """Returns the training rows of one example: one for a demonstration, the chosen and the rejected one for a pair."""
     dropped_long: int = 0
+    """Rows of the data that were left out as too long."""
 
     def __len__(self) -> int:
         return self.count
@@ -200,14 +182,7 @@ class Examples:
 def load_examples(
     data: str, split: str, render: Callable[[Row], tuple[Rendered, ...]], *, max_length: int, drop_long: bool
 ) -> Examples:
-    """Read and render all rows of the data.
-
-    Args:
-        data: JSONL file, dataset directory or hub dataset id.
-        split: Split of a dataset.
-        render: Renders one row.
-        max_length: Longest rendering in tokens.
-        drop_long: Drop longer rows instead of raising.
+    """Read and render all rows of a JSONL file, a dataset directory or a hub dataset; `max_length` is in tokens.
 
     Raises:
         DataError: if a row cannot be used or none is left.
@@ -215,8 +190,14 @@ def load_examples(
     kept: list[list[tuple[np.ndarray, np.ndarray]]] = []
     dropped = 0
     for name, row in _read_rows(data, split):
-        with _errors_name(name):
+        try:
             rendered = render(row)
+        except TemplateError as error:
+            raise DataError(f"{name}: {error}") from error
+        except (AttributeError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{name} contains malformed messages ({error!r}): give objects with role and content"
+            ) from error
         length = max(len(each.ids) for each in rendered)
         if length <= max_length:
             kept.append([(np.array(each.ids, np.int32), np.array(each.loss_mask)) for each in rendered])
@@ -257,10 +238,6 @@ def scored(pairs: Examples, padding: int | None) -> Examples:
 
     Each row has one loss token, which only marks that state. A sequence classifier of transformers reads its score at the last
     token that is not padding. Padding at the end of an answer, such as an end token that also pads, is cut off here too.
-
-    Args:
-        pairs: The pairs.
-        padding: The model's padding token; None if it has none.
     """
 
     def with_mark(row: Sequence) -> Sequence:
@@ -276,12 +253,7 @@ def scored(pairs: Examples, padding: int | None) -> Examples:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Examples of one run.
-
-    Attributes:
-        train: What to train on.
-        held_out: What to evaluate on; None: nothing.
-    """
+    """Examples of one run, to train on and to evaluate on."""
 
     train: Examples
     held_out: Examples | None
@@ -292,15 +264,7 @@ class Data:
 
 
 def load_data(config: OfflineConfig, render: Callable[[Row], tuple[Rendered, ...]]) -> Data:
-    """Read the examples to train on and those held out.
-
-    Args:
-        config: The settings.
-        render: Renders one row.
-
-    Raises:
-        DataError: if they cannot be used.
-    """
+    """Read the examples to train on and those held out."""
     read = partial(load_examples, render=render, max_length=config.max_length, drop_long=config.on_long == "drop")
     data = read(config.data, config.split)
     if config.eval_data:
@@ -316,17 +280,17 @@ def hold_out(examples: Examples, share: float, seed: int) -> Data:
     """
     if not share:
         return Data(examples, None)
-    count = round(share * len(examples))
-    if not 0 < count < len(examples):
+    held = round(share * len(examples))
+    if not 0 < held < len(examples):
         raise DataError(
-            f"eval_share {share:g} of {len(examples)} examples holds out {count}: give more examples, another share, or eval_data"
+            f"eval_share {share:g} of {len(examples)} examples holds out {held}: give more examples, another share, or eval_data"
         )
     order = np.random.default_rng([seed, 1]).permutation(len(examples)).tolist()
 
     def part(chosen: list[int]) -> Examples:
         return replace(examples, count=len(chosen), rows=lambda index: examples.rows(chosen[index]))
 
-    return Data(part(sorted(order[count:])), part(sorted(order[:count])))
+    return Data(part(sorted(order[held:])), part(sorted(order[:held])))
 
 
 # Batches.
@@ -344,18 +308,13 @@ def batches(
         ranks: Each gets every `ranks.size`-th example of a batch.
         first: Number of the first batch, from 0. Batches before it are drawn, so that the order stays the same, but not made.
     """
-    for drawn in islice(_drawn(len(examples), size, seed), first, None):
-        yield _rows(examples, drawn[ranks.index :: ranks.size])
-
-
-def _drawn(examples: int, size: int, seed: int) -> Iterator[list[int]]:
-    """Yield the indices of each batch."""
     generator = np.random.default_rng(seed)
     waiting: list[int] = []
-    while True:
+    for number in count():
         while len(waiting) < size:
-            waiting.extend(generator.permutation(examples).tolist())
-        yield waiting[:size]
+            waiting.extend(generator.permutation(len(examples)).tolist())
+        if number >= first:
+            yield _rows(examples, waiting[:size][ranks.index :: ranks.size])
         del waiting[:size]
 
 
@@ -383,12 +342,9 @@ FORWARDED_ROWS = 256
 
 
 def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column) -> Examples:
-    """Compute a model's log-probabilities of all examples once. Each rank forwards its share; all ranks get everything.
+    """Compute a model's log-probabilities of all examples once, in nats, for the loss tokens.
 
-    Args:
-        engine: The model; its weights do not change.
-        examples: The examples.
-        column: The column of the rows that gets the log-probabilities of their loss tokens, in nats.
+    Each rank forwards its share; all ranks get everything.
     """
     counts = [sum(int(row.loss_mask.sum()) for row in examples.rows(index)) for index in range(len(examples))]
     flat = torch.zeros(sum(counts))
@@ -407,12 +363,9 @@ def precompute_logprobs(engine: TrainEngine, examples: Examples, column: Column)
     def rows_of(index: int) -> list[Sequence]:
         rows = examples.rows(index)
         parts = logprobs[index].split([int(row.loss_mask.sum()) for row in rows])
-        return [_with(row, column, part) for row, part in zip(rows, parts, strict=True)]
+        columns = [torch.full((len(row),), torch.nan) for row in rows]
+        for row, values, part in zip(rows, columns, parts, strict=True):
+            values[row.loss_mask] = part
+        return [replace(row, **{column: values}) for row, values in zip(rows, columns, strict=True)]
 
     return replace(examples, rows=rows_of)
-
-
-def _with(row: Sequence, column: Column, logprobs: torch.Tensor) -> Sequence:
-    values = torch.full((len(row),), torch.nan)
-    values[row.loss_mask] = logprobs
-    return replace(row, **{column: values})

@@ -20,19 +20,15 @@ from trainer_svc.offline.data import CHOSEN, REJECTED
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What one kind of offline training minimises and reports.
-
-    Attributes:
-        loss: Sum of the losses of a micro-batch, and sums for the report.
-        weight: What the summed loss is divided by.
-        figures: Computes the reported means from the sums of any number of steps.
-        whole_groups: Whether the loss compares the rows of a group.
-    """
+    """What one kind of offline training minimises and reports."""
 
     loss: LossFn
     weight: LossWeight
+    """What the summed loss is divided by."""
     figures: Callable[[Mapping[str, float]], dict[str, float]] = lambda _: {}
+    """Computes the reported means from the sums of any number of steps."""
     whole_groups: bool = False
+    """Whether the loss compares the rows of a group."""
 
 
 def dpo(chosen_gain: PerPair, rejected_gain: PerPair, *, beta: float, label_smoothing: float = 0.0) -> PerPair:
@@ -63,11 +59,6 @@ def bradley_terry(chosen_score: PerPair, rejected_score: PerPair, *, centering: 
     """-log sigmoid(chosen - rejected) + centering (chosen + rejected)^2.
 
     The first term determines scores only up to a constant per prompt; the second pulls their mean to 0 (arXiv 2312.09244).
-
-    Args:
-        chosen_score: Scores of the chosen answers.
-        rejected_score: Scores of the rejected ones.
-        centering: Weight of the second term.
     """
     loss: torch.Tensor = -logsigmoid(chosen_score - rejected_score)
     return loss + centering * (chosen_score + rejected_score).square() if centering else loss
