@@ -20,7 +20,7 @@ from trainer_svc.batch.rows import Outputs, empty_batch
 from trainer_svc.compute_config import ComputeConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.offline.commands import DPO, REWARD_MODEL
-from trainer_svc.offline.config import DataError, DpoConfig
+from trainer_svc.offline.config import DpoConfig
 from trainer_svc.offline.data import (
     Examples,
     batches,
@@ -104,7 +104,7 @@ def test_the_assistant_turns_of_a_prompt_are_not_learned(renderer, tmp_path):
     ],
 )
 def test_pairs_that_cannot_be_used_are_named_by_their_line(renderer, tmp_path, rows, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ConfigError, match=message):
         load(write_rows(tmp_path / "r.jsonl", rows), renderer)
 
 
@@ -114,7 +114,7 @@ def test_held_out_pairs_are_none_that_are_trained_on(renderer, tmp_path):
     names = [{row.trajectory_id for row in every_row(part)} for part in (parts.train, parts.held_out)]
     assert (len(parts.train), len(parts.held_out)) == (15, 5)
     assert not names[0] & names[1]
-    with pytest.raises(DataError, match="holds out 0"):
+    with pytest.raises(ConfigError, match="holds out 0"):
         hold_out(data, 0.001, seed=3)
 
 

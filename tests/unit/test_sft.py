@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sluice.config import ConfigError
 from sluice.render import ChatRenderer
 from trainer_svc.offline.commands import SFT, load_offline
-from trainer_svc.offline.config import DataError, SftConfig
+from trainer_svc.offline.config import SftConfig
 from trainer_svc.offline.data import Examples, batches, load_examples, render_demonstration
 from trainer_svc.offline.runs import with_steps
 
@@ -140,7 +140,7 @@ def test_batches_that_are_skipped_cost_no_rows_and_change_none(model_dir, tmp_pa
 def test_rows_that_cannot_be_used_are_named_by_their_line(model_dir, tmp_path, rows, message):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
     path = str(write_rows(tmp_path / "r.jsonl", rows))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ConfigError, match=message):
         demonstrations(path, renderer)
 
 
@@ -157,7 +157,7 @@ def test_a_dataset_directory_is_read_by_split(model_dir, tmp_path, monkeypatch):
 def test_a_file_that_is_no_text_is_named(model_dir, tmp_path):
     (tmp_path / "r.jsonl").write_bytes(b"\xff\xfe")
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    with pytest.raises(DataError, match=r"r\.jsonl:1 is not JSON .'utf-8' codec"):
+    with pytest.raises(ConfigError, match=r"r\.jsonl:1 is not JSON .'utf-8' codec"):
         demonstrations(tmp_path / "r.jsonl", renderer)
 
 
@@ -173,7 +173,7 @@ def test_a_model_that_the_hub_does_not_give_is_named(tmp_path, monkeypatch):
 
 def test_a_missing_file_is_named(model_dir, tmp_path):
     renderer = ChatRenderer(AutoTokenizer.from_pretrained(model_dir))
-    with pytest.raises(DataError, match=r"there is no file .*none.jsonl"):
+    with pytest.raises(ConfigError, match=r"there is no file .*none.jsonl"):
         demonstrations(tmp_path / "none.jsonl", renderer)
 
 

@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 from sluice.config import Command, ConfigError, Section, load_command, reason_of
 from sluice.models import check_files, check_hub, check_model
 from trainer_svc.offline.config import (
-    DataError,
     DistillConfig,
     DpoConfig,
     OfflineConfig,
@@ -71,7 +70,7 @@ def _run(config_class: type[OfflineConfig], command: str, argv: list[str]) -> in
         if mesh.rank == 0:
             remove_checkpoints(config.output)
         say(finished)
-    except (DataError, FileExistsError) as error:
+    except FileExistsError as error:
         raise ConfigError(str(error)) from error
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -90,13 +89,7 @@ def _check(config: OfflineConfig) -> None:
         check_files(model, setting)
     config.check_compiler()
     for setting, data in (("split", config.data), ("eval_split", config.eval_data)):
-        if not data:
-            continue
-        try:
-            from_file = is_file(data)
-        except DataError as error:
-            raise ConfigError(str(error)) from error
-        if from_file and setting in config.model_fields_set:
+        if data and is_file(data) and setting in config.model_fields_set:
             raise ConfigError(f"{setting}: {data} is a file, which has no splits: remove {setting}, or name a dataset")
 
 

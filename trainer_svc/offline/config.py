@@ -168,21 +168,17 @@ _FILE_SUFFIXES = {".jsonl", ".json", ".txt", ".csv", ".parquet"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
-class DataError(ValueError):
-    """The data cannot be read or rendered. The message names the row."""
-
-
 def is_file(data: str) -> bool:
     """Return whether the data is a file, which has no splits, rather than a dataset.
 
     Raises:
-        DataError: if it is neither a file, nor a directory, nor of the form of a hub id.
+        ConfigError: if it is neither a file, nor a directory, nor of the form of a hub id.
     """
     path = Path(data)
     if path.is_file():
         return True
     if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
-        raise DataError(f"there is no file {path.resolve()}, and {data!r} is not a hub dataset id such as owner/name")
+        raise ConfigError(f"there is no file {path.resolve()}, and {data!r} is not a hub dataset id such as owner/name")
     return False
 
 

@@ -23,7 +23,7 @@ from sluice.models import check_hub_dataset
 from sluice.render import ChatRenderer, Rendered, TemplateError
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.offline.config import DataError, OfflineConfig, is_file
+from trainer_svc.offline.config import OfflineConfig, is_file
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 Row: TypeAlias = Mapping[str, Any]
@@ -42,13 +42,13 @@ def _read_rows(data: str, split: str) -> Iterator[tuple[str, Row]]:
     """Yield the rows of a JSONL file, a dataset directory or a hub dataset.
 
     Raises:
-        DataError: if there is no such file or dataset, it holds no row, or a line is not a JSON object.
+        ConfigError: if there is no such file or dataset, it holds no row, or a line is not a JSON object.
     """
     name = None
     for name, row in _file_rows(data) if is_file(data) else _dataset_rows(data, split):
         yield name, row
     if name is None:
-        raise DataError(f"{data} is empty: give a file with one JSON object per line, or a dataset with rows")
+        raise ConfigError(f"{data} is empty: give a file with one JSON object per line, or a dataset with rows")
 
 
 def _file_rows(data: str) -> Iterator[tuple[str, Row]]:
@@ -61,28 +61,25 @@ def _file_rows(data: str) -> Iterator[tuple[str, Row]]:
                 try:
                     row = json.loads(line.decode("utf-8"))
                 except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    raise DataError(
+                    raise ConfigError(
                         f"{name} is not JSON ({error}): put one JSON object on each line (JSONL)"
                     ) from error
                 if not isinstance(row, dict):
-                    raise DataError(f"{name} is not a JSON object: put one object on each line (JSONL)")
+                    raise ConfigError(f"{name} is not a JSON object: put one object on each line (JSONL)")
                 yield name, row
     except OSError as error:
-        raise DataError(f"cannot read {data}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {data}: {error.strerror}") from error
 
 
 def _dataset_rows(name: str, split: str) -> Iterator[tuple[str, Row]]:
     from datasets import load_dataset  # noqa: PLC0415  seconds of import that files do not need
     from datasets.exceptions import DatasetsError  # noqa: PLC0415
 
-    try:
-        check_hub_dataset(name)
-    except ConfigError as error:
-        raise DataError(str(error)) from error
+    check_hub_dataset(name)
     try:
         rows = load_dataset(name, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        raise DataError(f"cannot load split {split} of the dataset {name}: {reason_of(error)}") from error
+        raise ConfigError(f"cannot load split {split} of the dataset {name}: {reason_of(error)}") from error
     for number, row in enumerate(rows):
         yield f"{name}[{split}][{number}]", row
 
@@ -185,7 +182,7 @@ def load_examples(
     """Read and render all rows of a JSONL file, a dataset directory or a hub dataset; `max_length` is in tokens.
 
     Raises:
-        DataError: if a row cannot be used or none is left.
+        ConfigError: if a row cannot be used or none is left.
     """
     kept: list[list[tuple[np.ndarray, np.ndarray]]] = []
     dropped = 0
@@ -193,9 +190,9 @@ def load_examples(
         try:
             rendered = render(row)
         except TemplateError as error:
-            raise DataError(f"{name}: {error}") from error
+            raise ConfigError(f"{name}: {error}") from error
         except (AttributeError, KeyError, TypeError) as error:
-            raise DataError(
+            raise ConfigError(
                 f"{name} contains malformed messages ({error!r}): give objects with role and content"
             ) from error
         length = max(len(each.ids) for each in rendered)
@@ -204,11 +201,11 @@ def load_examples(
         elif drop_long:
             dropped += 1
         else:
-            raise DataError(
+            raise ConfigError(
                 f"{name} has {length} tokens, more than max_length {max_length}: raise it, or set on_long to drop"
             )
     if not kept:
-        raise DataError(f"{data} holds no usable row ({dropped} were longer than max_length): raise max_length")
+        raise ConfigError(f"{data} holds no usable row ({dropped} were longer than max_length): raise max_length")
 
     def rows(index: int) -> list[Sequence]:
         bare = [_row(ids, mask, str(index)) for ids, mask in kept[index]]
@@ -276,13 +273,13 @@ def hold_out(examples: Examples, share: float, seed: int) -> Data:
     """Hold out a random share of the examples; none for a share of 0.
 
     Raises:
-        DataError: if nothing would be left on one side.
+        ConfigError: if nothing would be left on one side.
     """
     if not share:
         return Data(examples, None)
     held = round(share * len(examples))
     if not 0 < held < len(examples):
-        raise DataError(
+        raise ConfigError(
             f"eval_share {share:g} of {len(examples)} examples holds out {held}: give more examples, another share, or eval_data"
         )
     order = np.random.default_rng([seed, 1]).permutation(len(examples)).tolist()

@@ -22,7 +22,7 @@ from trainer_svc.engine.network import Head
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.offline.checkpoints import RunCheckpoints, checkpoint_directory, claim_output
-from trainer_svc.offline.config import DataError, DistillConfig, DpoConfig, OfflineConfig, RewardModelConfig, SftConfig
+from trainer_svc.offline.config import DistillConfig, DpoConfig, OfflineConfig, RewardModelConfig, SftConfig
 from trainer_svc.offline.data import (
     Data,
     batches,
@@ -57,8 +57,7 @@ def run(config: OfflineConfig, say: Say, mesh: Mesh = SINGLE) -> None:
     Raises:
         FinishedError: if the run is to be resumed and has finished.
         FileExistsError: if the output directory exists; nothing is trained then.
-        DataError: if the examples cannot be used.
-        ConfigError: if the model does not load, or the settings do not fit.
+        ConfigError: if the examples cannot be used, the model does not load, or the settings do not fit.
     """
     claim_output(config)
     renderer = ChatRenderer(_tokenizer_of(config.model, "model"))
@@ -105,7 +104,7 @@ def _train_scorer(config: RewardModelConfig, renderer: ChatRenderer, say: Say, m
 
 def _distill(config: DistillConfig, renderer: ChatRenderer, say: Say, mesh: Mesh) -> None:
     if _tokenizer_of(config.teacher, "teacher").get_vocab() != renderer.tokenizer.get_vocab():
-        raise DataError(
+        raise ConfigError(
             f"the teacher {config.teacher} has another vocabulary than {config.model}: choose models with one tokenizer"
         )
     data = load_data(config, partial(render_demonstration, renderer))
