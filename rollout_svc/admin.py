@@ -18,10 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 
 from rollout_svc.engines.base import EngineError, PauseMode
-from rollout_svc.servicer import RolloutServicer
+from rollout_svc.servicer import MAX_NAME, RolloutServicer, loaded_adapters
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.weights import ReplicaWeights
-from rollout_svc.wire import MAX_NAME, loaded_adapters
 from sluice.rpc import SluiceError
 from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc

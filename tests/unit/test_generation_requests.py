@@ -11,8 +11,8 @@ import pytest
 from tiny_policy import TINY
 
 from rollout_svc.engines.base import ModelInfo, Sampling
+from rollout_svc.servicer import generation_request, sampling_of
 from rollout_svc.tokenizer import RENDER_THREADS, ModelTokenizer, struct_dict
-from rollout_svc.wire import generation_request, sampling_of
 from sluice.cli.init_model import character_tokenizer
 from sluice.rpc import MAX_SAMPLES, SluiceError
 from sluice.v1 import rollout_pb2, tokens_pb2

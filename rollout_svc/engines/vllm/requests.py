@@ -10,6 +10,7 @@ and the conformance tests compare the spans with the final ones.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,20 +111,24 @@ class TrackedRequest:
                 continue
             self._ended[index] = output is not None
             flat = state.logprobs_processor.logprobs[start:end]
-            if self.adapter is not None:
-                spans = [VersionSpan(0, self.adapter.version)]
-            else:
-                spans = [VersionSpan(first, Version.parse(label)) for label, first in state.weight_version_starts]
             yield GenerationChunk(
                 index=index,
                 offset=start,
                 token_ids=token_ids[start:end],
                 logprobs=flat_logprobs(flat, top),
-                spans=spans_between(spans, start, end),
+                spans=self._spans(state, start, end) if end > start else [],
                 finish_reason=None if output is None else self._finish_reason(output),
                 stop_string="" if output is None else stop_string(output),
                 top_logprobs=flat_top_logprobs(flat, top),
             )
+
+    def _spans(self, state: RequestState, start: int, end: int) -> list[VersionSpan]:
+        if self.adapter is not None:
+            return [VersionSpan(start, self.adapter.version)]
+        starts = state.weight_version_starts
+        if starts and starts[-1][1] <= start:  # one version sampled the whole chunk, as it does nearly every chunk
+            return [VersionSpan(start, _version(starts[-1][0]))]
+        return spans_between([VersionSpan(first, _version(label)) for label, first in starts], start, end)
 
     def _sample(self, output: CompletionOutput) -> Sample:
         top = self.request.sampling.top_logprobs
@@ -180,6 +185,12 @@ async def submit(
         parent = processor.parent_requests[collector.request_id]
     states = [processor.request_states[name] for name in names]
     return TrackedRequest(request, adapter, collector.request_id, collector, states, parent)
+
+
+@functools.lru_cache(maxsize=64)
+def _version(label: str) -> Version:
+    """Return the version of a label. Few versions serve, but each chunk of each stream names one."""
+    return Version.parse(label)
 
 
 class LoadRecorder:
