@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -17,23 +17,24 @@ from fastapi.responses import JSONResponse, Response
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
 from sluice.config import SecurityConfig
-from sluice.openai.errors import answer_errors
-from sluice.openai.requests import Body, ChatRequest, CompletionRequest, chat_request, completion_requests
-from sluice.openai.responses import (
+from sluice.openai.dialect import (
+    Body,
+    ChatRequest,
     ChatResponses,
+    CompletionRequest,
     CompletionResponses,
-    DisconnectedError,
     Events,
-    EventStream,
     Numbered,
     Responses,
     StopStringFilter,
+    chat_request,
+    completion_requests,
     merged,
     prompt_fields,
     usage,
-    while_connected,
 )
-from sluice.openai.server import HEALTH_PATH, RequestGuard
+from sluice.openai.errors import answer_errors
+from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.server import TokenCheck
 from sluice.telemetry import CONTENT_TYPE, metrics_text
@@ -159,7 +160,7 @@ async def _stream(
         if message[1].HasField("chunk"):
             break
     head |= {"id": responses.prefix + first[0][1].opening.request_id, "object": responses.part}
-    return EventStream(Events(head, responses).encode(_chained(first, messages)))
+    return EventStream(Events(head, responses).encode(first, messages))
 
 
 async def _generate_all(
@@ -170,23 +171,8 @@ async def _generate_all(
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(servicer.Generate(each)) for each in requests]
     except* SluiceError as errors:
-        raise _first(errors) from errors
+        raise errors.exceptions[0] from errors
     return [task.result() for task in tasks]
-
-
-def _first(errors: BaseExceptionGroup[SluiceError]) -> SluiceError:
-    found = errors.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
-
-
-async def _chained(first: Sequence[Numbered], rest: AsyncGenerator[Numbered, None]) -> AsyncGenerator[Numbered, None]:
-    try:
-        for each in first:
-            yield each
-        async for each in rest:
-            yield each
-    finally:
-        await rest.aclose()
 
 
 def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -> None:

@@ -13,13 +13,15 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import grpc
 import structlog
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
@@ -50,6 +52,8 @@ JSON = "application/json"
 
 MAX_REQUEST_ID = 128
 RETRY_AFTER_S = 1.0
+
+Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
@@ -297,3 +301,62 @@ def _unexpected(error: Exception, request_id: str) -> SluiceError:
         "UNEXPECTED",
         f"the server failed with an unexpected {type(error).__name__}; look for request id {request_id} in its log",
     )
+
+
+class DisconnectedError(Exception):
+    """The client closed its connection."""
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do the work of a request whose body was read. If the client disconnects, cancel the work and wait until it has ended.
+
+    Raises:
+        DisconnectedError: if the client disconnected.
+    """
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise DisconnectedError
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.wait({working, leaving})
+        if not working.cancelled():
+            working.exception()  # nobody reads an error that the work raised while it was cancelled
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends events until they end or the client disconnects, then closes their source.
+
+    Starlette's own StreamingResponse leaves a source that is waiting at that moment to the garbage collector.
+
+    Args:
+        events: Encoded events.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the response."""
+        del scope
+        with contextlib.suppress(DisconnectedError):
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
