@@ -148,7 +148,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
     async def _pause_again(self, owner: str) -> None:
         """Pause the restarted engine: a pause lasts longer than the engine that it began on."""
         try:
-            await self._engine.serving.pause(PauseMode.KEEP)
+            await self._engine.ready.pause(PauseMode.KEEP)
         except (EngineError, SluiceError) as error:
             log.warning("the pause was lost with the engine", owner=owner, error=str(error))
             self._pauses.forget(owner)
@@ -196,7 +196,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             raise SluiceError.invalid_argument("mode", "set ABORT, WAIT or KEEP")
         if len(request.owner) > MAX_NAME:
             raise SluiceError.invalid_argument("owner", f"at most {MAX_NAME} characters")
-        engine, ttl_s = self._engine.serving, request.ttl.ToNanoseconds() / 1e9
+        engine, ttl_s = self._engine.ready, request.ttl.ToNanoseconds() / 1e9
         try:
             self._pauses.begin(request.owner, ttl_s, time.monotonic())
         except PauseHeldError as error:
@@ -225,7 +225,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         del context
         try:
             if self._pauses.end(request.owner, time.monotonic()):
-                await self._engine.serving.resume()
+                await self._engine.ready.resume()
         except PauseHeldError:
             return pb.ResumeResponse(running=False)
         except EngineError as error:
@@ -253,7 +253,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         del context
         if len(request.request_ids) > MAX_ABORTED:
             raise SluiceError.invalid_argument("request_ids", f"at most {MAX_ABORTED} in one call")
-        engine = self._engine.serving
+        engine = self._engine.ready
         names = list(request.request_ids) or self._requests.request_ids
         try:
             aborted = [await engine.abort(name) for name in names]

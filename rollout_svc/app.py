@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
 from rollout_svc.config import RolloutConfig
-from rollout_svc.engines import build_engine
-from rollout_svc.engines.base import InferenceEngine
+from rollout_svc.engines.base import EnginePackage, InferenceEngine
 from rollout_svc.servicer import RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
 from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, Service
+from sluice.engines import ENGINES
 from sluice.rpc import RpcServer
 from sluice.v1 import rollout_pb2_grpc
 
@@ -36,7 +37,8 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
         features=[f"engine.{config.engine}", *(["lora"] if config.lora.enabled else [])],
         run=common.run,
     )
-    engine = build_engine(common.model, config, common.max_staleness)
+    package: EnginePackage = importlib.import_module(ENGINES[config.engine].package)
+    engine = package.build(common.model, config, common.max_staleness)
     await engine.start()
     try:
         tokenizer = ModelTokenizer(await load_tokenizer(common.model))

@@ -108,7 +108,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             SluiceError: UNAVAILABLE while the engine restarts, and when the replica is shutting down.
         """
         self._require_open()
-        return self._engine.serving.status().version
+        return self._engine.ready.status().version
 
     @property
     def request_ids(self) -> list[str]:
@@ -127,7 +127,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         async with self._admitted(request) as wanted:
             copies = _greedy_copies(wanted)
             try:
-                result = await self._engine.current.agenerate(replace(wanted, n=1) if copies > 1 else wanted)
+                result = await self._engine.current.sample(replace(wanted, n=1) if copies > 1 else wanted)
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
         response = pb.GenerateResponse(
@@ -208,7 +208,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     @contextlib.asynccontextmanager
     async def _admitted(self, request: pb.GenerateRequest) -> AsyncIterator[GenerationRequest]:
         """Check a request and reserve its place in the queue for as long as the block runs. Yield the engine's request."""
-        engine, n = self._engine.serving, self._places(request)
+        engine, n = self._engine.ready, self._places(request)
         self.samples += n
         try:
             wanted = generation_request(request, await self._tokenizer.ids_of(request), engine.info)

@@ -63,7 +63,7 @@ class EngineSupervisor:
         return self._recovering
 
     @property
-    def serving(self) -> InferenceEngine:
+    def ready(self) -> InferenceEngine:
         """Return the engine if it can take requests.
 
         Raises:
@@ -87,7 +87,7 @@ class EngineSupervisor:
         Raises:
             SluiceError: FAILED_PRECONDITION if it serves none; UNAVAILABLE while it restarts.
         """
-        engine = self.serving
+        engine = self.ready
         if not isinstance(engine, LoraEngine) or engine.lora_limits is None:
             raise SluiceError.failed_precondition(
                 "NO_ADAPTERS", "this replica serves no adapters: start it with rollout.lora.enabled = true"
@@ -105,7 +105,7 @@ class EngineSupervisor:
             ApplyError: if it does not serve.
         """
         with _apply_errors(staged.version):
-            return await self.serving.apply(staged)
+            return await self.ready.apply(staged)
 
     async def apply_adapter(self, staged: StagedAdapter) -> ApplyReport:
         """Let new requests run on an adapter.

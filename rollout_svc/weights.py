@@ -110,7 +110,7 @@ class ReplicaWeights:
             SluiceError: UNAVAILABLE if the engine could not.
         """
         try:
-            return await self._exclusively(self._engine.serving.reload_base)
+            return await self._exclusively(self._engine.ready.reload_base)
         except EngineError as error:
             raise SluiceError.unavailable("RELOAD_FAILED", str(error)) from error
 
@@ -126,7 +126,7 @@ class ReplicaWeights:
         """
 
         async def compare(staged: StagedVersion | None) -> list[str]:
-            return await self._engine.serving.verify_weights(staged, fraction)
+            return await self._engine.ready.verify_weights(staged, fraction)
 
         try:
             if self._receiver is None:

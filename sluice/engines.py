@@ -16,7 +16,7 @@ class Engine:
     """What the rest of Sluice must know of an engine before it starts.
 
     Attributes:
-        package: Its package, a `rollout_svc.engines.EnginePackage`.
+        package: Its package, a `rollout_svc.engines.base.EnginePackage`.
         library: The Python module that must be installed.
         several_devices: Whether one replica can use several devices, by `rollout.engine_args`; else it has one.
         reads_device: Whether `rollout.device` chooses its device; else it takes CUDA where there is a device.

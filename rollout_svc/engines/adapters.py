@@ -396,7 +396,7 @@ class LoraEngine(ABC):
 
     # --- for the engine: changes, under its lock ------------------------------------------------------------------
 
-    def _serve_weights(self) -> None:
+    def _deselect_adapter(self) -> None:
         """Use the weights alone for new requests that name no adapter."""
         self._slots.current = None
 

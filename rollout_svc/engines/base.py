@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from rollout_svc.config import RolloutConfig
+from sluice.config import CommonConfig
 from sluice.versions import Version, VersionSpan
 from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
 
@@ -177,7 +179,7 @@ class InferenceEngine(Protocol):
     async def stop(self) -> None:
         """End every request and free everything. Idempotent."""
 
-    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+    async def sample(self, request: GenerationRequest) -> GenerationResult:
         """Sample, and return when all samples have ended. Cancelling aborts them.
 
         Raises:
@@ -189,7 +191,7 @@ class InferenceEngine(Protocol):
     def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[GenerationChunk, None]:
         """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
 
-        Raises what `agenerate` raises.
+        Raises what `sample` raises.
         """
 
     async def abort(self, request_id: str) -> bool:
@@ -235,3 +237,21 @@ class InferenceEngine(Protocol):
 
     def status(self) -> EngineStatus:
         """Return version and load. This is cheap."""
+
+
+class EnginePackage(Protocol):
+    """What the package of an engine offers; `sluice.engines` lists the packages."""
+
+    def build(self, model: str, config: RolloutConfig, max_staleness: int) -> InferenceEngine:
+        """Return the engine that the settings ask for, not started.
+
+        Raises:
+            ConfigError: if it could not hold the adapters that the run's bound on staleness asks for.
+        """
+
+    def check(self, run: CommonConfig, config: RolloutConfig) -> None:
+        """Refuse settings that the engine would fail on while it starts. Loads neither the model nor the engine's library.
+
+        Raises:
+            ConfigError: with the setting to change.
+        """

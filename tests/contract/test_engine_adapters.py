@@ -85,7 +85,7 @@ def ask(sampling: Sampling = FREE, n: int = 1, adapter: str = "") -> GenerationR
 
 
 async def one(engine: LoraEngine, sampling: Sampling = FREE, adapter: str = "") -> Sample:
-    return (await engine.agenerate(ask(sampling, adapter=adapter))).samples[0]
+    return (await engine.sample(ask(sampling, adapter=adapter))).samples[0]
 
 
 def assert_sampled_by(sample: Sample, version: Version, recomputed: Callable[[list[int]], torch.Tensor]) -> None:
@@ -125,10 +125,10 @@ async def test_an_adapter_leaves_the_weights_untouched(engine, models):
 
 
 async def test_each_of_several_versions_under_way_gives_its_own_log_probabilities(engine, models):
-    base = asyncio.create_task(engine.agenerate(ask(LONG, n=2)))
+    base = asyncio.create_task(engine.sample(ask(LONG, n=2)))
     await until_tokens(engine, 4)
     await engine.apply_adapter(staged_adapter(models.adapters[0], Version(1, 1)))
-    first = asyncio.create_task(engine.agenerate(ask(LONG, n=2)))
+    first = asyncio.create_task(engine.sample(ask(LONG, n=2)))
     await until_tokens(engine, 8)
     await engine.apply_adapter(staged_adapter(models.adapters[1], Version(1, 2)))
     second = await one(engine)
@@ -145,7 +145,7 @@ async def test_the_oldest_version_retires_when_there_is_no_more_room(engine, mod
     under_way = []
     for number in range(LIMITS.max_loras):
         await engine.apply_adapter(staged_adapter(models.adapters[number], Version(1, number)))
-        under_way.append(asyncio.create_task(engine.agenerate(ask(LONG))))
+        under_way.append(asyncio.create_task(engine.sample(ask(LONG))))
         await until_tokens(engine, 4)
     await engine.apply_adapter(staged_adapter(models.adapters[4], Version(1, 4)))
     samples = [(await task).samples[0] for task in under_way]
@@ -223,8 +223,8 @@ async def test_unloading_a_name_ends_its_requests_and_no_others(engine, models):
     same = staged_adapter(models.adapters[0], Version(1, 1))
     await engine.apply_adapter(same)
     await engine.load_named("a", same)
-    named = asyncio.create_task(engine.agenerate(ask(LONG, n=2, adapter="a")))
-    policy = asyncio.create_task(engine.agenerate(ask(LONG)))
+    named = asyncio.create_task(engine.sample(ask(LONG, n=2, adapter="a")))
+    policy = asyncio.create_task(engine.sample(ask(LONG)))
     await until_tokens(engine, 9)
     assert await engine.unload_named("a")
     for sample in (await named).samples:
@@ -238,7 +238,7 @@ async def test_unloading_a_name_ends_its_requests_and_no_others(engine, models):
 
 async def test_a_name_moves_to_another_version(engine, models):
     await engine.load_named("a", staged_adapter(models.adapters[0], Version(1, 1)))
-    task = asyncio.create_task(engine.agenerate(ask(LONG, adapter="a")))
+    task = asyncio.create_task(engine.sample(ask(LONG, adapter="a")))
     await until_tokens(engine, 4)
     await engine.load_named("a", staged_adapter(models.adapters[1], Version(1, 2)))
     assert_sampled_by(await one(engine, adapter="a"), Version(1, 2), by_adapter(models, 1))
@@ -266,7 +266,7 @@ async def test_the_prefix_cache_gives_no_version_what_another_wrote(engine, mode
     for number in (0, 1, 0):
         await engine.apply_adapter(staged_adapter(models.adapters[number], Version(2, number)))
         for _ in range(2):
-            sample = (await engine.agenerate(GenerationRequest("long", prompt, FREE))).samples[0]
+            sample = (await engine.sample(GenerationRequest("long", prompt, FREE))).samples[0]
             expected = recompute_adapted(models.base, models.adapters[number], prompt, sample.token_ids)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, **TOLERANCE)
 

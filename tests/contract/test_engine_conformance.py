@@ -43,7 +43,7 @@ def ask(sampling: Sampling = FREE, n: int = 1, prompt: list[int] | None = None, 
 
 
 async def one(engine: InferenceEngine, sampling: Sampling = FREE, prompt: list[int] | None = None) -> Sample:
-    return (await engine.agenerate(ask(sampling, prompt=prompt))).samples[0]
+    return (await engine.sample(ask(sampling, prompt=prompt))).samples[0]
 
 
 async def collect(chunks: AsyncIterator[GenerationChunk]) -> list[GenerationChunk]:
@@ -75,12 +75,12 @@ async def on_base_weights(request: pytest.FixtureRequest) -> AsyncIterator[None]
 class TestSampling:
     @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
     async def test_logprobs_are_the_policy_after_temperature(self, engine, models, temperature):
-        result = await engine.agenerate(ask(replace(FREE, max_tokens=64, temperature=temperature), n=4))
+        result = await engine.sample(ask(replace(FREE, max_tokens=64, temperature=temperature), n=4))
         for sample in result.samples:
             assert_policy(models.base, sample, temperature)
 
     async def test_gives_each_sample_by_index(self, engine):
-        result = await engine.agenerate(ask(n=5))
+        result = await engine.sample(ask(n=5))
         assert [sample.index for sample in result.samples] == [0, 1, 2, 3, 4]
         assert len({tuple(sample.token_ids) for sample in result.samples}) == 5
         for sample in result.samples:
@@ -94,8 +94,8 @@ class TestSampling:
 
     async def test_a_seed_makes_samples_reproducible(self, engine):
         seeded = replace(FREE, seed=1234)
-        first = await engine.agenerate(ask(seeded, n=3))
-        second = await engine.agenerate(ask(seeded, n=3))
+        first = await engine.sample(ask(seeded, n=3))
+        second = await engine.sample(ask(seeded, n=3))
         other = await one(engine, replace(FREE, seed=1235))
         ids = [sample.token_ids for sample in first.samples]
         assert ids == [sample.token_ids for sample in second.samples]
@@ -112,7 +112,7 @@ class TestSampling:
             assert recompute(models.base, PROMPT, second)[-1].item() == pytest.approx(top[1][1], abs=1e-4)
 
     async def test_prompt_logprobs_leave_out_the_first_token(self, engine, models):
-        result = await engine.agenerate(ask(prompt_logprobs=True))
+        result = await engine.sample(ask(prompt_logprobs=True))
         expected = recompute(models.base, PROMPT[:1], PROMPT[1:])
         torch.testing.assert_close(torch.tensor(result.prompt_logprobs), expected, **TOLERANCE)
 
@@ -450,8 +450,8 @@ class TestVerification:
     async def test_tokens_are_produced_meanwhile(self, engine, models):
         await engine.apply(staged(models.second, self.FIRST))
         request = GenerationRequest("request", [5, 9, 17], Sampling(max_tokens=200, ignore_eos=True, temperature=0.0))
-        before = (await engine.agenerate(request)).samples[0]
-        task = asyncio.create_task(engine.agenerate(request))
+        before = (await engine.sample(request)).samples[0]
+        task = asyncio.create_task(engine.sample(request))
         assert await engine.verify_weights(staged(models.second, self.FIRST)) == []
         during = (await task).samples[0]
         assert during.finish_reason is FinishReason.LENGTH

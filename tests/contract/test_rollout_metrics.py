@@ -27,7 +27,7 @@ async def test_a_scrape_sees_load_version_and_counts(tmp_path):
             return registry.get_sample_value(f"sluice_rollout_{name}")
 
         before = value("generated_tokens_total")
-        await engine.agenerate(GenerationRequest("a", [5, 6], Sampling(max_tokens=7, ignore_eos=True), n=2))
+        await engine.sample(GenerationRequest("a", [5, 6], Sampling(max_tokens=7, ignore_eos=True), n=2))
         assert value("generated_tokens_total") - before == 14
         assert (value("prompt_tokens_total"), value("running"), value("queued"), value("healthy")) == (2, 0, 0, 1)
         await engine.apply(staged(second, Version(3, 4)))

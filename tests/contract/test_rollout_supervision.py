@@ -78,7 +78,7 @@ async def die(engine: TransformersEngine) -> None:
 
 
 async def _sample_until_it_dies(engine: TransformersEngine) -> None:
-    task = asyncio.create_task(engine.agenerate(LONG))
+    task = asyncio.create_task(engine.sample(LONG))
     await until(lambda: engine.status().running == 1)
     kill(engine)
     await task
@@ -89,18 +89,18 @@ async def test_it_serves_the_same_version_again(watched, second):
     await die(watched.engine)
     await watched.until_restarted()
     assert watched.told == [False, True]
-    assert watched.supervisor.serving.status().version == Version(1, 1)
-    answer = await watched.supervisor.serving.agenerate(GREEDY)
+    assert watched.supervisor.ready.status().version == Version(1, 1)
+    answer = await watched.supervisor.ready.sample(GREEDY)
     assert answer.samples[0].token_ids == greedy(second, PROMPT, 12)
 
 
 async def test_who_asks_meanwhile_is_told_when_to_retry(watched):
     await die(watched.engine)
     with pytest.raises(SluiceError, match="restarts") as refusal:
-        _ = watched.supervisor.serving
+        _ = watched.supervisor.ready
     assert refusal.value.retry_after_s
     await watched.until_restarted()
-    assert watched.supervisor.serving is watched.engine
+    assert watched.supervisor.ready is watched.engine
 
 
 async def test_a_second_death_is_survived_as_well(watched, model):
@@ -108,7 +108,7 @@ async def test_a_second_death_is_survived_as_well(watched, model):
         await die(watched.engine)
         await watched.until_restarted(times)
         await until(lambda: watched.supervisor.failures == 0)
-    assert (await watched.engine.agenerate(GREEDY)).samples[0].token_ids == greedy(model, PROMPT, 12)
+    assert (await watched.engine.sample(GREEDY)).samples[0].token_ids == greedy(model, PROMPT, 12)
 
 
 async def test_what_it_served_may_be_gone_then_the_base_serves(watched, model, second, tmp_path):
@@ -119,7 +119,7 @@ async def test_what_it_served_may_be_gone_then_the_base_serves(watched, model, s
     await die(watched.engine)
     await watched.until_restarted()
     assert watched.engine.status().version == BASE
-    assert (await watched.engine.agenerate(GREEDY)).samples[0].token_ids == greedy(model, PROMPT, 12)
+    assert (await watched.engine.sample(GREEDY)).samples[0].token_ids == greedy(model, PROMPT, 12)
 
 
 async def test_it_gives_up_after_so_many_failures_in_a_row(model, tmp_path):
@@ -145,7 +145,7 @@ async def test_a_pause_outlives_the_engine_that_it_began_on(model):
         pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a")
         pause.ttl.FromSeconds(60)
         async with replica.admin_stub() as admin:
-            task = asyncio.create_task(engine.agenerate(LONG))
+            task = asyncio.create_task(engine.sample(LONG))
             await until(lambda: engine.status().running == 1)
             await admin.Pause(pause, timeout=30)
             kill(engine)
@@ -153,7 +153,7 @@ async def test_a_pause_outlives_the_engine_that_it_began_on(model):
             await asyncio.gather(task, return_exceptions=True)
             await until(lambda: replica.supervisor.restarts == 1 and engine.status().paused)
             assert (await admin.Resume(rollout_pb2.ResumeRequest(owner="a"), timeout=30)).running
-            assert len((await engine.agenerate(GREEDY)).samples[0].token_ids) == 12
+            assert len((await engine.sample(GREEDY)).samples[0].token_ids) == 12
         for duty in duties:
             duty.cancel()
         await asyncio.gather(*duties, return_exceptions=True)
@@ -161,12 +161,12 @@ async def test_a_pause_outlives_the_engine_that_it_began_on(model):
 
 async def test_a_pause_that_its_caller_gave_up_leaves_the_engine_sampling(model):
     async with running_engine(model) as engine, Replica(model, engine) as replica, replica.admin_stub() as admin:
-        task = asyncio.create_task(engine.agenerate(LONG))
+        task = asyncio.create_task(engine.sample(LONG))
         await until(lambda: engine.status().running == 1)
         pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_WAIT, owner="a")
         pause.ttl.FromSeconds(60)
         call = admin.Pause(pause, timeout=30)
-        late = asyncio.create_task(engine.agenerate(GREEDY))
+        late = asyncio.create_task(engine.sample(GREEDY))
         await until(lambda: replica.admin._pauses.owner == "a")
         call.cancel()
         await until(lambda: not replica.admin._pauses.owner)
@@ -177,7 +177,7 @@ async def test_a_pause_that_its_caller_gave_up_leaves_the_engine_sampling(model)
 
 async def test_requests_frozen_by_an_earlier_pause_end_in_a_later_wait(model):
     async with running_engine(model) as engine:
-        task = asyncio.create_task(engine.agenerate(LONG))
+        task = asyncio.create_task(engine.sample(LONG))
         await until(lambda: engine.status().running == 1)
         await engine.pause(PauseMode.KEEP)
         await asyncio.wait_for(engine.pause(PauseMode.WAIT), 60)

@@ -68,7 +68,7 @@ class Following:
         await until(lambda: self.version == version)
 
     async def assert_samples(self, number: int) -> None:
-        sample = (await self.engine.agenerate(GREEDY)).samples[0]
+        sample = (await self.engine.sample(GREEDY)).samples[0]
         assert sample.token_ids == greedy(self.models[number], PROMPT, 12)
         assert [span.version for span in sample.spans] == [self.version]
 
@@ -129,7 +129,7 @@ async def test_each_published_version_is_taken(following):
 
 async def test_a_version_is_taken_while_requests_are_under_way(following):
     long = GenerationRequest("long", PROMPT, Sampling(max_tokens=480, ignore_eos=True))
-    task = asyncio.create_task(following.engine.agenerate(long))
+    task = asyncio.create_task(following.engine.sample(long))
     await until(lambda: following.engine.status().generated_tokens > 3)
     await following.engine.pause(PauseMode.KEEP)  # the model is too fast: let the version come in the middle
     version = await following.publish(1)
@@ -239,7 +239,7 @@ async def test_an_engine_that_came_back_on_the_base_is_brought_to_the_newest_ver
             with staged.open("r+b") as file:
                 file.write(b"damaged!")
             long = replace(GREEDY, sampling=replace(GREEDY.sampling, max_tokens=480))
-            task = asyncio.create_task(engine.agenerate(long))
+            task = asyncio.create_task(engine.sample(long))
             await until(lambda: engine.status().running == 1)
             engine._running.batch._cache.keys = torch.zeros(0)  # the next step fails, and the engine is started again
             with pytest.raises(EngineError):

@@ -101,7 +101,7 @@ class TestModels:
         torch.manual_seed(0)
         directory = save(model_class(config), tmp_path / "model")
         async with running(directory) as engine:
-            result = await engine.agenerate(ask(n=3))
+            result = await engine.sample(ask(n=3))
             for sample in result.samples:
                 expected = reference(directory, model_class, sample.token_ids)
                 torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
@@ -137,7 +137,7 @@ class TestModels:
         directory = save_model(tmp_path / "bf16", 1, dtype=torch.bfloat16)
         async with running(directory) as engine:
             assert engine.info.dtype == "bfloat16"
-            sample = (await engine.agenerate(ask())).samples[0]
+            sample = (await engine.sample(ask())).samples[0]
             difference = (torch.tensor(sample.logprobs) - recompute(directory, PROMPT, sample.token_ids)).abs()
             assert float(difference.mean()) < 0.2
 
@@ -165,7 +165,7 @@ class TestBatching:
         config = GPT2Config(vocab_size=128, n_positions=256, n_embd=64, n_layer=2, n_head=4)
         async with running(save(GPT2LMHeadModel(config), tmp_path / "model")) as engine:
             assert engine.info.eos_token_ids == ()
-            sample = (await engine.agenerate(ask(Sampling(max_tokens=9, min_tokens=3)))).samples[0]
+            sample = (await engine.sample(ask(Sampling(max_tokens=9, min_tokens=3)))).samples[0]
             assert len(sample.token_ids) == 9
 
     async def test_requests_of_all_lengths_share_the_steps(self, models):
@@ -174,7 +174,7 @@ class TestBatching:
         async with running(models.base, max_running=5, prefill_tokens=64) as engine:
             sampling = replace(FREE, temperature=0.0)
             requests = [
-                engine.agenerate(ask(replace(sampling, max_tokens=3 + 5 * i), str(i), prompt=prompt))
+                engine.sample(ask(replace(sampling, max_tokens=3 + 5 * i), str(i), prompt=prompt))
                 for i, prompt in enumerate(prompts)
             ]
             results = await asyncio.gather(*requests)
@@ -182,7 +182,7 @@ class TestBatching:
 
     async def test_a_request_may_have_more_samples_than_there_are_places(self, models):
         async with running(models.base, max_running=3) as engine:
-            result = await engine.agenerate(ask(n=8, prompt_logprobs=True))
+            result = await engine.sample(ask(n=8, prompt_logprobs=True))
             assert len({tuple(sample.token_ids) for sample in result.samples}) == 8
             assert len(result.prompt_logprobs) == len(PROMPT) - 1
             assert engine.status().prompt_tokens == len(PROMPT)
@@ -193,7 +193,7 @@ class TestBatching:
     async def test_a_small_cache_makes_samples_wait_instead_of_failing(self, models):
         one_sample = 2 * 2 * 2 * 32 * 4 * CONTEXT
         async with running(models.base, kv_cache_bytes=one_sample) as engine:
-            results = await asyncio.gather(*(engine.agenerate(ask(LONG, str(i))) for i in range(3)))
+            results = await asyncio.gather(*(engine.sample(ask(LONG, str(i))) for i in range(3)))
             assert [len(result.samples[0].token_ids) for result in results] == [400, 400, 400]
             assert engine.status().kv_cache_usage == 0
 
@@ -201,7 +201,7 @@ class TestBatching:
         order: list[str] = []
 
         async def one(name: str, priority: int) -> None:
-            await engine.agenerate(ask(name=name, priority=priority))
+            await engine.sample(ask(name=name, priority=priority))
             order.append(name)
 
         async with running(models.base, max_running=1) as engine:
@@ -218,12 +218,12 @@ class TestBatching:
     async def test_a_full_queue_refuses_and_goes_on(self, models):
         async with running(models.base, max_running=1, max_queued=2) as engine:
             await engine.pause(PauseMode.KEEP)
-            tasks = [asyncio.create_task(engine.agenerate(ask(name=str(i)))) for i in range(2)]
+            tasks = [asyncio.create_task(engine.sample(ask(name=str(i)))) for i in range(2)]
             async with asyncio.timeout(DEADLINE_S):
                 while engine.status().queued < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             with pytest.raises(EngineBusyError, match="2"):
-                await engine.agenerate(ask())
+                await engine.sample(ask())
             await engine.resume()
             assert [len((await task).samples[0].token_ids) for task in tasks] == [24, 24]
 
@@ -241,18 +241,18 @@ class TestBatching:
     async def test_ids_outside_of_the_vocabulary_are_refused(self, models, request_):
         async with running(models.base) as engine:
             with pytest.raises(ValueError, match=r"tokens|vocabulary"):
-                await engine.agenerate(request_)
-            assert len((await engine.agenerate(ask())).samples[0].token_ids) == 24
+                await engine.sample(request_)
+            assert len((await engine.sample(ask())).samples[0].token_ids) == 24
 
 
 class TestPauses:
     async def test_while_requests_end_new_ones_wait_for_resume(self, models):
         async with running(models.base) as engine:
-            early = asyncio.create_task(engine.agenerate(ask(LONG, "early")))
+            early = asyncio.create_task(engine.sample(ask(LONG, "early")))
             await until_tokens(engine, 3)
             pausing = asyncio.create_task(engine.pause(PauseMode.WAIT))
             await until_tokens(engine, 3)
-            late = asyncio.create_task(engine.agenerate(ask(name="late")))
+            late = asyncio.create_task(engine.sample(ask(name="late")))
             await pausing
             assert len((await early).samples[0].token_ids) == 400
             assert engine.status().paused
@@ -262,7 +262,7 @@ class TestPauses:
 
     async def test_a_wait_that_takes_too_long_is_given_up(self, models):
         async with running(models.base, drain_deadline_s=0.01) as engine:
-            task = asyncio.create_task(engine.agenerate(ask(LONG)))
+            task = asyncio.create_task(engine.sample(ask(LONG)))
             await until_tokens(engine, 1)
             with pytest.raises(EngineError, match="KEEP"):
                 await engine.pause(PauseMode.WAIT)
@@ -272,7 +272,7 @@ class TestPauses:
     async def test_abort_reaches_requests_that_wait_in_a_drain(self, models):
         async with running(models.base) as engine:
             await engine.pause(PauseMode.WAIT)
-            late = asyncio.create_task(engine.agenerate(ask(name="late")))
+            late = asyncio.create_task(engine.sample(ask(name="late")))
             async with asyncio.timeout(DEADLINE_S):
                 while engine.status().queued < 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
@@ -287,31 +287,31 @@ class TestFailures:
         tensors["model.layers.0.self_attn.v_proj.weight"].fill_(float("nan"))
         save_file(tensors, poisoned)
         async with running(models.base) as engine:
-            task = asyncio.create_task(engine.agenerate(ask(LONG, n=3)))
+            task = asyncio.create_task(engine.sample(ask(LONG, n=3)))
             await until_tokens(engine, 9)
             await engine.apply(replace(staged(models.second, Version(1, 1)), path=poisoned))
             for sample in (await task).samples:
                 assert sample.finish_reason is FinishReason.ERROR
                 assert versions_of(sample.spans, len(sample.token_ids)) == [BASE] * len(sample.token_ids)
             await engine.apply(staged(models.second, Version(1, 2)))
-            for sample in (await engine.agenerate(ask(n=3))).samples:
+            for sample in (await engine.sample(ask(n=3))).samples:
                 expected = recompute(models.second, PROMPT, sample.token_ids)
                 torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
 
     async def test_a_failed_step_fails_its_requests_and_a_restart_serves_the_same_version(self, models):
         async with running(models.base) as engine:
             await engine.apply(staged(models.second, Version(1, 1)))
-            task = asyncio.create_task(engine.agenerate(ask(LONG)))
+            task = asyncio.create_task(engine.sample(ask(LONG)))
             await until_tokens(engine, 3)
             engine._running.batch._cache.keys = torch.zeros(0)  # as a device that fails under it
             with pytest.raises(EngineError, match="restart"):
                 await asyncio.wait_for(task, DEADLINE_S)
             assert not engine.status().healthy
             with pytest.raises(EngineError, match="broken"):
-                await engine.agenerate(ask())
+                await engine.sample(ask())
             assert await engine.restart() == Version(1, 1)
             assert engine.status().healthy
-            sample = (await engine.agenerate(ask())).samples[0]
+            sample = (await engine.sample(ask())).samples[0]
             expected = recompute(models.second, PROMPT, sample.token_ids)
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
 
@@ -325,7 +325,7 @@ class TestFailures:
 
         async with running(models.base, command_deadline_s=0.2) as engine:
             monkeypatch.setattr(engine._running.batch, "step", hang)
-            task = asyncio.create_task(engine.agenerate(ask(LONG)))
+            task = asyncio.create_task(engine.sample(ask(LONG)))
             await asyncio.to_thread(hanging.wait, DEADLINE_S)
             try:
                 async with asyncio.timeout(DEADLINE_S):
@@ -335,7 +335,7 @@ class TestFailures:
                         await task
                     assert not engine.status().healthy
                     assert await engine.restart() == BASE
-                    assert (await engine.agenerate(ask())).samples[0].token_ids
+                    assert (await engine.sample(ask())).samples[0].token_ids
             finally:
                 released.set()
 
@@ -353,7 +353,7 @@ class TestFailures:
         async with running(models.base) as engine:
             engine._running.batch._cache.keys = torch.zeros(0)
             with pytest.raises(EngineError, match="restart"):
-                await asyncio.wait_for(engine.agenerate(ask(n=2)), DEADLINE_S)
+                await asyncio.wait_for(engine.sample(ask(n=2)), DEADLINE_S)
 
     @pytest.mark.parametrize("failures", [1, 2])
     async def test_a_copy_that_fails_half_way_is_recovered_by_the_engine(self, models, monkeypatch, failures):
@@ -403,14 +403,14 @@ class TestFailures:
     async def test_stopping_ends_every_request(self, models):
         engine = TransformersEngine(str(models.base), SlotOptions(max_running=1))
         await engine.start()
-        tasks = [asyncio.create_task(engine.agenerate(ask(LONG, str(i)))) for i in range(3)]
+        tasks = [asyncio.create_task(engine.sample(ask(LONG, str(i)))) for i in range(3)]
         await until_tokens(engine, 3)
         await engine.stop()
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         assert [str(outcome) for outcome in outcomes] == ["the engine was stopped"] * 3
         await engine.stop()
         with pytest.raises(EngineError, match="start"):
-            await engine.agenerate(ask())
+            await engine.sample(ask())
 
     @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
     async def test_requests_that_are_given_up_as_it_stops_end_in_its_thread(self, models, monkeypatch):
@@ -422,7 +422,7 @@ class TestFailures:
 
         monkeypatch.setattr(SlotBatch, "step", slow_step)
         async with running(models.base) as engine:
-            tasks = [asyncio.create_task(engine.agenerate(ask(LONG, str(index)))) for index in range(8)]
+            tasks = [asyncio.create_task(engine.sample(ask(LONG, str(index)))) for index in range(8)]
             await until_tokens(engine, 16)
             for task in tasks[:4]:  # rows behind theirs move up
                 task.cancel()
@@ -433,7 +433,7 @@ class TestFailures:
 
     async def test_a_command_whose_caller_is_gone_is_skipped(self, models):
         async with running(models.base) as engine:
-            task = asyncio.create_task(engine.agenerate(ask(LONG)))
+            task = asyncio.create_task(engine.sample(ask(LONG)))
             await until_tokens(engine, 3)
             commands = [asyncio.create_task(engine.abort("request")) for _ in range(5)]
             await asyncio.sleep(0)
@@ -442,7 +442,7 @@ class TestFailures:
             await asyncio.gather(*commands, return_exceptions=True)
             assert engine.status().healthy
             await task
-            assert len((await engine.agenerate(ask())).samples[0].token_ids) == 24
+            assert len((await engine.sample(ask())).samples[0].token_ids) == 24
 
     async def test_a_request_outlives_no_event_loop(self, models):
         """A library user's loop may close under a request; the engine must not mind."""
@@ -452,7 +452,7 @@ class TestFailures:
 
         def other_loop() -> None:
             async def give_up() -> None:
-                task = asyncio.ensure_future(engine.agenerate(ask(replace(FREE, max_tokens=200))))
+                task = asyncio.ensure_future(engine.sample(ask(replace(FREE, max_tokens=200))))
                 await asyncio.sleep(0)
                 started_in.call_soon_threadsafe(started.set)
                 task.cancel()
@@ -463,6 +463,6 @@ class TestFailures:
         started_in = asyncio.get_running_loop()
         await asyncio.to_thread(other_loop)
         await started.wait()
-        assert len((await engine.agenerate(ask())).samples[0].token_ids) == 24
+        assert len((await engine.sample(ask())).samples[0].token_ids) == 24
         assert engine.status().healthy
         await engine.stop()

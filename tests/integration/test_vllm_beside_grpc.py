@@ -43,7 +43,7 @@ async def main(model, closed):
     engine = VllmEngine(model, VllmOptions(engine_args=arguments, start_method="fork"))
     await engine.start()
     spawned = any("spawn_main" in " ".join(child.cmdline()) for child in psutil.Process().children(recursive=True))
-    result = await engine.agenerate(GenerationRequest("request", [5, 9], Sampling(max_tokens=4, ignore_eos=True)))
+    result = await engine.sample(GenerationRequest("request", [5, 9], Sampling(max_tokens=4, ignore_eos=True)))
     print("spawned" if spawned else "forked", len(result.samples[0].token_ids), flush=True)
     await engine.stop()
     if not closed:

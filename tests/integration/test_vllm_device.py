@@ -53,7 +53,7 @@ async def test_a_version_that_differs_little_comes_in_as_a_patch(engine, tmp_pat
         await vllm.apply(version)
         assert await vllm.verify_weights(version) == []
         request = GenerationRequest("request", PROMPT, Sampling(max_tokens=24, ignore_eos=True))
-        sample = (await vllm.agenerate(request)).samples[0]
+        sample = (await vllm.sample(request)).samples[0]
         difference = torch.tensor(sample.logprobs) - recompute(model, PROMPT, sample.token_ids)
         assert difference.abs().mean() < 0.05
 

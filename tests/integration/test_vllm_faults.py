@@ -91,9 +91,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_hostile_request_is_refused_and_harms_nobody(engine, name):
-    neighbour = asyncio.create_task(engine.agenerate(ask(replace(SAMPLING, max_tokens=64))))
+    neighbour = asyncio.create_task(engine.sample(ask(replace(SAMPLING, max_tokens=64))))
     with pytest.raises(ValueError, match=r"\w"):
-        await engine.agenerate(HOSTILE[name])
+        await engine.sample(HOSTILE[name])
     assert len((await neighbour).samples[0].token_ids) == 64
     assert engine.status().healthy
     assert engine.status().queued == 0
@@ -102,7 +102,7 @@ async def test_a_hostile_request_is_refused_and_harms_nobody(engine, name):
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
 async def test_seeds_of_long_prompts_beside_each_other_are_served(engine, seed):
     requests = [ask(replace(SAMPLING, seed=seed), prompt=[5 + i] * (CONTEXT - 20), n=2) for i in range(8)]
-    results = await asyncio.gather(*[engine.agenerate(request) for request in requests])
+    results = await asyncio.gather(*[engine.sample(request) for request in requests])
     assert all(len(sample.token_ids) == 16 for result in results for sample in result.samples)
     assert engine.status().healthy
 
@@ -110,7 +110,7 @@ async def test_seeds_of_long_prompts_beside_each_other_are_served(engine, seed):
 async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_version(engine, others, second):
     [core] = engine_processes(os.getpid()) - others
     await engine.apply(staged(second, Version(1, 3)))
-    unary = asyncio.create_task(engine.agenerate(ask(replace(SAMPLING, max_tokens=400))))
+    unary = asyncio.create_task(engine.sample(ask(replace(SAMPLING, max_tokens=400))))
     stream = engine.stream(ask(replace(SAMPLING, max_tokens=400)))
     received = (await anext(stream)).token_ids
     core.send_signal(signal.SIGKILL)
@@ -123,10 +123,10 @@ async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_
     assert received
     assert not engine.status().healthy
     with pytest.raises(EngineError, match="restart"):
-        await engine.agenerate(ask())
+        await engine.sample(ask())
 
     assert await engine.restart() == Version(1, 3)
-    sample = (await engine.agenerate(ask())).samples[0]
+    sample = (await engine.sample(ask())).samples[0]
     assert [span.version for span in sample.spans] == [Version(1, 3)]
     expected = recompute(second, PROMPT, sample.token_ids)
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0.0)

@@ -63,7 +63,7 @@ def ask(sampling: Sampling = SHORT, n: int = 1) -> GenerationRequest:
 
 
 async def one(engine: VllmEngine, sampling: Sampling = SHORT) -> Sample:
-    return (await engine.agenerate(ask(sampling))).samples[0]
+    return (await engine.sample(ask(sampling))).samples[0]
 
 
 def assert_tokens_follow_their_versions(sample: Sample, weights: dict[Version, Path], atol: float = 1e-4) -> None:
@@ -159,7 +159,7 @@ async def on_base_weights(request: pytest.FixtureRequest) -> AsyncIterator[None]
 class TestOneWorker:
     async def test_every_token_belongs_to_the_version_that_its_span_names(self, engine, models):
         weights = {BASE: models[0]} | {Version(1, n): models[n % 3] for n in range(1, 7)}
-        tasks = [asyncio.create_task(engine.agenerate(ask(LONG, n=2))) for _ in range(8)]
+        tasks = [asyncio.create_task(engine.sample(ask(LONG, n=2))) for _ in range(8)]
         for n in range(1, 7):
             await until_tokens(engine, 200)
             await engine.apply(staged(models[n % 3], Version(1, n)))
@@ -195,7 +195,7 @@ class TestOneWorker:
         sample = await one(engine)
         assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([], [], FinishReason.ERROR)
         await engine.apply(staged(models[2], Version(1, 2)))
-        for result in await asyncio.gather(*[engine.agenerate(ask(n=4)) for _ in range(4)]):
+        for result in await asyncio.gather(*[engine.sample(ask(n=4)) for _ in range(4)]):
             for sample in result.samples:
                 assert_tokens_follow_their_versions(sample, {Version(1, 2): models[2]})
 
@@ -312,7 +312,7 @@ async def test_data_parallel_engines_switch_together(models):
         await engine.apply(staged(models[1], Version(1, 1)))
         for task in tasks:
             assert_tokens_follow_their_versions(await task, weights)
-        for result in await asyncio.gather(*[engine.agenerate(ask()) for _ in range(8)]):
+        for result in await asyncio.gather(*[engine.sample(ask()) for _ in range(8)]):
             assert result.samples[0].spans == [VersionSpan(0, Version(1, 1))]
             assert_tokens_follow_their_versions(result.samples[0], weights)
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_svc.config import LoraConfig, LoraLimits, RolloutConfig
-from rollout_svc.engines import build_engine
 from rollout_svc.engines.adapters import Adapter, AdaptersFullError, AdapterSlots, UnknownAdapterError
 from rollout_svc.engines.base import EngineError
-from rollout_svc.engines.vllm.processes import check_names, lora_arguments
+from rollout_svc.engines.slots import build
+from rollout_svc.engines.vllm import check_names, lora_arguments
 from sluice.config import ConfigError
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedAdapter
@@ -150,10 +150,10 @@ def test_adapters_are_switched_on_in_one_place():
 @pytest.mark.parametrize(("max_loras", "most"), [(None, 5), (7, 7)])
 def test_as_many_versions_fit_as_staleness_allows(max_loras, most):
     config = RolloutConfig(engine="transformers", lora=LoraConfig(enabled=True, max_loras=max_loras))
-    assert build_engine("model", config, 3).lora_limits == LoraLimits(most, 16)
+    assert build("model", config, 3).lora_limits == LoraLimits(most, 16)
 
 
 def test_fewer_places_than_staleness_needs_are_a_wrong_setting():
     config = RolloutConfig(engine="transformers", lora=LoraConfig(enabled=True, max_loras=4))
     with pytest.raises(ConfigError, match="max_staleness = 3 needs 5"):
-        build_engine("model", config, 3)
+        build("model", config, 3)

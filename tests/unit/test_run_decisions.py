@@ -13,7 +13,7 @@ from small_models import save_model
 from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
-from rollout_svc.engines import build_engine
+from rollout_svc.engines.slots import build
 from sluice.config import load_run
 from sluice.config.decide import decided
 from trainer_svc.objectives.objective import mismatch_warning
@@ -98,7 +98,7 @@ def test_settings_that_were_decided_stay_when_they_are_read_again(monkeypatch, t
 async def test_a_bfloat16_checkpoint_is_sampled_in_float32_beside_a_trainer_on_a_cpu(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", 1, dtype=torch.bfloat16)
     run = load_run(["--model", str(model), "--rollout.engine", "transformers"])
-    engine = build_engine(str(model), run.rollout, run.max_staleness)
+    engine = build(str(model), run.rollout, run.max_staleness)
     await engine.start()
     try:
         assert engine.info.dtype == "float32"

@@ -17,8 +17,7 @@ import pytest
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.model_files import BaseModel
 from rollout_svc.engines.vllm.engine import VllmEngine
-from rollout_svc.engines.vllm.owner_thread import OwnerThread
-from rollout_svc.engines.vllm.processes import VllmProcesses
+from rollout_svc.engines.vllm.processes import OwnerThread, VllmProcesses
 from rollout_svc.engines.vllm.requests import LoadRecorder
 from rollout_svc.engines.vllm.weights import VllmWeights
 from sluice.versions import Version

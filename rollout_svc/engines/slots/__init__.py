@@ -8,11 +8,9 @@ from rollout_svc.engines.model_files import check_length
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk
 
-__all__ = ["build", "check"]
-
 
 def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEngine:
-    """See `rollout_svc.engines.EnginePackage`."""
+    """See `EnginePackage`."""
     from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine  # noqa: PLC0415 - imports torch
 
     options = SlotOptions(
@@ -32,7 +30,7 @@ def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEng
 
 
 def check(run: CommonConfig, config: RolloutConfig) -> None:
-    """See `rollout_svc.engines.EnginePackage`."""
+    """See `EnginePackage`."""
     config.lora.limits(run.max_staleness)
     sizes = sizes_on_disk(run.model)
     if sizes is None or config.max_model_len is None or sizes.positions is None:

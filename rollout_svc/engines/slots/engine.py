@@ -216,7 +216,7 @@ class TransformersEngine(LoraEngine):
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
-    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+    async def sample(self, request: GenerationRequest) -> GenerationResult:
         """See `InferenceEngine`."""
         await self._policy_loaded.wait()
         active = self._submit(request)
@@ -308,7 +308,7 @@ class TransformersEngine(LoraEngine):
         async with self._commands:
             loop = self._loop
             if loop.staged == staged and not loop.suspect:
-                self._serve_weights()  # from an adapter back to its base, which has not changed
+                self._deselect_adapter()  # from an adapter back to its base, which has not changed
                 return ApplyReport(staged.version, 0.0, 0.0)
             self._base_model.check(staged)
             return await self._swap(loop, staged)
@@ -323,7 +323,7 @@ class TransformersEngine(LoraEngine):
         await asyncio.to_thread(loop.check, staged)  # while the loop samples
         await self._retire_other_bases(version)
         times = await self._command(lambda: loop.swap(staged), deadlines=SWAP_STEPS)
-        self._serve_weights()
+        self._deselect_adapter()
         return ApplyReport(version, *times)
 
     async def verify_weights(self, staged: StagedVersion | None, fraction: float = 1.0) -> list[str]:

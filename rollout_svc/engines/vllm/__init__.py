@@ -1,20 +1,29 @@
-"""The engine that samples with vLLM."""
+"""The engine that samples with vLLM: how it is built, and which settings it refuses before anything is loaded."""
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Mapping
+from typing import Any
 
-from rollout_svc.config import RolloutConfig
+from rollout_svc.config import LoraLimits, RolloutConfig
 from rollout_svc.engines.base import EngineError, InferenceEngine
-from rollout_svc.engines.vllm.processes import check_names, lora_arguments
 from sluice.config import CommonConfig, ConfigError
 from sluice.models import sizes_on_disk
 
-__all__ = ["build", "check"]
+OURS = ("logprobs_mode", "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "model")
+"""Arguments that the engine sets itself, since it would not work with other values."""
+
+LORA = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank")
+"""Arguments that the table `[rollout.lora]` sets."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can allocate buffers for."""
 
 
 def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEngine:
-    """See `rollout_svc.engines.EnginePackage`."""
+    """See `EnginePackage`."""
     from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions  # noqa: PLC0415 - only where vLLM is wanted
 
     if config.threads is not None:
@@ -38,7 +47,7 @@ def build(model: str, config: RolloutConfig, max_staleness: int) -> InferenceEng
 
 
 def check(run: CommonConfig, config: RolloutConfig) -> None:
-    """See `rollout_svc.engines.EnginePackage`."""
+    """See `EnginePackage`."""
     lora = config.lora.limits(run.max_staleness)
     try:
         check_names(config.engine_args, set(config.engine_args))
@@ -52,3 +61,34 @@ def check(run: CommonConfig, config: RolloutConfig) -> None:
             f"vLLM cannot share the {sizes.heads} attention heads of {run.model} over {tensor} devices: set"
             " rollout.engine_args.tensor_parallel_size, or t of the allocation, to a divisor of it"
         )
+
+
+def check_names(given: Mapping[str, Any], known: set[str]) -> None:
+    """Refuse unknown argument names, and those that the engine sets itself.
+
+    Raises:
+        EngineError: with the most similar known name.
+    """
+    for name in given:
+        if name in OURS:
+            raise EngineError(f"engine argument {name!r} is set by the engine itself; remove it")
+        if name in LORA:
+            raise EngineError(f"engine argument {name!r} comes from the table [rollout.lora]; set enabled = true there")
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise EngineError(f"vLLM has no engine argument {name!r}{hint}")
+
+
+def lora_arguments(lora: LoraLimits, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the arguments for an engine with adapters.
+
+    Raises:
+        EngineError: if vLLM has no buffers for such a rank.
+    """
+    rank = next((rank for rank in LORA_RANKS if rank >= lora.max_rank), None)
+    if rank is None:
+        raise EngineError(f"rollout.lora.max_rank is {lora.max_rank}; vLLM goes up to {LORA_RANKS[-1]}")
+    # On a CPU, vLLM's kernels give sequences without an adapter that of the last place. One more place, always empty, prevents it.
+    places = lora.max_loras + 1 if on_cpu else lora.max_loras
+    return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}

@@ -189,7 +189,7 @@ class VllmEngine(LoraEngine):
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
-    async def agenerate(self, request: GenerationRequest) -> GenerationResult:
+    async def sample(self, request: GenerationRequest) -> GenerationResult:
         """See `InferenceEngine`."""
         tracked = await self._submit(request)
         try:
@@ -330,7 +330,7 @@ class VllmEngine(LoraEngine):
 
     async def _apply(self, staged: StagedVersion) -> ApplyReport:
         if self._weights.staged == staged and not self._weights.suspect:
-            self._serve_weights()  # from an adapter back to its base, which has not changed
+            self._deselect_adapter()  # from an adapter back to its base, which has not changed
             return ApplyReport(staged.version, 0.0, 0.0)
         return await self._switch(staged)
 
@@ -344,7 +344,7 @@ class VllmEngine(LoraEngine):
             self._break(str(error))
             raise
         self._weights.staged = staged
-        self._serve_weights()
+        self._deselect_adapter()
         return report
 
     def _break(self, why: str) -> None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
-import difflib
 import gc
 import json
+import multiprocessing.util  # at exit it waits for children; imported first, it does so after `OwnerThread` has ended them
 import os
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollout_svc.config import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
-from rollout_svc.engines.vllm.owner_thread import OwnerThread
+from rollout_svc.engines.vllm import check_names, lora_arguments
 from rollout_svc.engines.vllm.requests import Llm, LoadRecorder, ModelConfig, VllmConfig
 from sluice.tasks import settle
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
@@ -33,22 +37,72 @@ CPU_KV_CACHE_BYTES = 256 << 20
 CPU_MAX_NUM_SEQS = 256
 """Default number of sequences in one step on a CPU. 64 already reach 72-96% of the throughput of 256."""
 
-OURS = ("logprobs_mode", "worker_extension_cls", "weight_transfer_config", "disable_log_stats", "model")
-"""Arguments that the engine sets itself, since it would not work with other values."""
-
-LORA = ("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank")
-"""Arguments that the table `[rollout.lora]` sets."""
-
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM can allocate buffers for."""
+END_S = 1.0
+"""Seconds at the exit of the interpreter for the call in progress, before the processes are killed."""
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts its own segments
 
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
 _OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
 """The objects that own the threads of gRPC: every channel, server, stub and call holds one of these."""
+
+
+class OwnerThread:
+    """Runs one function after the other in a thread that lives until `end`.
+
+    The kernel ends the processes of vLLM when the thread that started them ends. The interpreter waits at its exit for the threads
+    of an executor, and so for a start or a shutdown of vLLM that hangs. This thread is a daemon: if it hangs, `kill` ends its processes.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="vllm-owner", daemon=True)
+        self._thread.start()
+        atexit.register(self._exit)
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:  # noqa: ANN401 - those of any function
+        """Call a function in the thread, after those before it."""
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*arguments)
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        self._calls.put(call)
+        return asyncio.wrap_future(answer)
+
+    def end(self) -> None:
+        """End the thread, and with it its processes, after the calls before. Does not wait."""
+        self._calls.put(None)
+
+    def kill(self) -> None:
+        """Kill the processes that the thread started, unless it has ended."""
+        with contextlib.suppress(OSError):  # it has ended
+            ids = Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split()
+            for process in multiprocessing.active_children():
+                if str(process.pid) in ids:
+                    process.kill()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # what it answered is the caller's to keep
+        atexit.unregister(self._exit)
+
+    def _exit(self) -> None:
+        self.end()
+        self._thread.join(END_S)
+        self.kill()
 
 
 @dataclass(slots=True)
@@ -301,23 +355,6 @@ def require_tested_version(version: str) -> None:
         )
 
 
-def check_names(given: Mapping[str, Any], known: set[str]) -> None:
-    """Refuse unknown argument names, and those that the engine sets itself.
-
-    Raises:
-        EngineError: with the most similar known name.
-    """
-    for name in given:
-        if name in OURS:
-            raise EngineError(f"engine argument {name!r} is set by the engine itself; remove it")
-        if name in LORA:
-            raise EngineError(f"engine argument {name!r} comes from the table [rollout.lora]; set enabled = true there")
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise EngineError(f"vLLM has no engine argument {name!r}{hint}")
-
-
 def engine_arguments(
     model: str, given: Mapping[str, Any], *, on_cpu: bool, arguments_class: type, lora: LoraLimits | None = None
 ) -> dict[str, Any]:
@@ -352,20 +389,6 @@ def engine_arguments(
         "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,  # switches its default loggers off; ours is passed separately
     }
-
-
-def lora_arguments(lora: LoraLimits, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the arguments for an engine with adapters.
-
-    Raises:
-        EngineError: if vLLM has no buffers for such a rank.
-    """
-    rank = next((rank for rank in LORA_RANKS if rank >= lora.max_rank), None)
-    if rank is None:
-        raise EngineError(f"rollout.lora.max_rank is {lora.max_rank}; vLLM goes up to {LORA_RANKS[-1]}")
-    # On a CPU, vLLM's kernels give sequences without an adapter that of the last place. One more place, always empty, prevents it.
-    places = lora.max_loras + 1 if on_cpu else lora.max_loras
-    return {"enable_lora": True, "max_loras": places, "max_cpu_loras": places, "max_lora_rank": rank}
 
 
 def cpu_defaults(model: str) -> dict[str, Any]:
