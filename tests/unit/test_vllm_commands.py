@@ -249,6 +249,12 @@ async def start():
     except EngineError:
         print("gave up")
 
+async def processes_left(hanging):
+    await hanging()
+    for child in multiprocessing.active_children():
+        child.join(5)
+    print(len(multiprocessing.active_children()), "left")
+
 async def running():
     await processes.OwnerThread().submit(engine_core)
     print("gave up")
@@ -266,3 +272,15 @@ def test_a_vllm_that_hangs_or_runs_does_not_keep_the_process_from_ending(what: s
         check=True,
     )
     assert done.stdout.endswith("gave up\n")
+
+
+@pytest.mark.parametrize("what", ["shutdown", "start"])
+def test_a_vllm_that_hangs_leaves_no_process_while_this_one_lives(what: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{HANG_AND_LEAVE}asyncio.run(processes_left({what}))"],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=40,
+        check=True,
+    )
+    assert done.stdout.endswith("gave up\n0 left\n")

@@ -133,7 +133,8 @@ class VllmProcesses:
         if await settle(ending, timeout_s=2 * deadline_s):
             ending.result()
         else:
-            log.error("vLLM did not shut down in time; its processes end with this one", seconds=2 * deadline_s)
+            log.error("vLLM did not shut down in time; its processes are killed", seconds=2 * deadline_s)
+            self._owner.kill()
         self.llm.shutdown = _already_shut_down  # type: ignore[method-assign]  # its finaliser calls it once more
         self._owner.end()
         for segment in self._segments:  # vLLM does not delete those of tensor-parallel workers
@@ -166,6 +167,7 @@ async def launch(
             async with asyncio.timeout(deadline_s):
                 processes = await owner.submit(_launch, model, dict(given), lora, fork, owner)
         except TimeoutError as error:
+            owner.kill()
             raise EngineError(
                 f"vLLM did not start within {deadline_s:.0f} s; raise rollout.deadlines.start_s"
             ) from error
