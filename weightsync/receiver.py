@@ -96,14 +96,7 @@ class PolicyHeldError(SluiceError):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy in force.
-
-    Attributes:
-        mode: How versions are chosen.
-        version: The version of HOLD and TARGET.
-        owner: Who set it; empty for FOLLOW.
-        expires: Second at which FOLLOW returns; infinite for FOLLOW.
-    """
+    """A policy in force; HOLD and TARGET have a version, an owner, and the second at which FOLLOW returns."""
 
     mode: PolicyMode = PolicyMode.FOLLOW
     version: Version | None = None
@@ -141,10 +134,10 @@ class WeightPolicy:
         Args:
             mode: The new mode; FOLLOW ends the owner's policy.
             version: For HOLD and TARGET; None with HOLD means the one that serves.
-            owner: Who asks.
+            owner: Who asks; needed for HOLD and TARGET.
             ttl_s: Seconds after which FOLLOW returns; needed for HOLD and TARGET.
             serving: The version that serves.
-            now: The time.
+            now: Second of the clock.
 
         Raises:
             PolicyHeldError: if another owner's policy is in force.
@@ -205,11 +198,8 @@ class ReceiverOptions:
     """How a receiver reaches versions, and how long it waits.
 
     Attributes:
-        apply_deadline_s: Seconds that one apply may take.
-        pull: How long pulls and other processes of the host are waited for.
         local_files: Read the service's files where this process sees them, in place of a transfer.
         connect_to: Opens a channel to a relay's address, with the agent role; None uses no relays.
-        sources: How long the weight service and its relays are waited for.
     """
 
     apply_deadline_s: float = 120.0
@@ -224,14 +214,11 @@ class ReceiverStatus:
     """The state of a receiver; the defaults are those of a replica that follows no weight service.
 
     Attributes:
-        serving: Version that the engine serves.
         staged_version: Version that is staged and not applied yet.
         newest: Newest version that was announced.
         connected: Whether the weight service answers.
-        policy: The policy in force.
         updates: Versions that were applied since the start.
-        last_error: Last failure, empty if the last update succeeded.
-        last_update: Cost of the last update.
+        last_error: Empty if the last update succeeded.
     """
 
     serving: Version = BASE
@@ -271,7 +258,6 @@ class WeightReceiver:
         stage_dir: Directory in shared memory, such as ``/dev/shm``; receivers of one run and host share what they stage in
             it, and remove what dead ones left.
         engine: Applies what is staged, and says what it holds.
-        options: How versions are reached, and how long to wait.
     """
 
     def __init__(

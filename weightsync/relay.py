@@ -25,8 +25,8 @@ from sluice.versions import BASE, Version
 from weightsync.format.manifest import ManifestError, check_manifest, run_resource
 from weightsync.format.safetensors import LayoutError
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
-from weightsync.receive.pull import ChunkSink, PullError, PullLimits, ShardRange, pull_range
-from weightsync.receive.sources import REPORT_DEADLINE_S, Backoff, VersionWatch, pull_call, renewal_s
+from weightsync.receive.pull import PATH_DEADLINE_S, ChunkSink, PullError, PullLimits, pull_shard
+from weightsync.receive.sources import REPORT_DEADLINE_S, Backoff, VersionWatch, behind, pull_call, renewal_s
 from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload, translated
@@ -38,10 +38,9 @@ _LONGEST_ADDRESS = 120
 _QUESTION_S = 5.0
 """Seconds that the service behind has to say whether it has a run."""
 
-Pull: TypeAlias = Callable[[ShardRange, ChunkSink], Awaitable[None]]
-"""`pull_range` from some service."""
+Pull: TypeAlias = Callable[[pb.Manifest, pb.Shard, ChunkSink], Awaitable[None]]
+"""`pull_shard` from some service."""
 
-_PATH_DEADLINE_S = 30.0
 _MOST_REPLICAS = 4096
 """Reports that may wait; beyond it the oldest is dropped: its replica reports again within a third of its lease."""
 
@@ -56,12 +55,7 @@ class RelayCycleError(Exception):
 
 
 def advertised_address(configured: str | None, target: str) -> str:
-    """Return where others reach a server.
-
-    Args:
-        configured: What the operator says, if anything.
-        target: What is bound: ``host:port`` or ``unix:/path``.
-    """
+    """Return where others reach a server that is bound to `target`: ``host:port`` or ``unix:/path``."""
     if configured:
         return configured
     host, separator, port = target.rpartition(":")
@@ -91,10 +85,7 @@ class Relay:
         self._cycle = asyncio.Event()
 
     async def run_forever(self, address: str) -> None:
-        """Follow until cancelled.
-
-        Args:
-            address: Where engines reach this relay.
+        """Follow until cancelled; engines reach this relay at `address`.
 
         Raises:
             RelayCycleError: if the service behind leads back to this relay.
@@ -159,26 +150,16 @@ class Relay:
         return run in self._followers and self._followers[run].connected
 
     def _begin(self, group: asyncio.TaskGroup, follower: Follower) -> None:
-        following = follower.run_forever(relay_name(self._address), self._address)
-        self._following.append(group.create_task(following))
+        self._following.append(group.create_task(follower.run_forever(self._address)))
 
 
 class Follower:
-    """One run: watch, pull each announced form once, commit it here, and report upstream what this relay gives out.
-
-    Args:
-        runs: All runs of this service.
-        run: The run.
-        channel: To the service behind.
-
-    Attributes:
-        forwarder: Forwards the reports of this relay and of its replicas.
-    """
+    """One run: watch, pull each announced form once, commit it here, and report upstream what this relay gives out."""
 
     def __init__(self, runs: Runs, run: Run, channel: grpc.aio.Channel) -> None:
         self._runs, self._run = runs, run
         self._stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-        self._pull = partial(pull_range, pull_call(channel), threads=runs.threads, limits=PullLimits())
+        self._pull = partial(pull_shard, pull_call(channel), threads=runs.threads, limits=PullLimits())
         self.forwarder = Forwarder(self._stub, runs.clock, runs.config.lease_s)
         self._announcement = asyncio.Event()
         self._news = asyncio.Event()
@@ -191,14 +172,10 @@ class Follower:
         """Return whether the service behind answers."""
         return self._watch is not None and self._watch.connected
 
-    async def run_forever(self, name: str, address: str) -> None:
-        """Follow until cancelled.
-
-        Args:
-            name: This relay's name as a replica.
-            address: Where it gives versions out.
-        """
-        self._watch = VersionWatch(self._stub.WatchVersions, run_resource(self._run.name), name, self._announcement.set)
+    async def run_forever(self, address: str) -> None:
+        """Follow until cancelled; engines reach this relay at `address`."""
+        run, name = run_resource(self._run.name), relay_name(address)
+        self._watch = VersionWatch(self._stub.WatchVersions, run, name, self._announcement.set)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch.run_forever())
             tasks.create_task(self.forwarder.run_forever())
@@ -253,31 +230,23 @@ class Follower:
         if announced.kind == pb.VERSION_KIND_ADAPTER:
             if base == BASE or base in versions:
                 return [announced]
-            return [*await self._ask_path(announced, base, held), announced]
+            return [*await self._ask_path(base, held), announced]
         if announced.kind == pb.VERSION_KIND_DELTA and held == base:
             return [announced]
-        return await self._ask_path(announced, Version.from_proto(announced.version), held)
+        return await self._ask_path(Version.from_proto(announced.version), held)
 
-    async def _ask_path(self, announced: pb.Manifest, version: Version, held: Version | None) -> list[pb.Manifest]:
+    async def _ask_path(self, version: Version, held: Version | None) -> list[pb.Manifest]:
         request = pb.GetUpdatePathRequest(
-            run=announced.run, version=version.to_proto(), held=None if held is None else held.to_proto()
+            run=run_resource(self._run.name), version=version.to_proto(), held=None if held is None else held.to_proto()
         )
-        call = self._stub.GetUpdatePath(request, timeout=_PATH_DEADLINE_S)
-        try:
-            return [response.manifest async for response in call]
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older release, which knows dense forms alone
-                return [announced]
-            raise
+        call = self._stub.GetUpdatePath(request, timeout=PATH_DEADLINE_S)
+        return [response.manifest async for response in call]
 
     def _measure_lag(self, announced: pb.Manifest | None) -> None:
-        newest = self._run.ledger.newest
-        if announced is None:
-            return
-        there = Version.from_proto(announced.version)
-        same_epoch = newest is not None and newest.epoch == there.epoch
-        behind = there.number - newest.number if newest is not None and same_epoch else there.number
-        RELAY_LAG.labels(self._run.name).set(0 if newest is not None and newest >= there else max(behind, 1))
+        if announced is not None:
+            there = Version.from_proto(announced.version)
+            lag = behind(self._run.ledger.newest, there)
+            RELAY_LAG.labels(self._run.name).set(max(1, there.number) if lag == math.inf else lag)
 
     async def _report_forever(self, name: str, address: str) -> None:
         """Report what this relay gives out, at each change and often enough to keep its lease."""
@@ -376,12 +345,6 @@ class FetchError(Exception):
 async def fetch_version(runs: Runs, run: Run, manifest: pb.Manifest, pull: Pull) -> None:
     """Pull every shard of a form as it is stored and commit it; bytes that came in before are not pulled again.
 
-    Args:
-        runs: All runs of this service.
-        run: The run.
-        manifest: The form: a dense one, a delta, or an adapter.
-        pull: Pulls from the service that has the version.
-
     Raises:
         FetchError: if the other service does not give it, cannot be reached in so many attempts, or gives something else
             than the manifest says.
@@ -399,8 +362,6 @@ async def fetch_version(runs: Runs, run: Run, manifest: pb.Manifest, pull: Pull)
 async def _fetch_shard(runs: Runs, run: Run, manifest: pb.Manifest, shard: pb.Shard, pull: Pull) -> None:
     """Pull one shard. Start again from byte 0 if the file is not the announced one."""
     version = Version.from_proto(manifest.version)
-    base = manifest.base if manifest.kind == pb.VERSION_KIND_DELTA else None
-    wanted = ShardRange(manifest.run, manifest.version, shard.name, shard.size_bytes, base)
     backoff = Backoff()
     while True:
         upload = run.uploads.get((version, shard.name))
@@ -410,7 +371,7 @@ async def _fetch_shard(runs: Runs, run: Run, manifest: pb.Manifest, shard: pb.Sh
             return
         ticket, _ = await runs.in_thread(upload.take_over)
         try:
-            await pull(wanted, _UploadSink(runs, run, upload, ticket))
+            await pull(manifest, shard, _UploadSink(runs, run, upload, ticket))
             await runs.in_thread(upload.finish, ticket)
             if shard.digest in {"", upload.digest}:
                 return

@@ -27,7 +27,6 @@ class StagedVersion:
     """A whole, verified version in one safetensors file, ready to be applied.
 
     Attributes:
-        version: Which weights they are.
         path: Safetensors file under Hugging Face names, in shared memory. Not changed or removed before its successor serves.
         tensors: Every tensor of the file by name.
         digest: xxh3-128 of the version as its manifest gives it.
@@ -61,13 +60,7 @@ class StagedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class ApplyReport:
-    """The cost of applying a version.
-
-    Attributes:
-        version: The version that serves now.
-        pause_s: Time during which no token was sampled, in seconds.
-        apply_s: Time of the copy alone, in seconds.
-    """
+    """The version that serves now, the seconds in which no token was sampled for it, and those of the copy alone."""
 
     version: Version
     pause_s: float

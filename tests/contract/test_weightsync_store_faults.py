@@ -17,7 +17,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.manifest import version_directory
-from weightsync.receive.pull import pull_range
+from weightsync.receive.pull import pull_shard
 from weightsync.receive.sources import pull_call
 from weightsync.relay import FetchError, fetch_version
 from weightsync.service.store import RunStore
@@ -140,7 +140,7 @@ async def test_names_from_upstream_do_not_leave_the_directory(tmp_path: Path) ->
         run = await stack.runs.open(RESOURCE)
         manifest = pb.Manifest(run=RESOURCE, version=V1.to_proto(), kind=pb.VERSION_KIND_ANCHOR)
         manifest.shards.add(name="../../outside", size_bytes=10)
-        pull = partial(pull_range, pull_call(stack.channel), threads=stack.runs.threads, limits=LIMITS)
+        pull = partial(pull_shard, pull_call(stack.channel), threads=stack.runs.threads, limits=LIMITS)
         with pytest.raises((FetchError, SluiceError), match="shard name"):
             await fetch_version(stack.runs, run, manifest, pull)
         assert not run.uploads

@@ -16,7 +16,7 @@ from weightsync_stack import RESOURCE, running_stack
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.receive.pull import PullError, PullLimits, ShardRange, pull_range
+from weightsync.receive.pull import PullError, PullLimits, pull_shard
 from weightsync.receive.sources import Backoff
 from weightsync.relay import FetchError, fetch_version
 
@@ -37,8 +37,8 @@ class Nowhere:
 
     position = 0
 
-    def feed(self, chunk: object) -> None:
-        raise AssertionError(chunk)
+    def feed(self, offset: int, data: memoryview) -> None:
+        raise AssertionError(offset)
 
 
 class Unreachable:
@@ -74,13 +74,12 @@ async def test_a_relay_waits_for_its_upstream_no_longer_than_an_engine_for_its_s
 
         monkeypatch.setattr(asyncio, "sleep", sleep)
         unreachable: Any = Unreachable()
-        wanted = ShardRange(RESOURCE, Version(1, 1).to_proto(), "model", 100)
-        with pytest.raises(PullError):
-            await pull_range(unreachable, wanted, Nowhere(), stack.runs.threads, limits)
-        engine, pauses = pauses, []
         manifest = pb.Manifest(run=RESOURCE, version=Version(1, 1).to_proto(), kind=pb.VERSION_KIND_ANCHOR)
-        manifest.shards.add(name="model", size_bytes=100)
-        pull = partial(pull_range, unreachable, threads=stack.runs.threads, limits=limits)
+        shard = manifest.shards.add(name="model", size_bytes=100)
+        with pytest.raises(PullError):
+            await pull_shard(unreachable, manifest, shard, Nowhere(), threads=stack.runs.threads, limits=limits)
+        engine, pauses = pauses, []
+        pull = partial(pull_shard, unreachable, threads=stack.runs.threads, limits=limits)
         with pytest.raises(FetchError):
             await fetch_version(stack.runs, run, manifest, pull)
         monkeypatch.undo()

@@ -223,8 +223,6 @@ class Difference:
     """How one tensor differs.
 
     Attributes:
-        name: Its name in a checkpoint.
-        elements: Number of values.
         changed: Values whose bits differ; all of them where data type or shape do.
         largest: Largest absolute difference; NaN where there is nothing to compare with.
         relative: Norm of the difference over the norm of the first tensor; NaN likewise.

@@ -17,7 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import structlog
@@ -25,7 +25,6 @@ import structlog
 from sluice.host_files import PeerFileError, open_peer_file
 from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end, settle
-from sluice.v1 import common_pb2
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, ChunkSizeError, read_pull_response
@@ -53,7 +52,7 @@ _FINAL = {
 }
 """Answers that another attempt would get again."""
 
-_PATH_DEADLINE_S = 30.0
+PATH_DEADLINE_S = 30.0
 
 _LOCAL_BYTES = 64 << 20
 """Bytes that one thread reads from a file of this host; a pull that is no longer wanted ends after so many."""
@@ -67,9 +66,7 @@ log = structlog.get_logger(__name__)
 class PullError(Exception):
     """A version or shard could not be pulled.
 
-    Args:
-        message: What failed.
-        unreachable: Whether nobody answered; then it is useless to ask the same service for other bytes.
+    If nobody answered (`unreachable`), it is useless to ask the same service for other bytes.
     """
 
     def __init__(self, message: str, *, unreachable: bool = False) -> None:
@@ -104,13 +101,7 @@ class PullLimits:
 
 @dataclass(slots=True)
 class PullCost:
-    """The cost of pulling one version.
-
-    Attributes:
-        pulled_bytes: Bytes that came over sockets.
-        local_bytes: Bytes that were read from files of this host.
-        last_byte_at: `time.perf_counter` at the arrival of the last byte.
-    """
+    """The bytes of one version that came over sockets and from files of this host, and the `time.perf_counter` of the last."""
 
     pulled_bytes: int = 0
     local_bytes: int = 0
@@ -123,12 +114,7 @@ class PathError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PathStep:
-    """One dense form, delta or adapter to take.
-
-    Attributes:
-        manifest: What to take.
-        files: Its shards as files of the service's host, by name; they may be of another host than this.
-    """
+    """One dense form, delta or adapter to take, and its shards as files of the service's host by name; that may be another host."""
 
     manifest: pb.Manifest
     files: Mapping[str, pb.LocalFile] = field(default_factory=dict)
@@ -145,11 +131,6 @@ class BaseFile:
 
     manifest: pb.Manifest
     path: Path
-
-    @property
-    def version(self) -> Version:
-        """Return the version."""
-        return Version.from_proto(self.manifest.version)
 
 
 def direct_step(announced: pb.Manifest, held: Version | None) -> PathStep | None:
@@ -175,27 +156,20 @@ def check_path(steps: Sequence[PathStep], wanted: Version, held: Version | None)
             base = Version.from_proto(step.manifest.base)
             if base != current:
                 raise PathError(f"the delta to {version} is based on {base}, held is {current or 'nothing'}")
-        elif step is not steps[0] or not _may_be_first(step, alone=len(steps) == 1):
+        elif step is not steps[0] or not (
+            step.manifest.kind == pb.VERSION_KIND_ANCHOR
+            or (step.manifest.kind == pb.VERSION_KIND_ADAPTER and len(steps) == 1)  # no delta is based on an adapter
+        ):
             raise PathError(f"version {version} is not weights of the model, or a dense form behind others")
         current = version
     if current != wanted:
         raise PathError(f"the update path ends at version {current}, wanted was {wanted}")
 
 
-def _may_be_first(step: PathStep, *, alone: bool) -> bool:
-    """Return whether a path may begin with it. An adapter stands alone: no delta is based on one."""
-    return step.manifest.kind == pb.VERSION_KIND_ANCHOR or (step.manifest.kind == pb.VERSION_KIND_ADAPTER and alone)
-
-
 class VersionBuilder:
-    """Fills files with the versions of one run.
+    """Fills files with the versions of one run (``runs/{run}``), in threads.
 
-    Args:
-        sources: Where the bytes come from.
-        run: ``runs/{run}``.
-        threads: Where files are read, decoded, checked and written.
-        limits: How long pulls wait.
-        local_files: Read files of this host in place of a transfer, where the service names any.
+    With `local_files` it reads files of this host in place of a transfer, where the service names any.
     """
 
     def __init__(self, sources: Sources, run: str, threads: Executor, limits: PullLimits, *, local_files: bool) -> None:
@@ -218,7 +192,7 @@ class VersionBuilder:
         failure: Exception | None = None
         for held in (base, None) if base is not None else (None,):
             try:
-                steps = await self._path(target, None if held is None else held.version)
+                steps = await self._path(target, None if held is None else Version.from_proto(held.manifest.version))
             except (PullError, PathError) as error:
                 failure = _unless_unreachable(error)
                 continue
@@ -249,11 +223,9 @@ class VersionBuilder:
         try:
             steps = [
                 PathStep(response.manifest, {file.shard: file for file in response.files if self._local_files})
-                for response in await self._sources.update_path(request, timeout=_PATH_DEADLINE_S)
+                for response in await self._sources.update_path(request, timeout=PATH_DEADLINE_S)
             ]
         except grpc.aio.AioRpcError as error:
-            if direct is not None and error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                return [direct]
             unreachable = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
             raise PullError(str(SluiceError.from_rpc(error)), unreachable=unreachable) from error
         check_path(steps, Version.from_proto(target.version), held)
@@ -343,21 +315,23 @@ class VersionBuilder:
         """Fill the sinks of all shards of a step, several at a time. `cost` grows by what came, also on failure.
 
         Raises:
-            PullError, StagingError, OSError: as `pull_range` and `read_file`.
+            PullError, StagingError, OSError: as `pull_shard` and `read_local`.
         """
         manifest, slots = step.manifest, asyncio.Semaphore(self._limits.streams)
-        base = manifest.base if step.is_delta else None
 
         async def pull(shard: pb.Shard) -> None:
             async with slots:
-                file, sink = step.files.get(shard.name), sinks[shard.name]
+                file, sink, size = step.files.get(shard.name), sinks[shard.name], shard.size_bytes
                 if file is not None and is_on_this_host(file):
-                    await read_file(file, shard.size_bytes, sink, self._threads)
+                    while sink.position < size:
+                        end = min(size, sink.position + _LOCAL_BYTES)
+                        await in_thread(self._threads, partial(read_local, file, size, sink, end))
                     cost.local_bytes += sink.position
                     return
-                wanted = ShardRange(manifest.run, manifest.version, shard.name, shard.size_bytes, base)
                 try:
-                    await pull_range(self._sources.pull, wanted, sink, self._threads, self._limits)
+                    await pull_shard(
+                        self._sources.pull, manifest, shard, sink, threads=self._threads, limits=self._limits
+                    )
                 finally:
                     cost.pulled_bytes += sink.position
 
@@ -388,25 +362,6 @@ def _note_fallback(target: pb.Manifest, failure: Exception, start: BaseFile | No
 # --- one shard --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ShardRange:
-    """The bytes of one shard up to `end`; the sink knows the first one.
-
-    Attributes:
-        run: ``runs/{run}``.
-        version: The version.
-        shard: Name of its shard.
-        end: Byte after the last one.
-        base: Base of the delta that the shard is of; None for a dense form or an adapter.
-    """
-
-    run: str
-    version: common_pb2.PolicyVersion
-    shard: str
-    end: int
-    base: common_pb2.PolicyVersion | None = None
-
-
 class ChunkSink(Protocol):
     """Takes the bytes of one shard in order."""
 
@@ -425,18 +380,23 @@ class ChunkSink(Protocol):
         ...
 
 
-async def pull_range(call: Call, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:
-    """Fill a sink over sockets. Bytes that it has are not pulled again.
+async def pull_shard(
+    call: Call, manifest: pb.Manifest, shard: pb.Shard, sink: ChunkSink, *, threads: Executor, limits: PullLimits
+) -> None:
+    """Fill a sink with a shard of a version over sockets. Bytes that it has are not pulled again.
 
     Raises:
         PullError: if the service does not give the bytes, or cannot be reached in `limits.attempts`.
         StagingError: if what it gives is not what was announced.
         OSError: if shared memory is full.
     """
+    base = manifest.base if manifest.kind == pb.VERSION_KIND_DELTA else None
     backoff = Backoff(limits.first_pause_s)
-    while (before := sink.position) < wanted.end:
+    while (begin := sink.position) < shard.size_bytes:
+        request = pb.PullWeightsRequest(run=manifest.run, version=manifest.version, shard=shard.name, base=base)
+        request.offset, request.length = begin, shard.size_bytes - begin
         try:
-            await _stream(call, wanted, sink, threads, limits)
+            await _feed_all(call(request, timeout=limits.deadline_s), sink, threads, limits.idle_s)
         except grpc.aio.AioRpcError as error:
             failure = SluiceError.from_rpc(error)
             if failure.code in _FINAL:
@@ -448,34 +408,25 @@ async def pull_range(call: Call, wanted: ShardRange, sink: ChunkSink, threads: E
             reason = str(error)
         else:
             reason = "the stream ended early"
-        if sink.position >= wanted.end:
+        if sink.position >= shard.size_bytes:
             break
-        if sink.position > before:
+        if sink.position > begin:
             backoff.succeed()
         elif backoff.failures + 1 >= limits.attempts:
             raise PullError(
-                f"shard {wanted.shard} could not be pulled in {limits.attempts} attempts: {reason}", unreachable=True
+                f"shard {shard.name} could not be pulled in {limits.attempts} attempts: {reason}", unreachable=True
             )
-        log.info("pull broke; continuing", shard=wanted.shard, offset=sink.position, reason=reason)
+        log.info("pull broke; continuing", shard=shard.name, offset=sink.position, reason=reason)
         await asyncio.sleep(backoff.fail())
 
 
-async def _stream(call: Call, wanted: ShardRange, sink: ChunkSink, threads: Executor, limits: PullLimits) -> None:
-    """Read one stream from the last good byte on. No thread works on the sink when this returns."""
-    request = pb.PullWeightsRequest(
-        run=wanted.run,
-        version=wanted.version,
-        shard=wanted.shard,
-        offset=sink.position,
-        length=wanted.end - sink.position,
-        base=wanted.base,
-    )
-    stream = call(request, timeout=limits.deadline_s)
+async def _feed_all(stream: Any, sink: ChunkSink, threads: Executor, idle_s: float) -> None:  # noqa: ANN401 - gRPC's
+    """Feed a stream to a sink until it ends. No thread works on the sink when this returns."""
     loop = asyncio.get_running_loop()
     feeding: asyncio.Future[None] | None = None
     try:
         while True:
-            async with asyncio.timeout(limits.idle_s):
+            async with asyncio.timeout(idle_s):
                 message = await stream.read()
             if feeding is not None:
                 await asyncio.shield(feeding)
@@ -501,18 +452,8 @@ def is_on_this_host(file: pb.LocalFile) -> bool:
     return bool(file.path) and (status.st_dev, status.st_ino) == (file.device, file.inode)
 
 
-async def read_file(file: pb.LocalFile, size: int, sink: ChunkSink, threads: Executor) -> None:
-    """Fill a sink from a file of this host that has `size` bytes.
-
-    Raises:
-        PullError, StagingError, OSError: as `read_local`.
-    """
-    while sink.position < size:
-        await in_thread(threads, partial(read_local, file, size, sink, min(size, sink.position + _LOCAL_BYTES)))
-
-
 def read_local(file: pb.LocalFile, size: int, sink: ChunkSink, end: int) -> None:
-    """Fill a sink from a file of this host up to a byte. Blocking. Digests reveal wrong bytes.
+    """Fill a sink up to byte `end` from a file of this host that has `size` bytes. Blocking. Digests reveal wrong bytes.
 
     The file is read and not mapped: if it is truncated meanwhile, that is an error and not a signal.
 

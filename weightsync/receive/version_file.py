@@ -231,11 +231,7 @@ def copy_file(source: Path, descriptor: int, stop: threading.Event) -> None:
 
 
 class DeltaShard:
-    """A shard of a delta in memory: an ordinary safetensors file whose entries are the encoded slices.
-
-    Args:
-        shard: What was announced; its size bounds the memory.
-    """
+    """A shard of a delta in memory, which its announced size bounds: a safetensors file of the encoded slices."""
 
     def __init__(self, shard: pb.Shard) -> None:
         self.shard = shard

@@ -39,8 +39,7 @@ class LiveCheck:
         model: The model that samples.
         plan: What its loader does.
         paths: The version's files.
-        share: Part of the model's tensors to look at, above 0; 1 for all.
-        seed: Chooses which.
+        share: Fraction of the model's tensors to look at, above 0; `seed` chooses which.
 
     Attributes:
         different: Tensors of the version whose live values differ.

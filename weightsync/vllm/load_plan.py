@@ -43,14 +43,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy from a watched tensor.
-
-    Attributes:
-        name: The tensor.
-        source: The part of it that was copied.
-        storage: Key of the storage that it was copied into, as `storage_key` gives it.
-        target: Where in that storage.
-    """
+    """One copy of a part of a watched tensor into `target`, a part of the storage with a key as `storage_key` gives it."""
 
     name: str
     source: Region
