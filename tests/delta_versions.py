@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from weightsync_stack import RESOURCE, Stack
+from weightsync_stack import RESOURCE, ShardSource, Stack
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.codec import encode
 from weightsync.format.manifest import manifest_digest
-from weightsync.publish.shards import ShardSource
 
 
 class DeltaSource(ShardSource):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import torch
+import xxhash
 
 from sluice.config import CommonConfig, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
@@ -21,8 +22,9 @@ from weightsync.app import build_runs
 from weightsync.config import WeightSyncConfig
 from weightsync.format.chunks import fill_chunk
 from weightsync.format.manifest import manifest_digest
+from weightsync.format.safetensors import DTYPES, place, render_header
 from weightsync.publish.push import PushReport
-from weightsync.publish.shards import FileSource, ShardSource
+from weightsync.publish.shards import FileSource, local_slices, tensor_bytes
 from weightsync.publisher import WeightPublisher
 from weightsync.receiver import WeightReceiver
 from weightsync.service.runs import Runs
@@ -31,6 +33,29 @@ from weightsync.staged import ApplyError, ApplyReport, HeldVersions, StagedAdapt
 
 RUN = "test-run"
 RESOURCE = f"runs/{RUN}"
+
+
+class ShardSource(FileSource):
+    """One shard of whole CPU tensors by name, wide elements first, as a trainer lays it out."""
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        held = sorted(local_slices(tensors), key=lambda row: (-DTYPES[row[0].dtype].size, row[0].name))
+        self.slices = [each for each, _ in held]
+        self.entries = place([(each.name, each.dtype, tuple(each.global_shape)) for each in self.slices])
+        header = render_header(self.entries, {"format": "pt"})
+        super().__init__(name, [memoryview(header), *(tensor_bytes(tensor).data for _, tensor in held)])
+
+    def tensor_digests(self) -> dict[str, str]:
+        digests = (str(xxhash.xxh3_128(part).hexdigest()) for part in self._parts[1:])
+        return {entry.name: digest for entry, digest in zip(self.entries, digests, strict=True)}
+
+    def describe(self, digests: Mapping[str, str] | None = None) -> pb.Shard:
+        """The shard as the contract describes it, with the tensors' digests if they are given."""
+        shard = pb.Shard(name=self.name, size_bytes=self.size, tensors=self.slices)
+        for tensor in shard.tensors:
+            tensor.encoding = pb.TENSOR_ENCODING_DENSE
+            tensor.digest = digests[tensor.name] if digests else ""
+        return shard
 
 
 @dataclass

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +24,8 @@ from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
 from weightsync.format.manifest import ManifestError, box, check_sendable, run_resource
 from weightsync.publish.push import Destination, Payload, PushReport, VersionPush
-from weightsync.publish.ranks import Agreement, Ranks, agree, assign_slices, total_bytes
-from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, ShardSource, local_slices
+from weightsync.publish.ranks import RankExchange, assign_slices, total_bytes
+from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, local_slices
 
 __all__ = ["AdapterPublisher", "PushReport", "Update", "WeightPublisher"]
 
@@ -109,8 +110,8 @@ class WeightPublisher:
         self._chunk_bytes = chunk_bytes
         self._encoding = encoding
         self._directory = HOST_DIRECTORY if local and HOST_DIRECTORY.is_dir() else None
-        self._ranks = Ranks(group)
-        self._shard = _SHARD if group is None else f"rank-{self._ranks.rank:05d}"
+        self._exchange = None if group is None else RankExchange(group)
+        self._shard = _SHARD if self._exchange is None else f"rank-{self._exchange.rank:05d}"
         self._comparisons, self._hand_overs = Trials(), Trials()
         self._in_use = threading.Lock()
         """Held while the kept copy is written or read."""
@@ -155,13 +156,12 @@ class WeightPublisher:
             layout = [each for each, _ in held]
             if self._copy is None or layout != self._layout:
                 base, self._copy = None, self._new_copy(layout, deadline)  # the copy holds nothing yet
-            live = {(each.name, box(each)): tensor for each, tensor in held}
-            memory = [live[each.name, box(each)] for each in self._copy.slices]
-            diff = self._copy.renew(memory, compare=base is not None, most_bytes=self._dense_bytes // 2)
+            diff = self._copy.renew(held, compare=base is not None, most_bytes=self._dense_bytes // 2)
         except SluiceError:  # every rank has it
             raise
         except Exception as error:
-            self._report_failure(version, error, deadline)
+            if self._exchange is not None:
+                self._report_failure(self._exchange, version, error, deadline)
             raise
         finally:
             self._in_use.release()
@@ -198,7 +198,7 @@ class WeightPublisher:
                 self._noted = update.serial
             payloads = _payloads(copy, update, agreement, labels or {})
             directory = self._directory if self._hand_overs.due() else None
-            push = VersionPush(to, payloads, self._ranks, chunk_bytes=self._chunk_bytes, directory=directory)
+            push = VersionPush(to, payloads, self._exchange, chunk_bytes=self._chunk_bytes, directory=directory)
             report = await push.run()
             if push.handed_over is not None:
                 self._hand_overs.note(worth=push.handed_over)
@@ -244,48 +244,47 @@ class WeightPublisher:
         return base if self._comparisons.due() else None
 
     def _new_copy(self, layout: list[pb.TensorSlice], deadline: float) -> KeptCopy:
-        """Make the kept copy: at the first call, and again if the model became another one."""
-        if self._copy is not None and self._ranks.count > 1:
-            raise ValueError("the layout of the model's slices changed: make a new publisher on every rank")
-        self._copy = None  # gives its memory back before the next one takes as much
-        mine, self._dense_bytes = self._assigned_to_me(layout, deadline)
-        self._layout = layout
-        return KeptCopy(self._shard, mine, self._directory)
-
-    def _assigned_to_me(self, layout: Sequence[pb.TensorSlice], deadline: float) -> tuple[list[pb.TensorSlice], int]:
-        """Tell the other ranks what this one holds; return what it sends, and the dense size of the whole model.
+        """Make the kept copy: at the first call, and again if the model became another one.
 
         Raises:
             SluiceError: what any rank failed with.
             ValueError: if the slices of all ranks do not make up a model; on every rank.
         """
-        described = pb.Shard(name="held", tensors=layout)
-        answers = self._ranks.exchange(_PLAN, described.SerializeToString(), deadline)
-        held = [pb.Shard.FromString(answer) for answer in answers]
+        if self._copy is not None and self._exchange is not None:
+            raise ValueError("the layout of the model's slices changed: make a new publisher on every rank")
+        self._copy = None  # gives its memory back before the next one takes as much
+        mine, held = layout, [pb.Shard(name="held", tensors=layout)]
         try:
+            if self._exchange is not None:
+                answers = self._exchange.all_gather(_PLAN, held[0].SerializeToString(), deadline)
+                held = [pb.Shard.FromString(answer) for answer in answers]
+                assigned = assign_slices(held)[self._exchange.rank]
+                mine = [each for each in layout if (each.name, box(each)) in assigned]
             check_sendable(held)
-            mine = assign_slices(held)[self._ranks.rank]
         except ManifestError as error:
             raise ValueError(f"the ranks' slices do not make up a version: {error}") from error
-        return [each for each in layout if (each.name, box(each)) in mine], total_bytes(held)
+        self._layout = layout
+        copy = KeptCopy(self._shard, mine, self._directory)
+        self._dense_bytes = copy.dense_bytes if self._exchange is None else total_bytes(held)
+        return copy
 
-    def _report_failure(self, version: Version, error: Exception, deadline: float) -> None:
-        """Tell the other ranks, which wait for this one's layout or offer, to end at once."""
-        step = _PLAN if self._layout is None else f"offer {version}"
+    def _report_failure(self, exchange: RankExchange, version: Version, error: Exception, deadline: float) -> None:
+        """Tell the other ranks, which wait for this one's layout or proposal, to end at once."""
+        step = _PLAN if self._layout is None else f"proposal {version}"
         failure = SluiceError(grpc.StatusCode.INTERNAL, "ENCODE_FAILED", f"{type(error).__name__}: {error}")
         try:
-            self._ranks.exchange(step, failure, deadline)
+            exchange.all_gather(step, failure, deadline)
         except SluiceError as answer:  # the failure itself, if the other ranks have it
             if answer.reason == "RANK_LOST":
                 log.warning("this rank failed, and its failure did not reach the other ranks", error=str(answer))
 
     async def _agree(self, update: Update, copy: KeptCopy, deadline: float) -> Agreement:
-        """Tell every rank what this one has, and settle the form.
+        """Settle the form, with all ranks.
 
         Raises:
             SluiceError: what any rank failed with.
         """
-        offer = pb.Manifest(
+        proposal = pb.Manifest(
             version=update.version.to_proto(),
             kind=pb.VERSION_KIND_DELTA if update.diff.compared else pb.VERSION_KIND_ANCHOR,
             base=update.base.to_proto() if update.base is not None else None,
@@ -293,20 +292,70 @@ class WeightPublisher:
             dense_bytes=copy.dense_bytes,
             push_timings=_timings(update.diff.seconds, update.diff.changed_fraction),
         )
-        step = f"offer {update.version}"
-        answers = await asyncio.to_thread(self._ranks.exchange, step, offer.SerializeToString(), deadline)
+        if self._exchange is None:
+            return agree([proposal])
+        step = f"proposal {update.version}"
+        answers = await asyncio.to_thread(self._exchange.all_gather, step, proposal.SerializeToString(), deadline)
         return agree([pb.Manifest.FromString(answer) for answer in answers])
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know of a version before its bytes travel.
+
+    Attributes:
+        delta: Whether it travels as the difference from the version before.
+        compared: Whether every rank compared its shard with the version before.
+        dense_bytes: Size of a dense copy, over all ranks.
+        diff_s: Seconds of the slowest rank's comparison.
+        changed_fraction: Values that differ, of all; 1 if nothing was compared.
+    """
+
+    delta: bool
+    compared: bool
+    dense_bytes: int
+    diff_s: float
+    changed_fraction: float
+
+
+def agree(proposals: Sequence[pb.Manifest]) -> Agreement:
+    """Decide from every rank's proposal; all ranks decide the same. Pure.
+
+    A delta is pushed if every rank has one based on the same version, and they have at most half the bytes of a dense copy.
+
+    Raises:
+        SluiceError: FAILED_PRECONDITION if the ranks publish different versions.
+    """
+    versions = {Version.from_proto(proposal.version) for proposal in proposals}
+    if len(versions) > 1:
+        raise SluiceError.failed_precondition(
+            "RANKS_DIFFER",
+            f"the ranks publish different versions ({', '.join(map(str, sorted(versions)))}): begin a new epoch on all of them",
+        )
+    dense = sum(proposal.dense_bytes for proposal in proposals)
+    bases = {Version.from_proto(proposal.base) for proposal in proposals if proposal.HasField("base")}
+    compared = len(bases) == 1 and all(proposal.HasField("base") for proposal in proposals)
+    small = 2 * sum(proposal.size_bytes for proposal in proposals) <= dense
+    encoded = all(proposal.kind == pb.VERSION_KIND_DELTA for proposal in proposals)
+    weighted = sum(proposal.push_timings.changed_fraction * proposal.dense_bytes for proposal in proposals)
+    return Agreement(
+        delta=compared and encoded and small,
+        compared=compared,
+        dense_bytes=dense,
+        diff_s=max(proposal.push_timings.diff.ToNanoseconds() for proposal in proposals) / 1e9,
+        changed_fraction=weighted / dense if dense else float(not compared),
+    )
 
 
 def _payloads(copy: KeptCopy, update: Update, agreement: Agreement, labels: Mapping[str, str]) -> list[Payload]:
     """Return what can be pushed of an update: a delta if the ranks agreed on it, and whole tensors."""
 
-    def make(shard: Callable[[Diff], tuple[FileSource, pb.Shard]]) -> Callable[[], tuple[FileSource, pb.Shard] | None]:
-        return lambda: shard(update.diff) if copy.slices else None
+    def make(shard: Callable[[Diff], tuple[FileSource, pb.Shard]]) -> Callable[[], tuple[FileSource, pb.Shard]] | None:
+        return partial(shard, update.diff) if copy.slices else None
 
     timings = _timings(agreement.diff_s, 1.0)
-    whole = pb.Manifest(kind=pb.VERSION_KIND_ANCHOR, labels=dict(labels), push_timings=timings)
-    payloads = [Payload(whole, make(copy.dense), copy.local)]
+    dense = pb.Manifest(kind=pb.VERSION_KIND_ANCHOR, labels=dict(labels), push_timings=timings)
+    payloads = [Payload(dense, make(copy.dense), copy.local)]
     if agreement.delta and update.base is not None:
         timings.changed_fraction = agreement.changed_fraction
         base = update.base.to_proto()
@@ -346,7 +395,7 @@ class AdapterPublisher:
 
         Args:
             version: Which policy it makes of its base.
-            tensors: CPU tensors as `peft.get_peft_model_state_dict` names them; unchanged until this returns.
+            tensors: Tensors as `peft.get_peft_model_state_dict` names them; unchanged until this returns.
             config: PEFT's configuration, as `LoraConfig.to_dict` or ``adapter_config.json`` gives it.
             deadline_s: Seconds for everything.
             labels: Free facts for the manifest.
@@ -356,18 +405,20 @@ class AdapterPublisher:
             ManifestError: if there are more tensors than a manifest can name.
             ValueError: if a tensor cannot travel.
         """
-        source = ShardSource(_ADAPTER_SHARD, tensors)
-        check_sendable([source.describe()])
+        # One by one, because tied tensors have names of their own in an adapter's file.
+        held = [each for name, tensor in tensors.items() for each in local_slices({name: tensor})]
+        check_sendable([pb.Shard(name=_ADAPTER_SHARD, tensors=[each for each, _ in held])])
+        copy = KeptCopy(_ADAPTER_SHARD, [each for each, _ in held])
         manifest = pb.Manifest(
             kind=pb.VERSION_KIND_ADAPTER,
             base=self.base.to_proto(),
             labels=dict(labels or {}),
             adapter_config=json.dumps(config, default=_plain, indent=1, sort_keys=True),
         )
-        payload = Payload(manifest, lambda: (source, source.describe(source.tensor_digests())))
+        payload = Payload(manifest, lambda: copy.dense(copy.renew(held, compare=False, most_bytes=0)))
         to = Destination(self._channel, self._run, version, time.monotonic() + deadline_s)
-        report = await VersionPush(to, [payload], Ranks(), chunk_bytes=MAX_CHUNK_BYTES).run()
-        return replace(report, dense_bytes=sum(entry.size for entry in source.entries))
+        report = await VersionPush(to, [payload], None, chunk_bytes=MAX_CHUNK_BYTES).run()
+        return replace(report, dense_bytes=copy.dense_bytes)
 
     async def push_directory(self, version: Version, directory: Path, *, deadline_s: float) -> PushReport:
         """Publish what `PeftModel.save_pretrained` wrote; else as `push`."""

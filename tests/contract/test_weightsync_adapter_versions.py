@@ -12,11 +12,10 @@ import pytest_asyncio
 import torch
 from delta_versions import push_delta, update_path
 from safetensors.torch import load_file
-from weightsync_stack import Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
+from weightsync_stack import ShardSource, Stack, equal_bits, error_of, eventually, manifest_of, running_stack, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
-from weightsync.publish.shards import ShardSource
 
 V1, V2, V3 = (Version(1, number) for number in (1, 2, 3))
 CONFIG = json.dumps({"peft_type": "LORA", "r": 4})

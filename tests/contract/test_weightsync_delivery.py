@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from weightsync_stack import (
     RESOURCE,
     RUN,
+    ShardSource,
     Stack,
     equal_bits,
     error_of,
@@ -32,7 +33,6 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, check_chunk
-from weightsync.publish.shards import ShardSource
 from weightsync.publisher import WeightPublisher
 from weightsync.service.store import read_form
 

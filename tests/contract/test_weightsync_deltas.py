@@ -11,11 +11,10 @@ import pytest
 import pytest_asyncio
 import torch
 from delta_versions import DeltaSource, push_delta, update_path
-from weightsync_stack import RESOURCE, Stack, error_of, read_source, running_stack, weights
+from weightsync_stack import RESOURCE, ShardSource, Stack, error_of, read_source, running_stack, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.shards import ShardSource
 
 V1, V2, V3, V4 = (Version(1, number) for number in range(1, 5))
 

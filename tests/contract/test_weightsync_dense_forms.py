@@ -12,11 +12,10 @@ import pytest
 import torch
 from delta_versions import DeltaSource, push_delta, update_path
 from safetensors.torch import load_file
-from weightsync_stack import RESOURCE, Stack, equal_bits, error_of, eventually, running_stack, weights
+from weightsync_stack import RESOURCE, ShardSource, Stack, equal_bits, error_of, eventually, running_stack, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.shards import ShardSource
 from weightsync.service import dense as dense_module
 
 pytestmark = pytest.mark.slow

@@ -9,12 +9,11 @@ import pytest
 import torch
 from loop_audit import file_changes_of_this_thread
 from relay_stack import Engine, Node, push, running
-from weightsync_stack import RUN, eventually, following, running_stack, weights
+from weightsync_stack import RUN, ShardSource, eventually, following, running_stack, weights
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
 from sluice.versions import Version
-from weightsync.publish.shards import ShardSource
 from weightsync.publisher import AdapterPublisher, WeightPublisher
 from weightsync.receiver import ReceiverOptions, WeightReceiver
 from weightsync.staged import ApplyReport, HeldVersions, StagedAdapter

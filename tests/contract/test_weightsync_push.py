@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from weightsync_stack import (
     RESOURCE,
+    ShardSource,
     Stack,
     equal_bits,
     error_of,
@@ -27,7 +28,6 @@ from weightsync_stack import (
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.shards import ShardSource
 from weightsync.service.upload import Upload
 
 V1, V2 = Version(1, 1), Version(1, 2)

@@ -7,11 +7,10 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from weightsync_stack import RESOURCE, RUN, Stack, error_of, running_stack, weights
+from weightsync_stack import RESOURCE, RUN, ShardSource, Stack, error_of, running_stack, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.shards import ShardSource
 from weightsync.publisher import WeightPublisher
 
 ELEMENTS = 1 << 16

@@ -1,19 +1,18 @@
 """What ranks decide together, from what each of them says."""
 
-import time
-
 import grpc
 import pytest
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.publish.ranks import Ranks, agree, from_wire, messages, to_wire
+from weightsync.publish.ranks import from_wire, messages, to_wire
+from weightsync.publisher import agree
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 
 
-def offer(
+def proposal(
     *,
     version: Version = V2,
     base: Version | None = V1,
@@ -35,27 +34,27 @@ def offer(
 
 
 def test_all_ranks_together_push_a_delta_that_is_at_most_half_a_copy() -> None:
-    assert agree([offer(encoded=900), offer(encoded=100)]).delta
-    assert not agree([offer(encoded=901), offer(encoded=100)]).delta
+    assert agree([proposal(encoded=900), proposal(encoded=100)]).delta
+    assert not agree([proposal(encoded=901), proposal(encoded=100)]).delta
 
 
 def test_one_rank_without_a_delta_makes_it_an_anchor() -> None:
-    assert not agree([offer(), offer(base=None)]).delta
-    assert not agree([offer(), offer(version=V2, base=Version(1, 0))]).delta, "bases differ"
-    gave_up = offer(encoded=0)
+    assert not agree([proposal(), proposal(base=None)]).delta
+    assert not agree([proposal(), proposal(version=V2, base=Version(1, 0))]).delta, "bases differ"
+    gave_up = proposal(encoded=0)
     gave_up.kind = pb.VERSION_KIND_ANCHOR
-    decided = agree([offer(), gave_up])
+    decided = agree([proposal(), gave_up])
     assert (decided.delta, decided.compared) == (False, True)
 
 
 def test_ranks_that_publish_different_versions_are_told() -> None:
     with pytest.raises(SluiceError, match=r"1\.2, 1\.3") as caught:
-        agree([offer(version=V2), offer(version=V3)])
+        agree([proposal(version=V2), proposal(version=V3)])
     assert caught.value.reason == "RANKS_DIFFER"
 
 
 def test_costs_of_ranks_are_added_and_the_slowest_counts() -> None:
-    decided = agree([offer(dense=3000, changed=0.1, diff_s=2), offer(dense=1000, changed=0.5, diff_s=7)])
+    decided = agree([proposal(dense=3000, changed=0.1, diff_s=2), proposal(dense=1000, changed=0.5, diff_s=7)])
     assert (decided.dense_bytes, decided.diff_s) == (4000, 7)
     assert decided.changed_fraction == pytest.approx(0.2)
 
@@ -68,9 +67,3 @@ def test_a_failure_travels_with_its_code_reason_and_facts() -> None:
     assert (told.code, told.reason, told.metadata) == (failure.code, failure.reason, failure.metadata)
     assert told.message == "rank 1: differs: push again"
     assert from_wire(*to_wire(b"said")) == b"said"
-
-
-def test_a_process_alone_hears_itself() -> None:
-    alone = Ranks()
-    assert alone.exchange("offer 1.1", b"said", time.monotonic()) == [b"said"]
-    assert (alone.rank, alone.count) == (0, 1)

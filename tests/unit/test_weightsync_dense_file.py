@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from weightsync_stack import equal_bits, make_chunk, manifest_of, read_source, weights
+from weightsync_stack import ShardSource, equal_bits, make_chunk, manifest_of, read_source, weights
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
 from weightsync.format.chunks import ChunkError, read_pull_response
 from weightsync.format.safetensors import FileLayout, read_layout
-from weightsync.publish.shards import ShardSource
 from weightsync.receive.version_file import DenseFile, StagingError
 
 V1 = Version(1, 1)

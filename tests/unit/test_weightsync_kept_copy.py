@@ -27,11 +27,9 @@ WHOLE = 1 << 40
 
 def baseline_of(
     tensors: dict[str, torch.Tensor], dtype: torch.dtype | None = None, directory: Path | None = None
-) -> tuple[KeptCopy, list[torch.Tensor]]:
+) -> tuple[KeptCopy, list[tuple[pb.TensorSlice, torch.Tensor]]]:
     held = local_slices(tensors, dtype)
-    kept = KeptCopy("model", [each for each, _ in held], directory)
-    live = {each.name: tensor for each, tensor in held}
-    return kept, [live[each.name] for each in kept.slices]
+    return KeptCopy("model", [each for each, _ in held], directory), held
 
 
 def address_of(kept: KeptCopy) -> int:

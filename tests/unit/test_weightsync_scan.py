@@ -12,10 +12,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from weightsync_stack import read_source
+from weightsync_stack import ShardSource, read_source
 
 from weightsync.format.safetensors import DTYPES, LayoutError, Scan, all_finite, parse_header, place, render_header
-from weightsync.publish.shards import ShardSource
+from weightsync.publish.shards import local_slices
 
 TENSORS = {
     "odd": torch.arange(7, dtype=torch.uint8),
@@ -138,9 +138,9 @@ def test_a_file_that_was_never_written_reads_as_safetensors() -> None:
 
 def test_tensors_that_cannot_travel_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"w has data type torch\.complex64"):
-        ShardSource("model", {"w": torch.zeros(1, dtype=torch.complex64)})
+        local_slices({"w": torch.zeros(1, dtype=torch.complex64)})
     with pytest.raises(ValueError, match="w is a"):
-        ShardSource("model", {"w": torch.zeros(1, device="meta")})
+        local_slices({"w": torch.zeros(1, device="meta")})
 
 
 def test_a_header_fills_the_room_that_was_kept_for_it() -> None:

@@ -20,7 +20,7 @@ from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
 from weightsync.format.chunks import push_request
 from weightsync.format.manifest import manifest_digest
-from weightsync.publish.ranks import Answer, Ranks
+from weightsync.publish.ranks import Answer, RankExchange
 from weightsync.publish.shards import FileSource, KeptFile
 
 _REPEATABLE = {
@@ -126,13 +126,13 @@ class Payload:
 
     Attributes:
         manifest: All of its manifest but the shards: kind, base, labels, adapter_config, push_timings.
-        make: Makes this rank's shard: what to send and its description, digests included; None if this rank has none.
-            Called in a thread. The memory that it names must not change until the push has ended.
+        make: Makes this rank's shard: what to send and its description, digests included. Called in a thread. The memory
+            that it names must not change until the push has ended. None: this rank has no shard.
         local: A file in shared memory that holds the shard's bytes; None: there is none yet.
     """
 
     manifest: pb.Manifest
-    make: Callable[[], tuple[FileSource, pb.Shard] | None]
+    make: Callable[[], tuple[FileSource, pb.Shard]] | None
     local: pb.LocalFile | None = None
 
 
@@ -143,27 +143,27 @@ class VersionPush:
         to: The version at its service.
         payloads: What to try: a later one if the service does not hold the base of the one before. All ranks give payloads
             of the same kinds.
-        ranks: Who publishes it.
+        exchange: The ranks that publish it together; None: this process is alone.
         chunk_bytes: Bytes per chunk.
         directory: Shared memory in which the service may find files; None: send chunks.
 
     Attributes:
-        handed_over: Whether the service took the file that it was offered; None if it was offered none.
+        handed_over: Whether the service took a file of this host; None if none was tried.
     """
 
     def __init__(
         self,
         to: Destination,
         payloads: Sequence[Payload],
-        ranks: Ranks,
+        exchange: RankExchange | None,
         *,
         chunk_bytes: int,
         directory: Path | None = None,
     ) -> None:
-        reserve = min(_RESERVE_S, (to.deadline - time.monotonic()) / 10) if ranks.count > 1 else 0.0
+        reserve = min(_RESERVE_S, (to.deadline - time.monotonic()) / 10) if exchange is not None else 0.0
         self._to = Destination(to.channel, to.run, to.version, to.deadline - reserve)
         self._deadline = to.deadline
-        self._payloads, self._ranks = list(payloads), ranks
+        self._payloads, self._exchange = list(payloads), exchange
         self._chunk_bytes, self._directory = chunk_bytes, directory
         self._bytes_sent = 0
         self.handed_over: bool | None = None
@@ -190,10 +190,11 @@ class VersionPush:
 
     async def _attempt(self, payload: Payload, *, resume: bool) -> PushReport:
         """Send every rank's shard, have rank 0 commit them, and tell all ranks the outcome."""
-        sent = await self._exchange("shards", await self._send(payload, resume=resume))
+        sent = await self._share("shards", await self._send(payload, resume=resume))
         pushed = time.perf_counter()
         parts = [pb.Manifest.FromString(each) for each in sent]
-        outcome = await self._exchange("outcome", await self._commit(payload, parts) if self._ranks.rank == 0 else b"")
+        leads = self._exchange is None or self._exchange.rank == 0
+        outcome = await self._share("outcome", await self._commit(payload, parts) if leads else b"")
         response = pb.CommitVersionResponse.FromString(outcome[0])
         delta = payload.manifest.kind == pb.VERSION_KIND_DELTA
         return PushReport(
@@ -220,10 +221,9 @@ class VersionPush:
         return part.SerializeToString()
 
     async def _send_shard(self, payload: Payload, *, resume: bool) -> pb.Shard | None:
-        made = await asyncio.to_thread(payload.make)
-        if made is None:
+        if payload.make is None:
             return None
-        source, shard = made
+        source, shard = await asyncio.to_thread(payload.make)
         transfer = _ShardTransfer(self._to, source, shard, self._chunk_bytes)
         try:
             if await self._to.committed():
@@ -256,8 +256,14 @@ class VersionPush:
         digest = pb.Manifest(digest=response.manifest.digest)
         return pb.CommitVersionResponse(manifest=digest, duplicate=response.duplicate).SerializeToString()
 
-    async def _exchange(self, what: str, answer: Answer) -> list[bytes]:
-        return await asyncio.to_thread(self._ranks.exchange, f"{what} {self._to.version}", answer, self._deadline)
+    async def _share(self, what: str, answer: Answer) -> list[bytes]:
+        """Return every rank's message; raise the failure if any rank failed."""
+        if self._exchange is not None:
+            step = f"{what} {self._to.version}"
+            return await asyncio.to_thread(self._exchange.all_gather, step, answer, self._deadline)
+        if isinstance(answer, SluiceError):
+            raise answer
+        return [answer]
 
 
 class _ShardTransfer:
@@ -274,16 +280,16 @@ class _ShardTransfer:
         self.bytes_sent = 0
 
     async def hand_over(self, directory: Path, local: pb.LocalFile | None) -> bool:
-        """Offer the shard as a file of this host; return whether the service took it.
+        """Name the service a file of this host that holds the shard; return whether it took it.
 
         The file is `local`, or one that is written into the directory of shared memory for this.
         """
         if local is not None:
-            return await self._offer(local)
+            return await self._hand_over_file(local)
         written = await asyncio.to_thread(_write, self._source, directory)
         try:
             local = written.local(self._source.name)
-            return local is not None and await self._offer(local)
+            return local is not None and await self._hand_over_file(local)
         finally:
             await asyncio.to_thread(written.close)  # giving back shared memory takes as long as filling it
 
@@ -293,7 +299,7 @@ class _ShardTransfer:
         if offset < self._source.size:
             await self._call(self._requests(offset))
 
-    async def _offer(self, local: pb.LocalFile) -> bool:
+    async def _hand_over_file(self, local: pb.LocalFile) -> bool:
         try:
             response = await self._call(_once(self._header(0, local)))
         except grpc.aio.AioRpcError as error:

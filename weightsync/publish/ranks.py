@@ -1,4 +1,4 @@
-"""How the ranks of a trainer agree on a version: who sends which slice, and in which form. No weights travel here."""
+"""How several ranks of a trainer publish together: they exchange messages, and each slice is sent by one of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -20,7 +19,6 @@ from google.rpc.status_pb2 import Status
 
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
-from sluice.versions import Version
 from weightsync.format.manifest import Box, box, check_manifest
 from weightsync.format.safetensors import DTYPES
 
@@ -56,24 +54,23 @@ def from_wire(code: int, data: bytes) -> Answer:
     return SluiceError(known, info.reason or known.name, status.message, metadata=dict(info.metadata))
 
 
-class Ranks:
-    """The ranks that publish one model together.
+class RankExchange:
+    """Exchanges messages among the ranks that publish one model together.
 
     Every exchange is a collective operation: all ranks call it, in the same order, and if one fails, all fail. Nothing is
     pickled; answers are protobuf messages in uint8 tensors.
 
     Args:
         group: A process group of CPU tensors (gloo) that nothing else uses, since operations of two threads on one group
-            would cross; None: this process is alone.
+            would cross.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._out_of_step = False
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.count = 1 if group is None else dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
 
-    def exchange(self, step: str, answer: Answer, deadline: float) -> list[bytes]:
+    def all_gather(self, step: str, answer: Answer, deadline: float) -> list[bytes]:
         """Send an answer to all ranks; return every rank's message, in the order of the ranks. Blocking.
 
         Args:
@@ -86,14 +83,12 @@ class Ranks:
             SluiceError: the failure of the lowest rank that failed; FAILED_PRECONDITION RANK_LOST if a rank is gone, silent
                 beyond the deadline or at another step. The group cannot be used after that.
         """
-        if self._group is None:
-            return messages([answer])
         if self._out_of_step:
             raise _gone("an earlier exchange was not finished")
         self._out_of_step = True
         code, data = to_wire(answer)
         mark = xxhash.xxh3_64_intdigest(step.encode()) >> 1  # into the range of int64
-        lengths = self._all_gather(torch.tensor([code, len(data), mark], dtype=torch.int64), deadline)
+        lengths = self._gather(torch.tensor([code, len(data), mark], dtype=torch.int64), deadline)
         if any(int(each[2]) != mark for each in lengths):
             raise _gone(f"they are at different steps, this one at {step!r}")
         sizes = [int(each[1]) for each in lengths]
@@ -102,7 +97,7 @@ class Ranks:
             raise SluiceError.invalid_argument("tensors", f"a rank describes its slices in {longest} bytes: too many")
         padded = torch.zeros(max(1, longest), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
-        received = self._all_gather(padded, deadline)
+        received = self._gather(padded, deadline)
         self._out_of_step = False
         return messages(
             [
@@ -111,11 +106,11 @@ class Ranks:
             ]
         )
 
-    def _all_gather(self, tensor: torch.Tensor, deadline: float) -> list[torch.Tensor]:
+    def _gather(self, tensor: torch.Tensor, deadline: float) -> list[torch.Tensor]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             raise _gone("no time is left")
-        received = [torch.empty_like(tensor) for _ in range(self.count)]
+        received = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._group))]
         try:
             work = dist.all_gather(received, tensor, group=self._group, async_op=True)
             work.wait(timedelta(seconds=remaining))
@@ -128,8 +123,6 @@ def messages(answers: Sequence[Answer]) -> list[bytes]:
     """Return the ranks' messages; raise the failure of the lowest rank that failed."""
     for rank, answer in enumerate(answers):
         if isinstance(answer, SluiceError):
-            if len(answers) == 1:
-                raise answer
             raise SluiceError(answer.code, answer.reason, f"rank {rank}: {answer.message}", metadata=answer.metadata)
     return [answer for answer in answers if isinstance(answer, bytes)]
 
@@ -139,54 +132,6 @@ def _gone(why: str) -> SluiceError:
         "RANK_LOST",
         f"the trainer's ranks cannot agree on a version ({why}); nothing was committed by this rank:"
         " start the ranks again with a new process group",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks know of a version before its bytes travel.
-
-    Attributes:
-        delta: Whether it travels as the difference from the version before.
-        compared: Whether every rank compared its shard with the version before.
-        dense_bytes: Size of a dense copy, over all ranks.
-        diff_s: Seconds of the slowest rank's comparison.
-        changed_fraction: Values that differ, of all; 1 if nothing was compared.
-    """
-
-    delta: bool
-    compared: bool
-    dense_bytes: int
-    diff_s: float
-    changed_fraction: float
-
-
-def agree(offers: Sequence[pb.Manifest]) -> Agreement:
-    """Decide from every rank's offer; all ranks decide the same. Pure.
-
-    A delta is pushed if every rank has one based on the same version, and they have at most half the bytes of a dense copy.
-
-    Raises:
-        SluiceError: FAILED_PRECONDITION if the ranks publish different versions.
-    """
-    versions = {Version.from_proto(offer.version) for offer in offers}
-    if len(versions) > 1:
-        raise SluiceError.failed_precondition(
-            "RANKS_DIFFER",
-            f"the ranks publish different versions ({', '.join(map(str, sorted(versions)))}): begin a new epoch on all of them",
-        )
-    dense = sum(offer.dense_bytes for offer in offers)
-    bases = {Version.from_proto(offer.base) for offer in offers if offer.HasField("base")}
-    compared = len(bases) == 1 and all(offer.HasField("base") for offer in offers)
-    small = 2 * sum(offer.size_bytes for offer in offers) <= dense
-    encoded = all(offer.kind == pb.VERSION_KIND_DELTA for offer in offers)
-    weighted = sum(offer.push_timings.changed_fraction * offer.dense_bytes for offer in offers)
-    return Agreement(
-        delta=compared and encoded and small,
-        compared=compared,
-        dense_bytes=dense,
-        diff_s=max(offer.push_timings.diff.ToNanoseconds() for offer in offers) / 1e9,
-        changed_fraction=weighted / dense if dense else float(not compared),
     )
 
 

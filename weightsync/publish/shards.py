@@ -164,51 +164,6 @@ class FileSource:
         return str(whole.hexdigest())
 
 
-class ShardSource(FileSource):
-    """One shard of whole tensors.
-
-    Only a tensor that is not contiguous is copied.
-
-    Args:
-        name: The shard's name.
-        tensors: CPU tensors by Hugging Face name.
-
-    Raises:
-        ValueError: if a name or data type cannot travel, or a tensor is not in host memory.
-    """
-
-    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        rows = [
-            (check_tensor(key), _host_dtype(key, tensor), tuple(tensor.shape), tensor)
-            for key, tensor in tensors.items()
-        ]
-        # Wide elements first: then each tensor begins at a multiple of its element, which readers that map the file need.
-        rows.sort(key=lambda row: (-DTYPES[row[1]].size, row[0]))
-        self.entries = place([row[:3] for row in rows])
-        header = render_header(self.entries, _METADATA)
-        super().__init__(name, [memoryview(header), *(tensor_bytes(tensor).data for *_, tensor in rows)])
-
-    def tensor_digests(self) -> dict[str, str]:
-        """Return the xxh3-128 of each tensor by name, hexadecimal; blocking, about 10 GB/s."""
-        return {
-            entry.name: str(xxhash.xxh3_128(part).hexdigest())
-            for entry, part in zip(self.entries, self._parts[1:], strict=True)
-        }
-
-    def describe(self, digests: Mapping[str, str] | None = None) -> pb.Shard:
-        """Return the shard as the contract describes it, with the tensors' digests if they are given."""
-        shard = pb.Shard(name=self.name, size_bytes=self.size)
-        for entry in self.entries:
-            shard.tensors.add(
-                name=entry.name,
-                dtype=entry.dtype,
-                global_shape=entry.shape,
-                encoding=pb.TENSOR_ENCODING_DENSE,
-                digest=digests[entry.name] if digests else "",
-            )
-        return shard
-
-
 def _dtype_name(name: str, dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         known = ", ".join(map(str, _NAMES))
@@ -220,14 +175,6 @@ def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return the dense bytes of a tensor in host memory: a view, or a copy if it is not contiguous."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return np.asarray(flat.numpy())
-
-
-def _host_dtype(name: str, tensor: torch.Tensor) -> str:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        raise ValueError(
-            f"{name} is a {tensor.layout} tensor on {tensor.device}: move it to host memory before the push"
-        )
-    return _dtype_name(name, tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +226,7 @@ class KeptCopy:
     """
 
     def __init__(self, shard: str, slices: Sequence[pb.TensorSlice], directory: Path | None = None) -> None:
-        # Wide elements first, as in `ShardSource`: then each slice begins at a multiple of its element.
+        # Wide elements first: then each slice begins at a multiple of its element, which readers that map the file need.
         self.slices = sorted(slices, key=lambda each: (-DTYPES[each.dtype].size, entry_name(each)))
         self.shard = shard
         self._entries = place([(entry_name(each), each.dtype, box(each).sizes) for each in self.slices])
@@ -298,7 +245,7 @@ class KeptCopy:
         """Remove the file in shared memory, if there is one; the memory goes with the object."""
         self._file.close()
 
-    def renew(self, tensors: Sequence[torch.Tensor], *, compare: bool, most_bytes: int) -> Diff:
+    def renew(self, held: Sequence[tuple[pb.TensorSlice, torch.Tensor]], *, compare: bool, most_bytes: int) -> Diff:
         """Make the copy equal to the live tensors, which must not change in the meantime.
 
         This thread brings one slice after another into host memory and the published precision; a pool of as many threads
@@ -306,11 +253,12 @@ class KeptCopy:
         more, and for encoded streams of at most `most_bytes` and a slice per thread.
 
         Args:
-            tensors: Live memory of each of `slices`.
+            held: What `local_slices` found; all of `slices` are among it.
             compare: Whether to encode the difference; otherwise the copy is overwritten unread.
             most_bytes: Size of the encoded slices beyond which comparing is given up.
         """
         started = time.perf_counter()
+        live = {entry_name(each): tensor for each, tensor in held}
         threads = max(1, torch.get_num_threads())
         found: dict[int, EncodedSlice] = {}
         comparing, encoded_bytes, changed, elements = compare, 0, 0, 0
@@ -330,7 +278,7 @@ class KeptCopy:
                     comparing = encoded_bytes <= most_bytes
 
             for index in order:
-                new = _published_bytes(tensors[index], self.slices[index].dtype)
+                new = _published_bytes(live[self._entries[index].name], self.slices[index].dtype)
                 running.append((index, pool.submit(self._renew_slice, index, new, compare=comparing)))
                 if len(running) > threads:
                     collect()
