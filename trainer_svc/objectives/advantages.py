@@ -17,7 +17,7 @@ from sluice.advantages import STD_OFFSET
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.batch.shapes import MaskOfSequence, PerSequenceToken, PerToken, Scalar
 from trainer_svc.objectives.config import ResolvedObjective
-from trainer_svc.objectives.terms import kl_estimate
+from trainer_svc.objectives.presets import kl_estimate
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 BATCH = "batch"

@@ -16,14 +16,16 @@ from pydantic import Field, PrivateAttr, model_validator
 from sluice.config import Section
 from trainer_svc.objectives.presets import (
     BATCH_ESTIMATORS,
+    CORRECTIONS,
     PRESETS,
+    Aggregation,
+    CorrectionKind,
+    KlKind,
     KlWhere,
     Parameters,
     Preset,
-    PresetSettings,
     Proximal,
 )
-from trainer_svc.objectives.terms import CORRECTIONS, Aggregation, CorrectionKind, KlKind
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _PRESET_PARAMETERS = frozenset(name for preset in PRESETS.values() for name in preset.all_parameters)
@@ -58,9 +60,47 @@ class CorrectionConfig(Section):
     )
 
 
-class ObjectiveConfig(PresetSettings):
+class ObjectiveConfig(Section):
     """The loss that the trainer minimises. An unset setting takes its preset's default; docs/objectives.md has the table."""
 
+    preset: str = Field(
+        "aipo",
+        description=f"Row of the table of objectives: {', '.join(PRESETS)}; or `module:function`, a loss of your own.",
+    )
+    params: dict[str, float | bool | str] = Field(
+        default_factory=dict,
+        description="Keyword arguments of a loss of your own; the presets' parameters have settings of their own.",
+    )
+    delta: float | None = Field(None, gt=0, description="aipo: largest importance weight (a ratio); preset default 4.")
+    cap: float | None = Field(
+        None, gt=0, description="rloo, opo: largest importance weight (a ratio); preset default 2."
+    )
+    eps_low: float | None = Field(None, ge=0, description="Clipping presets: ratios are clipped below 1 - eps_low.")
+    eps_high: float | None = Field(None, ge=0, description="Clipping presets: ratios are clipped above 1 + eps_high.")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="PPO's clip: the objective of a token with a negative advantage A is at least this times A (3 is usual); unset: off.",
+    )
+    low: float | None = Field(
+        None, ge=0, description="dppo: largest fall of a token's probability; icepop: smallest ratio that is kept."
+    )
+    high: float | None = Field(
+        None, ge=0, description="dppo: largest rise of a token's probability; icepop: largest ratio that is kept."
+    )
+    threshold: float | None = Field(
+        None, gt=0, description="ipo_mask: largest change of a token's probability; default 0.1."
+    )
+    tau: float | None = Field(
+        None, gt=0, description="m2po: largest mean of (log b - log o)^2 over the batch, in nats squared; default 0.04."
+    )
+    tau_pos: float | None = Field(None, gt=0, description="sapo: sharpness of the soft clip where A > 0; default 1.")
+    tau_neg: float | None = Field(None, gt=0, description="sapo: sharpness of the soft clip where A < 0; default 1.05.")
+    value_clip: float | None = Field(
+        None,
+        gt=0,
+        description="ppo: how far the critic's value may move from the old one in one update, in reward units; default 0.5.",
+    )
     advantage: str | None = Field(
         None,
         description="Advantage estimator that the trainer runs before its epochs: gae, reinforce_pp or process; unset takes the preset's. "
@@ -212,7 +252,7 @@ class ResolvedObjective:
     @property
     def needs_behaviour(self) -> bool:
         """Whether the loss reads behaviour log-probabilities and advantages."""
-        return self.preset.needs_behaviour
+        return self.preset.anchor != "none"
 
     @property
     def needs_proximal(self) -> bool:

@@ -1,16 +1,21 @@
-"""Evaluate a `Case` with the code that trains: the same rows, terms, factors and divisor."""
+"""A case of `sluice objective`, and its evaluation with the code that trains: the same rows, terms, factors and divisor."""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from sluice.advantages import Episode, estimate
+from sluice.config import ConfigError
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, pack
 from trainer_svc.objectives.advantages import clipped_value_loss, with_advantages
-from trainer_svc.objectives.command import Case, CaseSequence, Column
+from trainer_svc.objectives.config import CorrectionConfig, ObjectiveConfig
 from trainer_svc.objectives.objective import (
     Objective,
     finish,
@@ -19,6 +24,200 @@ from trainer_svc.objectives.objective import (
     with_proximal_share,
     with_selection,
 )
+from trainer_svc.objectives.presets import PRESETS
+
+Column = list[float | None]
+
+_COLUMNS = (
+    *("logp", "behaviour_logp", "proximal_logp", "ref_logp", "teacher_logp", "entropy"),
+    *("values", "old_values", "returns", "token_rewards", "versions"),
+)
+_MAY_LACK = ("behaviour_logp", "ref_logp", "teacher_logp")
+"""A gap in these columns drops the token from the loss, as in training. A gap in any other column is an error."""
+
+
+class CaseSequence(BaseModel):
+    """One sequence. Every list has one entry per token; null: no number.
+
+    Attributes:
+        logp: log t.
+        behaviour_logp: log b.
+        proximal_logp: log o of the decoupled form.
+        ref_logp: Log-probability under the reference policy.
+        teacher_logp: Log-probability under a teacher.
+        entropy: Entropy of the current policy, a constant here.
+        values: V of the current critic.
+        old_values: V when the update began; `values` if absent.
+        returns: R for the critic; those of gae if absent.
+        token_rewards: Reward at each token.
+        versions: Policy version that sampled each token, for the log-linear form.
+        advantage: A, one for the sequence or one per token; computed from `reward` if absent.
+        reward: The episode's reward.
+        truncated: Whether the length limit ended the episode.
+        bootstrap: V of the state after the last token, for gae if truncated.
+        mask: Which tokens are in the loss; all of them if absent.
+        group_id: Episodes of one task share it.
+    """
+
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    logp: Column = Field(min_length=1)
+    behaviour_logp: Column | None = None
+    proximal_logp: Column | None = None
+    ref_logp: Column | None = None
+    teacher_logp: Column | None = None
+    entropy: Column | None = None
+    values: Column | None = None
+    old_values: Column | None = None
+    returns: Column | None = None
+    token_rewards: Column | None = None
+    versions: Column | None = None
+    advantage: float | Column | None = None
+    reward: float | None = Field(None, allow_inf_nan=False)
+    truncated: bool = False
+    bootstrap: float | None = Field(None, allow_inf_nan=False)
+    mask: list[bool] = Field(default_factory=list)
+    group_id: str = ""
+
+    @model_validator(mode="after")
+    def _columns_are_equally_long(self) -> Self:
+        length = len(self.logp)
+        if not self.mask:
+            self.mask = [True] * length
+        lists = {name: getattr(self, name) for name in ("mask", "advantage", *_COLUMNS)}
+        for name, values in lists.items():
+            if isinstance(values, list) and len(values) != length:
+                raise ValueError(f"{name} has {len(values)} entries and logp {length}: give one per token")
+        for name in (each for each in _COLUMNS if each not in _MAY_LACK):
+            for value, taken in zip(getattr(self, name) or (), self.mask, strict=False):  # absent columns are empty
+                if taken and (value is None or not math.isfinite(value)):
+                    said = "null" if value is None else value
+                    raise ValueError(
+                        f"{name} is {said} at a token whose mask is 1: give a number, or set its mask to 0"
+                    )
+        return self
+
+
+class Case(BaseModel):
+    """An objective and the sequences of its batch.
+
+    Attributes:
+        preset: Row of the table of objectives, or an import path.
+        params: Its settings by their names in `[trainer.objective]`; tables are nested or have dotted names.
+        sequences: The batch.
+        version: The trainer's policy version, for the log-linear form.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    preset: str
+    params: dict[str, Any] = Field(default_factory=dict)
+    sequences: list[CaseSequence] = Field(min_length=1)
+    version: float | None = Field(None, allow_inf_nan=False)
+
+    @field_validator("sequences")
+    @classmethod
+    def _has_a_loss_token(cls, sequences: list[CaseSequence]) -> list[CaseSequence]:
+        if not any(any(sequence.mask) for sequence in sequences):
+            raise ValueError("no token has mask 1, so there is no loss")
+        for name in ("proximal_logp", "values"):
+            given = [getattr(sequence, name) is not None for sequence in sequences]
+            if any(given) and not all(given):
+                raise ValueError(
+                    f"{name} is missing in sequences[{given.index(False)}]: give it to all of them or to none"
+                )
+        return sequences
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a case from JSON.
+
+        Raises:
+            ConfigError: with the place and the reason.
+        """
+        try:
+            return cls.model_validate(json.loads(text))
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"the case is not JSON: {error}") from error
+        except ValidationError as error:
+            raise ConfigError("the case is malformed: " + _explained(error)) from error
+
+    @property
+    def gives_advantages(self) -> bool:
+        """Whether the case gives the advantages; otherwise they are computed."""
+        return all(each.advantage is not None for each in self.sequences)
+
+    @property
+    def gives_proximal(self) -> bool:
+        """Whether the case gives log o."""
+        return all(each.proximal_logp is not None for each in self.sequences)
+
+    def objective(self) -> ObjectiveConfig:
+        """Return the settings of the case's objective.
+
+        With `proximal_logp` it takes the decoupled form; f(rho) is 1 unless the preset or `params` name a correction.
+
+        Raises:
+            ConfigError: with the reason, if settings contradict each other.
+        """
+        given = _nested(self.params)
+        if "preset" in given:
+            raise ConfigError("params holds the preset's parameters: write preset beside params")
+        if ":" in self.preset:
+            own = {name: given.pop(name) for name in list(given) if name not in ObjectiveConfig.model_fields}
+            given["params"] = own | given.get("params", {})
+        row = PRESETS.get(self.preset)
+        if self.gives_proximal and (row is None or row.anchor == "proximal"):
+            given.setdefault("proximal", "recompute")
+            if given["proximal"] != "bypass" and (row is None or row.correction is None):
+                given["correction"] = {"kind": "none", **given.get("correction", {})}
+        estimator = given.get("advantage", row.advantage if row else "")
+        where = given.get("kl_where", row.kl_where if row else "loss")
+        if self.gives_advantages and where == "reward" and estimator in ("gae", "reinforce_pp"):
+            given["kl_coef"] = 0.0  # the given advantages contain it already
+        try:
+            return ObjectiveConfig(preset=self.preset, **given)
+        except ValidationError as error:
+            raise ConfigError(_explained(error)) from error
+
+
+def _nested(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with dotted names such as `correction.kind` as nested tables; a bare `correction` names its kind."""
+    nested: dict[str, Any] = {}
+    for name, value in params.items():
+        table, _, key = name.rpartition(".")
+        if table:
+            nested.setdefault(table, {})[key] = value
+        elif name == "correction" and isinstance(value, str):
+            nested.setdefault(name, {})["kind"] = value
+        elif isinstance(value, Mapping):
+            nested.setdefault(name, {}).update(value)
+        else:
+            nested[name] = value
+    return nested
+
+
+def _explained(error: ValidationError) -> str:
+    """Return the places and reasons of a validation error on one line."""
+    parts = []
+    for each in error.errors():
+        place = ".".join(str(step) for step in each["loc"])
+        what = each["msg"].removeprefix("Value error, ")
+        if each["type"] == "extra_forbidden":
+            what = f"there is no such field; the fields are {', '.join(_fields_beside(each['loc']))}"
+        parts.append(f"{place + ': ' if place else ''}{what}")
+    return "; ".join(parts)
+
+
+def _fields_beside(location: tuple[int | str, ...]) -> list[str]:
+    """Return the names that are allowed in place of an unknown one."""
+    tables: dict[object, type[BaseModel]] = {"sequences": CaseSequence, "correction": CorrectionConfig}
+    if len(location) > 1:
+        return list(tables[location[0]].model_fields)
+    return sorted({*Case.model_fields, *ObjectiveConfig.model_fields} - {"preset"})
+
+
+# Evaluation.
 
 
 def evaluate(case: Case) -> dict[str, Any]:
@@ -32,7 +231,8 @@ def evaluate(case: Case) -> dict[str, Any]:
         ValueError: if the case lacks what its objective reads.
     """
     objective = Objective.of(case.objective())
-    kept, dropped = keep_trainable(_rows(case, objective), objective.resolved)
+    settings = objective.resolved
+    kept, dropped = keep_trainable(_rows(case, objective), settings)
     kept = with_group_tokens(kept)
     weight = objective.weight(kept)
     if weight == 0:
@@ -43,7 +243,7 @@ def evaluate(case: Case) -> dict[str, Any]:
     entropy = [_column(each.entropy) for each in case.sequences]
     (batch,) = pack(kept, token_budget=1 << 40, fold=False)
     has_entropy = all(each.entropy is not None for each in case.sequences)
-    if objective.resolved.needs_entropy and not has_entropy:
+    if settings.needs_entropy and not has_entropy:
         raise ValueError("entropy_coef is above 0: give every sequence its entropy, one number per token")
     outputs = Outputs(_packed(logp, batch), _packed(entropy, batch) if has_entropy else None)
     summed, sums = objective.loss(outputs, batch)
@@ -56,7 +256,7 @@ def evaluate(case: Case) -> dict[str, Any]:
         | {"loss_tokens": float(sum(int(each.loss_mask.sum()) for each in kept)), "divisor": weight}
         | {f"dropped_tokens/{cause}": float(count) for cause, count in dropped.items()},
     }
-    if objective.resolved.needs_behaviour and not case.gives_advantages:
+    if settings.needs_behaviour and not case.gives_advantages:
         result["advantages"] = [each.advantages[1:].tolist() for each in kept]
     return result | _value_loss(case, objective, kept)
 
@@ -65,7 +265,7 @@ def _rows(case: Case, objective: Objective) -> list[Sequence]:
     """Return the sequences as the trainer receives them, with advantages that need only rewards."""
     rows = [_row(each, index, objective) for index, each in enumerate(case.sequences)]
     settings = objective.resolved
-    if objective.resolved.needs_behaviour and not case.gives_advantages and not settings.runs_estimator:
+    if settings.needs_behaviour and not case.gives_advantages and not settings.runs_estimator:
         return _estimated(case, rows, settings.advantage)
     return rows
 
@@ -79,7 +279,7 @@ def _prepared(case: Case, objective: Objective, rows: list[Sequence]) -> list[Se
         pairs = zip(case.sequences, rows, strict=True)
         ages = [case.version - _column(each.versions)[row.loss_mask[1:]] for each, row in pairs]
         rows = with_proximal_share(rows, ages)
-    if objective.resolved.needs_behaviour and not case.gives_advantages and settings.runs_estimator:
+    if settings.needs_behaviour and not case.gives_advantages and settings.runs_estimator:
         bootstraps = [each.bootstrap for each in case.sequences]
         known = [value for value in bootstraps if value is not None]
         rows = with_advantages(rows, settings, bootstraps=known if len(known) == len(rows) else None)

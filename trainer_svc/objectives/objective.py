@@ -22,9 +22,9 @@ from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence
 from trainer_svc.batch.shapes import MaskPerToken, PerSequenceToken, PerToken, Scalar
 from trainer_svc.objectives.advantages import at_loss_tokens, carried_back, check_rewards, proximal_of, with_column
 from trainer_svc.objectives.config import ObjectiveConfig, ResolvedObjective
-from trainer_svc.objectives.presets import Surrogate
-from trainer_svc.objectives.terms import (
+from trainer_svc.objectives.presets import (
     CORRECTIONS,
+    Surrogate,
     TokenTerms,
     TokenWeights,
     divisor,

@@ -13,7 +13,7 @@ from trainer_svc.batch.rows import LossFn, LossWeight, MicroBatch, Outputs, Sequ
 from trainer_svc.batch.shapes import Indices, PerPair, PerToken, Scalar
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.objectives.terms import kl_estimate
+from trainer_svc.objectives.presets import kl_estimate
 from trainer_svc.offline.config import DpoConfig
 from trainer_svc.offline.data import CHOSEN, REJECTED
 

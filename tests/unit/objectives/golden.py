@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from by_hand import BATCH, Formula, Row, aggregated, as_case, of_tokens
 
-from trainer_svc.objectives.command import Case
-from trainer_svc.objectives.evaluate import evaluate
+from trainer_svc.objectives.evaluate import Case, evaluate
 
 __all__ = ["bypassed", "expect", "result_of"]
 

@@ -1,7 +1,6 @@
 """An objective as a user writes it: named by its import path, `my_objective:squared_ratio`."""
 
-from trainer_svc.objectives.presets import TokenLosses
-from trainer_svc.objectives.terms import TokenTerms, log_difference
+from trainer_svc.objectives.presets import TokenLosses, TokenTerms, log_difference
 
 
 def squared_ratio(terms: TokenTerms, *, strength: float = 1.0) -> TokenLosses:

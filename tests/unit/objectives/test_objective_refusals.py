@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from trainer_svc.config import TrainerConfig
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import bypass_warning
-from trainer_svc.objectives.presets import PRESETS
-from trainer_svc.objectives.terms import CORRECTIONS
+from trainer_svc.objectives.presets import CORRECTIONS, PRESETS
 
 TIS = {"kind": "token_tis"}
 
