@@ -7,6 +7,7 @@ program starts at once.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -125,7 +126,9 @@ def _dispatch(words: list[str]) -> int:
         return command.run(arguments)
     if name in service_names():
         return run_service(name, arguments)
-    raise ConfigError(f"no command {name!r}; `sluice --help` lists them")
+    near = difflib.get_close_matches(name, [*BUILT_IN, *command_names(), *service_names()], n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"no command {name!r}{guess}; `sluice --help` lists them")
 
 
 def _overview() -> str:

@@ -33,11 +33,10 @@ from sluice.config.schema import (
     is_flag,
     is_open,
     leaf_paths,
-    nested_models,
     parse_text,
     resolve,
     suggestion,
-    unknown_keys,
+    table_class,
 )
 from sluice.config.secrets import REDACTED, is_secret_name, redact_text, secret_values
 from sluice.config.services import command_names, service_configs
@@ -115,29 +114,24 @@ def file_layer(model: type[BaseModel], path: Path, section: str | None) -> Layer
         raise ConfigError(f"{path} is not TOML: {error}") from error
     if section is not None:
         data = {section: data}
-    data = _canonical_table(model, data)
-    for unknown in unknown_keys(model, data):
-        in_list = any(part.isdecimal() for part in unknown[:-1])  # which has no dotted path to suggest
-        raise ConfigError(f"{path}: unknown key {'.'.join(unknown)!r}{'' if in_list else suggestion(model, unknown)}")
-    return Layer(str(path), data)
+    return Layer(str(path), _canonical_table(model, data))
 
 
 def _canonical_table(annotation: FieldType, value: Value) -> Value:
     """Return a value with canonical keys. The keys of free-form tables stay as they are."""
-    models = nested_models(annotation)
+    table = table_class(annotation)
     if value == "none" and accepts_none(annotation):
         return None
-    if not isinstance(value, Mapping) or not models:
+    if not isinstance(value, Mapping) or table is None:
         return value
-    table: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for written, inner in value.items():
         key = canonical(written)
-        if annotation is models[0]:
-            key = SECTION_ALIASES.get(key, key) if key not in models[0].model_fields else key
-        field = next((each.model_fields[key] for each in models if key in each.model_fields), None)
-        completed = inner if field is None else _canonical_table(field.annotation, inner)
-        table = deep_merge(table, {key: completed})
-    return table
+        if key not in table.model_fields:
+            key = SECTION_ALIASES.get(key, key)
+        field = table.model_fields.get(key)
+        renamed = deep_merge(renamed, {key: inner if field is None else _canonical_table(field.annotation, inner)})
+    return renamed
 
 
 def command_prefix(command: str) -> str:
@@ -169,7 +163,7 @@ def environment_layer(
             data = deep_merge(data, nest(path, parse_text(resolve(model, path), text)))
         except ConfigError as error:
             raise ConfigError(f"environment variable {variable}: {error}") from error
-    return Layer("environment", data)
+    return Layer("the environment", data)
 
 
 def _is_foreign(variable: str, foreign: tuple[str, ...]) -> bool:
@@ -230,7 +224,12 @@ def _read_flag(line: CommandLine, model: type[BaseModel], word: str, words: list
         path = (service, *path)
     try:
         annotation = resolve(model, path)
-        if not separator and words and words[0].startswith("@") and (nested_models(annotation) or len(path) == 1):
+        if (
+            not separator
+            and words
+            and words[0].startswith("@")
+            and (table_class(annotation) is not None or len(path) == 1)
+        ):
             line.files.append(file_layer(model, _file_name(words.pop(0), words), ".".join(path)))
             return
         value = parse_text(annotation, text if separator else _value(annotation, words))
@@ -374,7 +373,7 @@ def _load(
         environment = environment_layer(model, os.environ, prefix=prefix, foreign=foreign)
     except ConfigError as error:
         raise ConfigError(redact_text(str(error))) from None
-    layers = [Layer("command line", line.flags), *reversed(line.files), environment]
+    layers = [Layer("the command line", line.flags), *reversed(line.files), environment]
     try:
         config, notes = complete(_validated(model, layers))
     except ConfigError as error:
@@ -398,18 +397,25 @@ def _validated(model: type[_Section], layers: Sequence[Layer]) -> _Section:
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(problem, layers) for problem in error.errors())) from error
+        raise ConfigError("\n".join(_describe(model, problem, layers) for problem in error.errors())) from error
 
 
-def _describe(problem: ErrorDetails, layers: Sequence[Layer]) -> str:
+def _describe(model: type[BaseModel], problem: ErrorDetails, layers: Sequence[Layer]) -> str:
     location = problem["loc"]
     name = ".".join(str(part) for part in location) or "settings"
-    source = next((f" (from {layer.label})" for layer in layers if location and layer.value(location) is not UNSET), "")
+    source = next((layer.label for layer in layers if location and layer.value(location) is not UNSET), "")
+    keys = [part for part in location if isinstance(part, str)]
+    if problem["type"] == "extra_forbidden":
+        near = suggestion(model, keys) if len(keys) == len(location) else ""  # a list of tables has no dotted path
+        return f"{source}: unknown key {name!r}{near}" if source else f"unknown key {name!r}{near}"
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    if problem["type"] == "string_pattern_mismatch":
+        message = f"does not fit ({dict(leaf_paths(model))[tuple(keys)].description})"
     value = problem.get("input")
     given = f"; got {value!r}" if isinstance(value, str | int | float | bool) else ""
-    if any(is_secret_name(str(part)) for part in location):
+    if any(is_secret_name(key) for key in keys):
         given = f"; got {REDACTED}"
-    return f"{name}: {problem['msg'].removeprefix('Value error, ')}{given}{source}"
+    return f"{name}: {message}{given}{f' (from {source})' if source else ''}"
 
 
 def _secrets(model: type[BaseModel], layers: Sequence[Layer]) -> Iterator[str]:

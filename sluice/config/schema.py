@@ -7,7 +7,7 @@ import json
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -19,8 +19,6 @@ Value: TypeAlias = Any
 
 FieldType: TypeAlias = Any
 """A field's annotation: a class, a union, a generic alias or `Any`."""
-
-_UNIONS = (Union, types.UnionType)
 
 
 class ConfigError(Exception):
@@ -47,14 +45,14 @@ def alternatives(annotation: FieldType) -> tuple[Any, ...]:
     origin: object = get_origin(annotation)
     if origin is Annotated:
         return alternatives(get_args(annotation)[0])
-    if origin in _UNIONS:
+    if origin in (Union, types.UnionType):
         return tuple(part for member in get_args(annotation) for part in alternatives(member))
     return (annotation,)
 
 
-def nested_models(annotation: FieldType) -> tuple[type[BaseModel], ...]:
-    """Return the classes of tables that a field of this type may hold; empty for a plain value."""
-    return tuple(part for part in alternatives(annotation) if isinstance(part, type) and issubclass(part, BaseModel))
+def table_class(annotation: FieldType) -> type[BaseModel] | None:
+    """Return the class of the table that a field of this type holds; None for a plain value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def accepts_none(annotation: FieldType) -> bool:
@@ -72,27 +70,19 @@ def is_open(annotation: FieldType) -> bool:
     return annotation is Any or (bool in alternatives(annotation) and not is_flag(annotation))
 
 
-def _containers(annotation: FieldType) -> tuple[Any, ...]:
-    return tuple(get_origin(part) or part for part in alternatives(annotation))
-
-
-def _is_mapping(annotation: FieldType) -> bool:
-    return any(
-        part is Any or (isinstance(part, type) and issubclass(part, Mapping)) for part in _containers(annotation)
-    )
+def _mapping(annotation: FieldType) -> FieldType:
+    """Return the member of a type that is a mapping with the user's own keys, `Any` included; None if there is none."""
+    for part in alternatives(annotation):
+        container = get_origin(part) or part
+        if part is Any or (isinstance(container, type) and issubclass(container, Mapping)):
+            return part
+    return None
 
 
 def _is_sequence(annotation: FieldType) -> bool:
-    return any(part in (list, tuple, set, frozenset) or part is Sequence for part in _containers(annotation))
-
-
-def _item(annotation: FieldType) -> FieldType:
-    """Return the type of a list's items or of a mapping's values; `Any` if it is not declared."""
-    for part in alternatives(annotation):
-        arguments = get_args(part)
-        if arguments:
-            return arguments[-1] if issubclass(get_origin(part) or object, Mapping) else arguments[0]
-    return Any
+    return any(
+        (get_origin(part) or part) in (list, tuple, set, frozenset, Sequence) for part in alternatives(annotation)
+    )
 
 
 def resolve(model: type[BaseModel], path: Sequence[str]) -> FieldType:
@@ -103,52 +93,32 @@ def resolve(model: type[BaseModel], path: Sequence[str]) -> FieldType:
     """
     annotation: Any = model
     for depth, key in enumerate(path):
-        models = nested_models(annotation)
-        if models:
-            field = next((each.model_fields[key] for each in models if key in each.model_fields), None)
-            if field is None:
+        table = table_class(annotation)
+        if table is not None:
+            if key not in table.model_fields:
                 raise ConfigError(f"unknown key {'.'.join(path)!r}{suggestion(model, path[: depth + 1])}")
-            annotation = field.annotation
-        elif _is_mapping(annotation):
-            annotation = _item(annotation)
+            annotation = table.model_fields[key].annotation
+        elif (mapping := _mapping(annotation)) is not None:
+            annotation = (*get_args(mapping), Any)[1] if get_args(mapping) else Any
         else:
             raise ConfigError(f"unknown key {'.'.join(path)!r}: {'.'.join(path[:depth])!r} is a value, not a table")
     return annotation
 
 
-def unknown_keys(model: type[BaseModel], data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of keys that the table's class does not have, in nested tables and lists of tables too."""
-    return _unknown(model, data, ())
-
-
-def _unknown(annotation: FieldType, value: Value, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    models = nested_models(annotation)
-    if isinstance(value, Mapping) and models:
-        for key, inner in value.items():
-            owners = [each.model_fields[key] for each in models if key in each.model_fields]
-            if not owners:
-                yield (*path, key)
-            elif len(owners) == 1:
-                yield from _unknown(owners[0].annotation, inner, (*path, key))
-    elif isinstance(value, list) and _is_sequence(annotation):
-        for index, inner in enumerate(value):
-            yield from _unknown(_item(annotation), inner, (*path, str(index)))
-
-
 def leaf_paths(model: type[BaseModel], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
     """Yield every field that holds a value, not a table, with its path, in order of declaration."""
     for name, field in model.model_fields.items():
-        models = nested_models(field.annotation)
-        if len(models) == 1:
-            yield from leaf_paths(models[0], (*prefix, name))
-        else:
+        table = table_class(field.annotation)
+        if table is None:
             yield (*prefix, name), field
+        else:
+            yield from leaf_paths(table, (*prefix, name))
 
 
 def suggestion(model: type[BaseModel], path: Sequence[str]) -> str:
     """Return the end of a message about an unknown key: the most similar key of its table, or of all tables."""
-    table: Any = resolve(model, path[:-1])
-    siblings = sorted({name for each in nested_models(table) for name in each.model_fields})
+    table = table_class(resolve(model, path[:-1]))
+    siblings = sorted(table.model_fields) if table is not None else []
     near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {'.'.join((*path[:-1], near[0]))!r}?"
@@ -175,7 +145,7 @@ def parse_text(annotation: FieldType, text: str) -> Value:
             return json.loads(text)
         except json.JSONDecodeError:
             return text
-    if text.startswith("{") and (_is_mapping(annotation) or nested_models(annotation)):
+    if text.startswith("{") and (_mapping(annotation) is not None or table_class(annotation) is not None):
         return _json(text)
     return text
 
@@ -299,10 +269,8 @@ class CommonConfig(Section):
     )
     security: SecurityConfig = Field(default_factory=SecurityConfig, description="Tokens and TLS.")
     peers: PeersConfig = Field(default_factory=PeersConfig, description="Addresses of the services.")
-    log_level: str = Field(
-        "info",
-        pattern=r"^(debug|info|warning|error|critical)$",
-        description="Least severe log level that is written: debug, info, warning, error or critical.",
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = Field(
+        "info", description="Least severe log level that is written."
     )
 
     @field_validator("allocation_mode")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel, SecretStr
@@ -20,52 +20,15 @@ REDACTED = "**********"
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 """Words of a key in snake_case, kebab-case or camelCase."""
 
-_ALWAYS = frozenset(
-    {"apikey", "authorization", "bearer", "credential", "passphrase", "passwd", "password", "pwd", "secret"}
-)
+_ALWAYS = re.compile("apikey|authorization|bearer|credential|passphrase|passwd|password|pwd|secret")
 """Last words of names that hold secrets."""
 
-_KEY_OF = frozenset(
-    [
-        "access",
-        "account",
-        "admin",
-        "api",
-        "auth",
-        "client",
-        "encryption",
-        "judge",
-        "master",
-        "openai",
-        "private",
-        "secret",
-        "service",
-        "signing",
-        "user",
-    ]
+_KEY_OF = re.compile(
+    "access|account|admin|api|auth|client|encryption|judge|master|openai|private|secret|service|signing|user"
 )
 """Words before ``key`` that make it a secret; an ``answer_key`` names a column, a ``tls_key`` a file."""
 
-_TOKEN_OF_A_VOCABULARY = frozenset(
-    [
-        "begin",
-        "bos",
-        "cls",
-        "end",
-        "eos",
-        "image",
-        "mask",
-        "pad",
-        "sep",
-        "start",
-        "stop",
-        "think",
-        "thinking",
-        "tool",
-        "unk",
-        "vocab",
-    ]
-)
+_TOKEN_OF_A_VOCABULARY = re.compile("begin|bos|cls|end|eos|image|mask|pad|sep|start|stop|think|thinking|tool|unk|vocab")
 """Words before ``token`` that make it a part of a text."""
 
 _LOOKALIKES = re.compile(
@@ -90,40 +53,54 @@ def is_secret_name(name: str) -> bool:
     if not words:
         return False
     last, before = words[-1].removesuffix("s"), words[-2] if len(words) > 1 else ""
-    if last in _ALWAYS or words[-1] in _ALWAYS:
+    if _ALWAYS.fullmatch(last):
         return True
     if last == "key":
-        return before in _KEY_OF
-    return words[-1] == "token" and before not in _TOKEN_OF_A_VOCABULARY
+        return _KEY_OF.fullmatch(before) is not None
+    return words[-1] == "token" and not _TOKEN_OF_A_VOCABULARY.fullmatch(before)
 
 
-def redact(value: Value, name: str = "") -> Value:
-    """Return plain settings without their secrets, to any depth.
+def redact(value: Value, name: str = "", found: list[str] | None = None) -> Value:
+    """Return settings without their secrets, to any depth.
 
     Args:
-        value: A table, a list or a single value; not a pydantic model.
+        value: A model, a table, a list or a single value.
         name: Its key.
+        found: Every secret that is replaced is appended to it.
     """
+    found = [] if found is None else found
     secret = is_secret_name(name)
     match value:
-        case SecretStr():
-            return REDACTED
+        case BaseModel():
+            return redact({field: getattr(value, field) for field in type(value).model_fields}, name, found)
         case Mapping():
-            return {key: redact(inner, name if secret else str(key)) for key, inner in value.items()}
+            return {key: redact(inner, name if secret else str(key), found) for key, inner in value.items()}
         case list() | tuple() | set() | frozenset():
-            return [redact(inner, name) for inner in value]
+            return [redact(inner, name, found) for inner in value]
+        case SecretStr():
+            found.append(value.get_secret_value())
         case str() if not secret:
-            return _without_forms(value)
+            return _without_forms(value, found)
         case str() | int() | float() if secret and not isinstance(value, bool):
-            return REDACTED
+            found.append(str(value))
         case _:
             return value
+    return REDACTED
+
+
+def secret_values(value: Value) -> list[str]:
+    """Return the texts that `redact` would replace, so that they can be taken out of a message."""
+    found: list[str] = []
+    redact(value, found=found)
+    return found
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     """Return a message without secrets: known ones, whatever has the form of one, and values beside a secret's name."""
-    text = _without_forms(hide(text, secrets))
-    return _ASSIGNMENT.sub(_without_value, text)
+    return _ASSIGNMENT.sub(
+        lambda found: found[0].removesuffix(found[2]) + REDACTED if is_secret_name(found[1]) else found[0],
+        _without_forms(hide(text, secrets), []),
+    )
 
 
 def hide(text: str, secrets: Iterable[str]) -> str:
@@ -134,44 +111,14 @@ def hide(text: str, secrets: Iterable[str]) -> str:
     return text
 
 
-def _without_forms(text: str) -> str:
-    text = _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
-    text = _URL_ARGUMENT.sub(_without_value, text)
-    return _LOOKALIKES.sub(REDACTED, text)
+def _without_forms(text: str, found: list[str]) -> str:
+    def take(secret: str) -> str:
+        found.append(secret)
+        return REDACTED
 
+    def take_value(argument: re.Match[str]) -> str:
+        return f"{argument[1]}={take(argument[2])}" if is_secret_name(argument[1]) else argument[0]
 
-def _without_value(found: re.Match[str]) -> str:
-    name, value = found.groups()
-    if not is_secret_name(name):
-        return found.group()
-    return found.group().removesuffix(value) + REDACTED
-
-
-def secret_values(value: Value, name: str = "") -> Iterator[str]:
-    """Yield the texts that `redact` would replace, so that they can be taken out of a message.
-
-    Args:
-        value: Settings: a model, a table, a list or a single value.
-        name: Its key.
-    """
-    secret = is_secret_name(name)
-    match value:
-        case BaseModel():
-            for field in type(value).model_fields:
-                yield from secret_values(getattr(value, field), field)
-        case SecretStr():
-            yield value.get_secret_value()
-        case Mapping():
-            for key, inner in value.items():
-                yield from secret_values(inner, name if secret else str(key))
-        case list() | tuple() | set() | frozenset():
-            for inner in value:
-                yield from secret_values(inner, name)
-        case str() if not secret:
-            yield from (password for _, password in _URL_PASSWORD.findall(value))
-            yield from (found for key, found in _URL_ARGUMENT.findall(value) if is_secret_name(key))
-            yield from (found.group() for found in _LOOKALIKES.finditer(value))
-        case str() | int() | float() if secret and not isinstance(value, bool):
-            yield str(value)
-        case _:
-            pass
+    text = _URL_PASSWORD.sub(lambda password: f"{password[1]}:{take(password[2])}@", text)
+    text = _URL_ARGUMENT.sub(take_value, text)
+    return _LOOKALIKES.sub(lambda key: take(key[0]), text)

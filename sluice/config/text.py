@@ -12,8 +12,8 @@ import tomli_w
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from sluice.config.schema import CommonConfig, FieldType, Value, accepts_none, nested_models
-from sluice.config.secrets import redact
+from sluice.config.schema import CommonConfig, FieldType, Value, accepts_none, table_class
+from sluice.config.secrets import REDACTED, redact
 
 _INTRODUCTION = """# Configuration
 
@@ -44,46 +44,30 @@ def dump_toml(config: BaseModel, redacted: bool = True) -> str:
         redacted: Replace the secrets; see `sluice.config.secrets`. Unredacted text is only for a file that the owner
             alone can read.
     """
-    table = _plain(config)
-    return tomli_w.dumps(_toml(redact(table) if redacted else table))
+    table = _plain(config, redacted=redacted)
+    return tomli_w.dumps(redact(table) if redacted else table)
 
 
-def _plain(value: Value) -> Value:
-    """Return models as tables and all collections as lists, to any depth; single values stay as they are."""
+def _plain(value: Value, *, redacted: bool) -> Value:
+    """Return a value in the types of TOML, to any depth: models as tables, all collections as lists."""
     match value:
         case BaseModel():
-            return _table(value)
+            table: dict[str, Any] = {}
+            for name, field in type(value).model_fields.items():
+                inner = getattr(value, name)
+                if inner is not None:
+                    table[name] = _plain(inner, redacted=redacted)
+                elif accepts_none(field.annotation) and field.get_default(call_default_factory=True) is not None:
+                    # TOML has no null: say it where leaving the key out would bring a default back.
+                    table[name] = "none"
+            # tomli_w writes tables where they stand; a value after one would land inside it.
+            return dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict)))
         case Mapping():
-            return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
+            return {str(key): _plain(inner, redacted=redacted) for key, inner in value.items() if inner is not None}
         case list() | tuple() | set() | frozenset():
-            return [_plain(inner) for inner in value if inner is not None]
-        case _:
-            return value
-
-
-def _table(model: BaseModel) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for name, field in type(model).model_fields.items():
-        value = getattr(model, name)
-        if value is None:
-            # TOML has no null: say it where leaving the key out would bring a default back.
-            if accepts_none(field.annotation) and field.get_default(call_default_factory=True) is not None:
-                table[name] = "none"
-            continue
-        table[name] = _plain(value)
-    # tomli_w writes tables where they stand; a value after one would land inside it.
-    return dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict)))
-
-
-def _toml(value: Value) -> Value:
-    """Return a plain value in the types of TOML."""
-    match value:
+            return [_plain(inner, redacted=redacted) for inner in value if inner is not None]
         case SecretStr():
-            return value.get_secret_value()
-        case dict():
-            return {key: _toml(inner) for key, inner in value.items()}
-        case list():
-            return [_toml(inner) for inner in value]
+            return REDACTED if redacted else value.get_secret_value()
         case Path():
             return str(value)
         case _:
@@ -148,7 +132,7 @@ def _tables(model: type[BaseModel], service: str | None) -> Iterator[tuple[str, 
                 field.description or "",
             )
             for name, field in table.model_fields.items()
-            if len(nested_models(field.annotation)) != 1
+            if table_class(field.annotation) is None
         ]
         if settings:
             yield ".".join(path), description, settings
@@ -159,10 +143,9 @@ def _walk(
 ) -> Iterator[tuple[tuple[str, ...], type[BaseModel], Any, str]]:
     yield path, table, value, description
     for name, field in table.model_fields.items():
-        models = nested_models(field.annotation)
-        if len(models) == 1:
-            inner = getattr(value, name, None)
-            yield from _walk(models[0], inner, (*path, name), field.description or "")
+        inner = table_class(field.annotation)
+        if inner is not None:
+            yield from _walk(inner, getattr(value, name, None), (*path, name), field.description or "")
 
 
 def _default(field: FieldInfo, table: object, name: str) -> str:

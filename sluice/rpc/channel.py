@@ -184,7 +184,9 @@ def read_pem(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read the key or certificate {path}: {error.strerror}; correct security.tls_cert, tls_key or tls_ca"
+        ) from error
 
 
 def read_token(path: Path) -> str:
@@ -196,7 +198,9 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise ConfigError(f"cannot read the token file {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot read the token file {path}: {error.strerror}; correct security.token_file or admin_token_file"
+        ) from error
     if not token or not token.isascii() or any(character.isspace() for character in token):
         raise ConfigError(
             f"token file {path} must hold one line of ASCII without blanks, such as `openssl rand -hex 32` prints"

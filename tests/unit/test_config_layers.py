@@ -163,7 +163,7 @@ def test_a_command_with_settings_of_its_own_has_the_same_layers(tmp_path, monkey
     assert isinstance(config, Settings)
     assert (config.lr, config.data) == (1.0, "y")
     assert load_run([]).seed == 1
-    with pytest.raises(ConfigError, match=r"lr: .*greater than 0.*from command line"):
+    with pytest.raises(ConfigError, match=r"lr: .*greater than 0.*from the command line"):
         load_command(Settings, ["--lr", "0"], "sft")
 
 

@@ -75,8 +75,8 @@ def test_a_value_out_of_range_names_its_source(tmp_path, monkeypatch):
     assert "toy.lr" in message
     assert "range.toml" in message
     assert "seed" in message
-    assert "(from environment)" in message
-    assert "(from command line)" in message
+    assert "(from the environment)" in message
+    assert "(from the command line)" in message
 
 
 @pytest.mark.parametrize(

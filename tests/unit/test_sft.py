@@ -212,9 +212,9 @@ def test_settings_come_in_layers(tmp_path, monkeypatch):
         (["--schedule", "wsd", "--decay-steps", "9", "--max-steps", "8"], r"together exceed max_steps \(8\)"),
         (["--data", "none.jsonl"], r"there is no file .*none\.jsonl"),
         (["--data", "./none"], r"there is no file .*none, and '\./none' is not a hub dataset id"),
-        (["--lr", "nan"], "lr: Input should be a finite number"),
-        (["--threads", "100000"], "threads: Input should be less than or equal to 1024"),
-        (["--batch-size", "10000000000000"], "batch_size: Input should be less than or equal to"),
+        (["--lr", "nan"], "lr: must be a finite number"),
+        (["--threads", "100000"], "threads: must be less than or equal to 1024"),
+        (["--batch-size", "10000000000000"], "batch_size: must be less than or equal to"),
         (["--model", "."], "it has no config"),
     ],
 )
