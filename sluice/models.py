@@ -33,10 +33,6 @@ INDEX = "model.safetensors.index.json"
 def check_model(model: str, setting: str = "model") -> None:
     """Refuse a name that is neither a directory with a model nor has the form of a hub id. The hub is not asked.
 
-    Args:
-        model: The value of the setting.
-        setting: The name of the setting, for the message.
-
     Raises:
         ConfigError: with the reason and the remedy.
     """

@@ -264,11 +264,7 @@ class ComputeConfig(OptimizerConfig):
 def on_device(config: _Compute, device: str) -> _Compute:
     """Return the settings with each `auto` that depends on the device replaced by a value.
 
-    On CUDA memory is the limit, so activations are recomputed and frozen weights stored in bfloat16.
-
-    Args:
-        config: The settings.
-        device: Kind of the device that computes: cpu or cuda.
+    On CUDA memory is the limit, so activations are recomputed and frozen weights stored in bfloat16. `device` is cpu or cuda.
     """
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     recompute = device == "cuda" if config.gradient_checkpointing == "auto" else config.gradient_checkpointing

@@ -34,13 +34,6 @@ class Decoder:
     """The sizes of a dense decoder.
 
     Attributes:
-        layers: Decoder layers.
-        hidden: Width of a hidden state.
-        inner: Width of the gated MLP.
-        heads: Query heads.
-        key_heads: Key-value heads.
-        head_dim: Width of a head.
-        vocabulary: Number of token ids.
         tied: Whether the output layer shares the embedding's weight.
         whole_logits: Whether the model scales or caps its logits; then all logits of a micro-batch are in memory at once.
     """
@@ -143,13 +136,8 @@ def estimate(
 ) -> Memory:
     """Return the memory that one device needs at the peak of a training step.
 
-    Args:
-        model: The sizes of the trained model.
-        config: The settings.
-        device: Kind of the device: cuda or cpu.
-        processes: Number of processes that train together.
-        frozen: Reference and teacher models, each with the bytes of one of its weights.
-        critic: A critic with a model of its own, whose weights, gradients and moments stay in memory.
+    `frozen` are reference and teacher models, each with the bytes of one of its weights. A critic with a model of its own
+    keeps its weights, gradients and moments in memory.
 
     Raises:
         ValueError: if the product of the axes of `config.parallel` is not the number of processes.

@@ -97,7 +97,6 @@ class VarlenPlan:
         keys: Packed index of each row of keys; None where they are the packed rows in order.
         query_bounds: Start of each sequence's queries, then the end of the last.
         key_bounds: Start of each sequence's keys, then the end of the last.
-        tokens: Packed tokens.
         longest_query: Most queries of a sequence.
         longest_key: Most keys of a sequence.
     """
@@ -112,10 +111,6 @@ class VarlenPlan:
     @classmethod
     def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self | None:
         """Plan the sequences given as packed indices in order.
-
-        Args:
-            segments: As of `AttentionPlan.of`.
-            packed_tokens: Tokens in the packed row.
 
         Returns:
             The plan; None unless each sequence's own tokens directly follow those of the sequence before it.

@@ -124,21 +124,15 @@ class MicroBatch:
     Attributes:
         sequences: The sequences inside, in packed order.
         order: Their places in the list that was packed.
-        input_ids: The packed tokens.
         position_ids: Position of each packed token in its own sequence.
-        attention: Which packed tokens form which sequence.
         predictors: Packed index of the token whose output predicts each loss token.
-        targets: Token id of each loss token.
         owners: Index into `sequences` of each loss token.
-        temperatures: Sampling temperature of each loss token.
-        behaviour_logprobs: Behaviour log-probability of each loss token.
-        advantages: Advantage of each loss token.
         sequence_tokens: Loss tokens of the sequence of each loss token.
         group_tokens: Loss tokens of the group of each loss token, over all ranks; of its sequence if the group was not counted.
         predictor_places: A copy of `predictors` that stays in host memory, so that context parallelism can size its slices
             without waiting for the device.
 
-    The optional columns are those of `Sequence` at each loss token, None unless all sequences carry them.
+    The other columns are those of `Sequence` at each loss token; the optional ones are None unless all sequences carry them.
     """
 
     sequences: tuple[Sequence, ...]
@@ -251,13 +245,8 @@ def pack(
     """Pack sequences into micro-batches of at most `token_budget` forwarded tokens, first fit by decreasing size.
 
     Tokens after the last loss token are not forwarded, because no loss depends on them, and sequences without loss tokens are
-    left out. A sequence longer than the budget gets a micro-batch of its own and is never cut.
-
-    Args:
-        sequences: Any number of sequences.
-        token_budget: Tokens per micro-batch, at least 1.
-        fold: Forward the common beginning of a group's sequences once.
-        whole_groups: Never split a group over micro-batches, for losses that compare its sequences.
+    left out. A sequence longer than the budget gets a micro-batch of its own and is never cut. `fold` forwards the common
+    beginning of a group's sequences once; `whole_groups` never splits a group, for losses that compare its sequences.
 
     Returns:
         Micro-batches. The same input always gives the same packing.

@@ -167,9 +167,7 @@ class TrainEngine:
     def forward(self, sequences: Rows[Sequence], *, values: bool = False) -> list[torch.Tensor]:
         """Compute log-probabilities (after temperature) or values of the loss tokens under the current weights.
 
-        Args:
-            sequences: This rank's rows of the batch.
-            values: Read the value head of a network that has a language head as well.
+        `values` reads the value head of a network that has a language head as well.
 
         Returns:
             For each sequence a float32 CPU tensor of its length, NaN where `loss_mask` is not set.

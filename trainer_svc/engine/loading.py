@@ -191,10 +191,7 @@ def _load(path: str, head: Head, **options: Any) -> PreTrainedModel:  # noqa: AN
 def check_packing(model: PreTrainedModel, device: torch.device, *, language: bool) -> bool:
     """Compare packed outputs with the model's own on single sequences, and set its attention to `packed_attention`.
 
-    Args:
-        model: A model that computes in float32.
-        device: Where it computes.
-        language: Whether it has a language head; otherwise hidden states are compared.
+    The model computes in float32. Without a language head hidden states are compared.
 
     Returns:
         Whether the logits are the output embedding times the last hidden state and nothing else.
@@ -283,11 +280,7 @@ def freeze(network: Network, dtype: torch.dtype) -> None:
     """Take the gradients off a network that is never trained, in place, and store its matrices in a precision.
 
     bfloat16 changes no result, since a bfloat16 forward pass rounds matrices to it anyway. Vectors stay float32, and so do
-    hidden states between layers.
-
-    Args:
-        network: A network that is not laid out over processes yet.
-        dtype: Precision of its matrices.
+    hidden states between layers. The network is not laid out over processes yet.
 
     Raises:
         ValueError: if `dtype` is bfloat16 and the forward pass is float32.
@@ -380,13 +373,9 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
 
 
 def uses_varlen(setting: Attention, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> bool:
-    """Return whether attention uses the kernel for sequences of varying length.
+    """Return whether attention uses the kernel for sequences of varying length; auto: wherever its results equal those of stock attention.
 
-    Args:
-        setting: `trainer.attention`; auto means the kernel wherever its results equal those of stock attention.
-        device: Where the network computes.
-        dtype: Precision of its forward pass.
-        shape: Its numbers of heads and key-value heads, and head_dim.
+    `shape` has the numbers of heads and key-value heads, and head_dim.
 
     Raises:
         ValueError: if the setting is varlen and the kernel cannot be used.

@@ -66,15 +66,7 @@ def logprobs_of_states(
 
     A linear layer is fused with the softmax. If its weight is a DTensor over a tensor-parallel mesh, this rank has a slice of
     the vocabulary. Any other module is called for some of the tokens at a time, and again in the backward pass.
-
-    Args:
-        head: The output layer.
-        states: Hidden states that predict the targets.
-        targets: Token ids.
-        temperatures: Divisor of each token's logits.
-        vocabulary: Number of all token ids.
-        entropy: Whether the entropy is computed, and with a gradient.
-        cells: Most logits in memory at once.
+    Arguments are as of `fused_logprobs`.
 
     Raises:
         ValueError: if the layer's weight is split in another way than by vocabulary.
@@ -389,7 +381,6 @@ class _Tokens:
     Attributes:
         hidden: Their states, as factors of products.
         scale: One over the temperature; its precision is that of logits and sums.
-        targets: Token ids.
         scaled: Whether the states are already multiplied by the scale, which saves a pass over every tile.
     """
 
@@ -460,7 +451,6 @@ class _TokenGradient:
     Args:
         rows: The tokens. On a CPU tokens with zero incoming gradient are left out of all work; elsewhere the host would have
             to wait for the device to count them.
-        log_sum: Their log-sum-exp.
         entropy: Their entropy; read only if `e` is given.
         g: Incoming gradients of the log-probabilities.
         e: Incoming gradients of the entropies; None: zero.

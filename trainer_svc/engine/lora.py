@@ -39,12 +39,7 @@ TASKS = {"language": "CAUSAL_LM", "value": "SEQ_CLS", "both": "CAUSAL_LM"}
 
 
 class Adapter:
-    """The LoRA factors of a network.
-
-    Args:
-        peft: PEFT's model around the network's.
-        config: The settings.
-    """
+    """The LoRA factors of a network."""
 
     def __init__(self, peft: PeftModel, config: LoraConfig) -> None:
         self.peft = peft
@@ -92,11 +87,8 @@ class Adapter:
     ) -> None:
         """Write a PEFT adapter with its tokenizer, or the merged model if `config.merges`; it appears whole or not at all.
 
-        Args:
-            source: Directory or hub id of the base model.
-            directory: Where to write.
-            dtype: Precision of the weights; None keeps float32.
-            weights: The trained weights by their names in the model.
+        `weights` are the trained ones by their names in the model, `source` is the directory or hub id of the base model. `dtype`
+        None keeps float32.
 
         Raises:
             FileExistsError: if the directory exists.
@@ -236,13 +228,9 @@ def _store_base(network: Network, config: LoraConfig) -> None:
 
 
 def merge_adapter(base: str, adapter: str, directory: Path, dtype: torch.dtype) -> None:
-    """Write the model that computes the same as base and adapter together.
+    """Write the model that computes the same as base and adapter together; the factors are added in float32.
 
-    Args:
-        base: Directory or hub id of the base model.
-        adapter: Directory or hub id of the adapter; one of a sequence classifier gives a classifier.
-        directory: Where to write.
-        dtype: Precision of the written weights; the factors are added in float32.
+    Base and adapter are directories or hub ids. An adapter of a sequence classifier gives a classifier.
 
     Raises:
         FileExistsError: if the directory exists.

@@ -58,13 +58,11 @@ class StepMetrics:
     Attributes:
         loss: The loss, divided by the global weight.
         grad_norm: Norm of the gradient before clipping.
-        learning_rate: The step's learning rate.
         skipped: True if loss or gradient was not finite and nothing changed.
         sequences: Sequences of the batch.
         tokens: Tokens of the batch, prompts included.
         loss_tokens: Tokens that entered the loss.
         forward_tokens: Tokens that were forwarded; a shared prompt counts once.
-        micro_batches: Number of forward passes.
         padding_fraction: Share of the cells of attention's blocks without a token; nothing else is padded.
         seconds: Wall-clock seconds per phase: pack, forward, backward, optimizer, total.
         sums: Sums of the loss function by name; ``max_...`` are maxima.
@@ -117,7 +115,6 @@ class StepRecord:
     """Collects one step's report.
 
     Args:
-        sequences: This rank's rows of the batch.
         ranks: The ranks that have rows of the batch.
         meter: Measures operations and memory; None: neither is measured.
     """
@@ -218,7 +215,6 @@ class Meter:
 
     Attributes:
         cost: Operations of a forward pass; `TOKENS` if the model's sizes are unknown.
-        device: Whose memory is measured.
         frozen: Whether the weights have no gradient, as with an adapter. Linear layers then cost as much backward as forward,
             not twice. The adapter's own operations are left out.
         peak: Peak FLOP/s of all devices together; None if unknown.
@@ -239,14 +235,9 @@ class Meter:
         devices: int = 1,
         peak_tflops: float | None = None,
     ) -> Self:
-        """Return the meter of a model.
+        """Return the meter of a model with this transformers configuration, trained by `devices` processes.
 
-        Args:
-            model: Its transformers configuration.
-            device: Where it computes.
-            frozen: See the attribute.
-            devices: Number of processes that train it.
-            peak_tflops: Peak TFLOP/s of one device; None: look it up by the device's name.
+        Without `peak_tflops`, the peak of one device, it is looked up by the device's name.
         """
         peak = _device_peak(device) if peak_tflops is None else peak_tflops * 1e12
         return cls(Cost.of(model), device, frozen, None if peak is None else peak * devices)

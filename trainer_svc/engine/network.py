@@ -52,13 +52,10 @@ class Network:
 
     Attributes:
         model: The transformers model with float32 weights; a value head is one of its modules.
-        device: Where it computes.
-        compute_dtype: Precision of the forward pass.
         logit_cells: Most logits (tokens x vocabulary) in memory at once.
         own_head: Whether the logits are the output embedding times the last hidden state and nothing else. Otherwise the
             model's own forward computes all of them at once.
         value_head: The linear layer that turns a hidden state into a value; None if this process has none.
-        head: What the whole network has on top.
         context: The processes that share each row of tokens; None if each has its rows alone.
         root: Gathers sharded weights around the forward pass; None in a single process.
         varlen: Whether attention uses the kernel for sequences of varying length.
@@ -104,20 +101,13 @@ class Network:
         return batch.packed_tokens if self.context is None else self.context.width(batch)
 
     def outputs(self, batch: MicroBatch, *, entropy: Entropy = "none") -> Outputs:
-        """Compute the outputs at each loss token under the current weights.
-
-        Args:
-            batch: A micro-batch on the network's device.
-            entropy: Whether to compute the entropy of the distribution at each token, in nats, and with a gradient.
-        """
+        """Compute the outputs at each loss token under the current weights, for a micro-batch on the network's device."""
         return Outputs(*self.under_root(self._outputs, batch, entropy))
 
     def under_root(self, compute: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  what `compute` returns
         """Call a function that runs modules of the model, with sharded weights gathered around it.
 
-        Args:
-            compute: Returns a tensor, or a tuple of tensors and None.
-            arguments: Its arguments.
+        It returns a tensor, or a tuple of tensors and None.
         """
         return compute(*arguments) if self.root is None else self.root(compute, *arguments)
 
@@ -143,9 +133,7 @@ class Network:
     def hidden(self, batch: MicroBatch, states: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the hidden states after the last layer, shape [packed, width]; of this process's slice if a row is shared.
 
-        Args:
-            batch: A micro-batch on the network's device.
-            states: Hidden states that the first layer of this process receives; None: the tokens' embeddings.
+        `states` are the hidden states that the first layer of this process receives; None: it begins with the tokens' embeddings.
         """
         batch, _ = self._own_slice(batch)
         with self._precision():
@@ -208,7 +196,6 @@ class Packing:
     """How the row of a forward pass is packed, and how its attention is computed.
 
     Attributes:
-        plan: Which packed tokens form which sequence.
         context: The processes that share the row; None if this process has all of it.
         varlen: Whether to use the kernel for sequences of varying length.
     """

@@ -119,7 +119,6 @@ class Optimizers:
     """One optimizer, or two that each train some of the parameters.
 
     Args:
-        config: The settings.
         parts: The optimizers. Each parameter belongs to one of them.
     """
 
@@ -173,11 +172,7 @@ class Optimizers:
     def make_room(
         self, named: Mapping[str, torch.nn.Parameter], shapes: Mapping[str, torch.Size]
     ) -> dict[str, torch.Tensor]:
-        """Replace the state by zeros, and return them for the caller to fill.
-
-        Args:
-            named: The parameters by name.
-            shapes: Names and shapes of the tensors of `tensors`.
+        """Replace the state by zeros, and return them for the caller to fill. `shapes` are those of `tensors`, by name.
 
         Raises:
             ValueError: if a tensor belongs to no parameter or another optimizer, is missing or has another shape. The state is
@@ -221,10 +216,7 @@ def _room(part: torch.optim.Optimizer, parameter: torch.nn.Parameter, moment: st
 def build_optimizers(config: ComputeConfig, model: PreTrainedModel, device: torch.device) -> Optimizers:
     """Build the optimizers of a model's trainable parameters. Weight decay is for matrices, not for vectors (norms, biases).
 
-    Args:
-        config: The settings.
-        model: The model, already distributed over processes.
-        device: Where it computes.
+    The model is already distributed over processes.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = _hidden_matrices(model) if config.optimizer == "muon" else set()
@@ -318,10 +310,6 @@ class OffloadedAdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no t
     FSDP2's CPUOffloadPolicy moves the weights to the host as well, and back layer by layer in each forward pass. The moments of
     a DTensor are DTensors of the same layout with their slice in host memory. This takes 8 bytes of host memory per parameter,
     and a buffer through which weights and gradients pass, pinned if there is a GPU.
-
-    Args:
-        groups: Parameter groups, as torch.optim.AdamW takes them.
-        options: Of torch.optim.AdamW.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:  # noqa: ANN401  torch's options

@@ -60,11 +60,7 @@ class Pipeline:
     def train(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, *, entropy: Entropy) -> None:
         """Add the gradients of the losses to those of the parameters, summed over all ranks.
 
-        Args:
-            batches: Micro-batches, as many on every data-parallel rank.
-            loss_of: Called once per micro-batch.
-            record: Where phases are timed.
-            entropy: Whether `loss_of` reads entropies, and with a gradient.
+        Every data-parallel rank has as many micro-batches. `loss_of` is called once for each.
         """
         moved = [batch.to(self.network.device) for batch in batches]
         outputs: list[Outputs] = []
@@ -156,8 +152,6 @@ class _Stage:
 
     Args:
         group: One process per stage, in order.
-        width: Size of a hidden state.
-        device: Where this process computes.
         wide: Whether hidden states travel as float64.
     """
 
@@ -177,10 +171,8 @@ class _Stage:
     def train(self, tokens: Rows[int], forward: _Forward, backward: _Backward) -> None:
         """Run the schedule: every stage calls it with the same micro-batches.
 
-        Args:
-            tokens: Tokens of each micro-batch whose hidden states are computed here.
-            forward: Called once per micro-batch, in order.
-            backward: Called once per micro-batch, in order.
+        `tokens` counts those of each micro-batch whose hidden states are computed here. `forward` and `backward` are called
+        once per micro-batch, in order.
         """
         ahead = min(self._ahead, len(tokens))
         in_flight: deque[tuple[int, _InFlight]] = deque()

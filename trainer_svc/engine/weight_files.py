@@ -47,13 +47,7 @@ class WeightFiles:
         return type(self)({names.get(name, name): place for name, place in self.places.items()})
 
     def read(self, name: str, offsets: tuple[int, ...], sizes: torch.Size) -> torch.Tensor:
-        """Read a box of a tensor, in the precision of the file.
-
-        Args:
-            name: The parameter's name in the model.
-            offsets: Start of the box, per dimension.
-            sizes: Its sizes.
-        """
+        """Read a box of a tensor, in the precision of the file."""
         place = self.places[name]
         box = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         with safe_open(place.file, framework="pt") as file:
@@ -117,12 +111,7 @@ def _release(model: PreTrainedModel) -> None:
 
 @contextmanager
 def streaming(model: PreTrainedModel, files: WeightFiles) -> Iterator[None]:
-    """Let each module read its weights when it runs, all into the same memory.
-
-    Args:
-        model: A model on the "meta" device; its modules run on the CPU.
-        files: The files of its weights.
-    """
+    """Let each module read its weights when it runs, all into the same memory. The modules run on the CPU."""
     unread = {name: _unread(module) for name, module in model.named_modules()}
     largest = max(sum(each.numel() for each in own.values()) for own in unread.values())
     buffer = torch.empty(largest)
@@ -171,14 +160,7 @@ def _leave(own: dict[str, torch.nn.Parameter], module: torch.nn.Module, *_: obje
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def read_weights(module: torch.nn.Module, files: WeightFiles, device: torch.device, *, below: str = "") -> None:
-    """Read this process's part of the parameters that are on the "meta" device.
-
-    Args:
-        module: Its plain parameters are read whole, of its DTensors the local slice.
-        files: The files of the weights.
-        device: Where the weights are put.
-        below: The module's name in the model.
-    """
+    """Read this process's part of the parameters that are on the "meta" device: of DTensors the local slice."""
     for name, parameter in module.named_parameters(prefix=below):
         if not parameter.is_meta:
             continue

@@ -91,13 +91,8 @@ def balance(
 ) -> list[list[int]]:
     """Distribute rows over ranks.
 
-    Args:
-        rows: Any number of rows.
-        ranks: Number of ranks, at least 1.
-        cost: What a row costs.
-        fold: Whether a rank forwards a group's common beginning once.
-        whole_groups: Never split a group over ranks, for losses that compare its rows.
-        contributes: Whether a row can have a gradient; the others are not forwarded and cost nothing.
+    With `fold` a rank forwards a group's common beginning once. `whole_groups` never splits a group over ranks, for losses that
+    compare its rows. Rows that do not contribute to the gradient are not forwarded and cost nothing.
 
     Returns:
         The places of each rank's rows, ascending. The same rows always give the same result.

@@ -96,9 +96,7 @@ class Context:
     def scatter_tokens(self, output: torch.Tensor, slice_tokens: int) -> torch.Tensor:
         """Exchange all tokens of this process's heads for this slice's tokens of all heads.
 
-        Args:
-            output: The output of attention, shape [tokens, own heads, head_dim].
-            slice_tokens: Tokens of a slice.
+        The output of attention has shape [tokens, own heads, head_dim].
 
         Returns:
             Shape [slice, heads, head_dim].

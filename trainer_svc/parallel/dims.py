@@ -49,11 +49,7 @@ class ParallelDims:
 
     @classmethod
     def of(cls, config: ParallelConfig, world_size: int) -> Self:
-        """Return the mesh of a job.
-
-        Args:
-            config: The table `trainer.parallel`; `dp_shard = -1` means all processes that the other axes leave.
-            world_size: Number of processes.
+        """Return the mesh of a job; `dp_shard = -1` means all processes that the other axes leave.
 
         Raises:
             ValueError: if the product of the axes is not `world_size`.

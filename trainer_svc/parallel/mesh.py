@@ -39,8 +39,6 @@ class Mesh:
     """The processes of a trainer, seen from this one.
 
     Attributes:
-        dims: The sizes of the axes.
-        rank: This process's rank among all.
         device: Where this process computes: "cpu", or its own CUDA device.
         ranks: The data-parallel ranks, which have different rows; a CPU group for numbers.
         weights: Device mesh of `WEIGHT_AXES`; None for one process.
@@ -113,11 +111,7 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
     """Join the other processes of this trainer, as torchrun's environment variables describe them.
 
     Call it once per process before any other use of `torch.distributed`, and `Mesh.leave` at the end. Without torchrun
-    (no `WORLD_SIZE` in the environment) it returns `SINGLE`.
-
-    Args:
-        config: The table `trainer.parallel`.
-        device: auto, cpu or cuda; auto takes CUDA if there is a device.
+    (no `WORLD_SIZE` in the environment) it returns `SINGLE`. `device` auto takes CUDA if there is a device.
 
     Raises:
         ValueError: if the axes do not make up the number of processes, or this host has more processes than CUDA devices.
@@ -139,11 +133,6 @@ def join(config: ParallelConfig, device: str = "auto") -> Mesh:
 
 def make_mesh(dims: ParallelDims, device: torch.device, timeout: timedelta) -> Mesh:
     """Create the groups of a mesh after all processes have joined. Every process calls this with the same sizes.
-
-    Args:
-        dims: The sizes of the axes; their product is the number of processes.
-        device: Where this process computes.
-        timeout: Time limit of a collective.
 
     Raises:
         ValueError: if the axes do not make up the number of processes.
@@ -201,9 +190,6 @@ def _fresh_store(timeout: timedelta) -> dist.Store | None:
     torchrun's agent keeps one store for all starts of a job, so that after a restart processes would find the addresses of
     processes that were killed (pytorch/pytorch#135712). The processes of each start therefore agree on a new prefix. The
     number of the restart would not do, because the agents of several nodes count restarts separately.
-
-    Args:
-        timeout: How long to wait for the other processes.
 
     Returns:
         The store; None if no agent has one, and then rank 0 makes one by itself.

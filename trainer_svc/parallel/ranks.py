@@ -96,9 +96,7 @@ class OtherRankRefusedError(OtherRankError, ValueError):
 def agree(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run `work` on every rank. If one rank raises, all ranks raise, so that none blocks in the next all-reduce.
 
-    Args:
-        ranks: The ranks; every one of them calls this.
-        work: What this rank does. It must not communicate with the other ranks.
+    `work` must not communicate with the other ranks.
 
     Returns:
         What `work` returned on this rank.

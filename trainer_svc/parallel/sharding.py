@@ -57,11 +57,7 @@ def cut_stage(model: PreTrainedModel, stage: int, stages: int) -> None:
     """Remove the layers of other stages. The first stage keeps the embedding, the last one the norm and the heads.
 
     The last stage of a tied model keeps the embedding too, because its head uses that weight.
-
-    Args:
-        model: A whole model; changed in place.
-        stage: This stage, from 0.
-        stages: Number of stages.
+    Stages count from 0. The whole model is changed in place.
 
     Raises:
         ValueError: if the model does not consist of embedding, layers, norm and head.
@@ -103,10 +99,6 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Queries, keys, values and the MLP's first matrices are split by columns (by heads, by inner width), the matrices after them
     by rows, so that one sum over the group ends each block. Embedding and output layer are split by vocabulary. Norms and
     everything else stay whole in every process.
-
-    Args:
-        model: A decoder with or without a language head.
-        mesh: The device mesh's axis `tp`.
 
     Raises:
         ValueError: if transformers has no plan for the architecture, or its sizes are not divisible.
@@ -182,7 +174,6 @@ class Root(torch.nn.Module):  # type: ignore[misc]  # torch is not typed here
     """A module whose forward pass runs any function of the model, because FSDP gathers weights only around a module's forward pass.
 
     Args:
-        model: The model.
         every_time: Sum gradients over processes after every micro-batch, not once per step.
     """
 
@@ -229,12 +220,8 @@ def shard_weights(root: Root, mesh: DeviceMesh, *, dtype: torch.dtype, reshard: 
     A layer's weights are gathered before it runs and freed after. Gradients are *summed* over the processes, not averaged.
     Master weights and reductions are float32. Layers are gathered in the precision of the forward pass. The rest stays
     float32, so that hidden states add up in float32 as they do in one process under autocast.
-
-    Args:
-        root: The model, on the CPU or the mesh's device, already split by tensor parallelism.
-        mesh: One axis to shard over, or one to replicate over and one to shard over.
-        dtype: Precision of the forward pass.
-        reshard: Free a layer's gathered weights after its forward pass.
+    Without `reshard` a layer's weights stay gathered after its forward pass. `mesh` has one axis to shard over, or one to
+    replicate over and one to shard over; tensor parallelism has split the model before.
     """
     layers = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
