@@ -17,6 +17,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 """Precision of a forward pass or of stored weights; auto depends on the device."""
 
 _Compute = TypeVar("_Compute", bound="ComputeConfig")
+_Optimizer = TypeVar("_Optimizer", bound="OptimizerConfig")
 
 
 class OptimizerConfig(Section):
@@ -75,8 +76,8 @@ class OptimizerConfig(Section):
         return self
 
 
-def check_decay(config: OptimizerConfig) -> None:
-    """Refuse a schedule whose decay has no steps.
+def check_decay(config: _Optimizer) -> _Optimizer:
+    """Refuse a schedule whose decay has no steps; return the settings.
 
     Raises:
         ValueError: with the settings to change.
@@ -89,6 +90,7 @@ def check_decay(config: OptimizerConfig) -> None:
         raise ValueError(
             f"warmup_steps ({config.warmup_steps}) and decay_steps ({config.decay_steps}) together exceed max_steps ({config.max_steps}): lower one of them"
         )
+    return config
 
 
 class ParallelConfig(Section):

@@ -90,10 +90,7 @@ class CriticConfig(OptimizerConfig):
             )
         return self
 
-    @model_validator(mode="after")
-    def _decay_has_an_end(self) -> Self:
-        check_decay(self)
-        return self
+    _decay_has_an_end = model_validator(mode="after")(check_decay)
 
 
 class CheckpointConfig(Section):
@@ -177,10 +174,7 @@ class TrainerConfig(ComputeConfig):
             Allocation.parse_roles({"trainer": text})
         return text
 
-    @model_validator(mode="after")
-    def _decay_has_an_end(self) -> Self:
-        check_decay(self)
-        return self
+    _decay_has_an_end = model_validator(mode="after")(check_decay)
 
     @model_validator(mode="after")
     def _has_what_the_objective_reads(self) -> Self:

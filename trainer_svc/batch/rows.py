@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias
 
 import numpy as np
@@ -270,30 +270,13 @@ def pack(
 def empty_batch(ranks: int = 1) -> MicroBatch:
     """Return a micro-batch without sequences or loss tokens, for a rank that has no rows left while others have.
 
-    It has two tokens for each process: torch.compile would compile layers again for a single token.
-
-    Args:
-        ranks: Processes that share a row of tokens.
+    It has two tokens for each of the `ranks` that share a row: torch.compile would compile layers again for a single token.
     """
-    tokens = 2 * ranks
-    nothing, no_place = torch.empty(0), torch.empty(0, dtype=torch.int64)
-    return MicroBatch(
-        sequences=(),
-        order=(),
-        input_ids=torch.zeros((1, tokens), dtype=torch.int64),
-        position_ids=torch.arange(tokens).unsqueeze(0),
-        attention=AttentionPlan.of([np.arange(tokens)], tokens),
-        **{name: nothing.bool() if name == "kept" else nothing for name in OPTIONAL_COLUMNS},
-        predictors=no_place,
-        targets=no_place,
-        owners=no_place,
-        temperatures=nothing,
-        behaviour_logprobs=nothing,
-        advantages=nothing,
-        sequence_tokens=no_place,
-        group_tokens=no_place,
-        predictor_places=no_place.numpy(),
-    )
+    zeros = torch.zeros(2 * ranks)
+    columns = {name: zeros.bool() if name == "kept" else zeros for name in OPTIONAL_COLUMNS}
+    row = Sequence(zeros.long(), zeros.bool(), zeros, zeros, **columns)
+    batch = _micro_batch([row], [row.input_ids.numpy()], [_Unit([0], 0, len(row))])
+    return replace(batch, sequences=(), order=())
 
 
 def _units(

@@ -102,11 +102,12 @@ class Pipeline:
         outputs: list[Outputs] = []
         with self.network.reset_on_error(), torch.no_grad():
             for batch in moved:
-                states = self._stage.receive(self.network.local_tokens(batch))
+                states = self._stage.exchange(self._stage.previous, receive=self.network.local_tokens(batch))
                 if self._stage.is_last:
                     outputs.append(Outputs(*self.network.under_root(self._outputs, batch, states, entropy)))
                 else:
-                    self._stage.send(self.network.under_root(self.network.hidden, batch, states))
+                    own = self.network.under_root(self.network.hidden, batch, states)
+                    self._stage.exchange(self._stage.next, send=own)
             for batch, output in zip(moved, self._shared(moved, outputs, entropy), strict=True):
                 consume(output, batch)
 
@@ -159,14 +160,14 @@ class _Stage:
         self._group, self._width, self._device = group, width, device
         self._dtype = torch.float64 if wide else torch.float32
         stage, stages = dist.get_rank(group), dist.get_world_size(group)
-        self._previous = stage - 1 if stage > 0 else None
-        self._next = stage + 1 if stage + 1 < stages else None
+        self.previous = stage - 1 if stage > 0 else None
+        self.next = stage + 1 if stage + 1 < stages else None
         self._ahead = stages - stage - 1
 
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the outputs."""
-        return self._next is None
+        return self.next is None
 
     def train(self, tokens: Rows[int], forward: _Forward, backward: _Backward) -> None:
         """Run the schedule: every stage calls it with the same micro-batches.
@@ -177,28 +178,20 @@ class _Stage:
         ahead = min(self._ahead, len(tokens))
         in_flight: deque[tuple[int, _InFlight]] = deque()
         for number in range(ahead):
-            current = forward(number, self._pass(self._previous, receive=tokens[number]))
-            self._pass(self._next, send=current.result)
+            current = forward(number, self.exchange(self.previous, receive=tokens[number]))
+            self.exchange(self.next, send=current.result)
             in_flight.append((number, current))
         steady = range(ahead, len(tokens))
-        states = self._pass(self._previous, receive=tokens[ahead]) if steady else None
+        states = self.exchange(self.previous, receive=tokens[ahead]) if steady else None
         for number in steady:
             current = forward(number, states)
             in_flight.append((number, current))
             oldest, done = in_flight.popleft()
-            gradient = self._pass(self._next, send=current.result, receive=tokens[oldest])
+            gradient = self.exchange(self.next, send=current.result, receive=tokens[oldest])
             following = tokens[number + 1] if number + 1 < len(tokens) else None
-            states = self._pass(self._previous, send=backward(done, gradient), receive=following)
+            states = self.exchange(self.previous, send=backward(done, gradient), receive=following)
         for number, done in in_flight:
-            self._pass(self._previous, send=backward(done, self._pass(self._next, receive=tokens[number])))
-
-    def receive(self, tokens: int) -> torch.Tensor | None:
-        """Return the hidden states of the stage before; None on the first stage."""
-        return self._pass(self._previous, receive=tokens)
-
-    def send(self, states: torch.Tensor) -> None:
-        """Send hidden states to the next stage, if there is one."""
-        self._pass(self._next, send=states)
+            self.exchange(self.previous, send=backward(done, self.exchange(self.next, receive=tokens[number])))
 
     def broadcast(self, column: torch.Tensor) -> torch.Tensor:
         """Return the last stage's column on every stage, without its gradient.
@@ -223,11 +216,11 @@ class _Stage:
         tied.grad = gradient
         own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         other = torch.empty_like(own)
-        peer = dist.get_world_size(self._group) - 1 if self._previous is None else 0
+        peer = dist.get_world_size(self._group) - 1 if self.previous is None else 0
         self._transfer([(dist.isend, own.contiguous(), peer), (dist.irecv, other, peer)])
         own.add_(other)
 
-    def _pass(
+    def exchange(
         self, neighbour: int | None, *, send: torch.Tensor | None = None, receive: int | None = None
     ) -> torch.Tensor | None:
         """Send a tensor to a neighbour and return as many tokens as `receive` says from it. Without a neighbour do nothing."""
