@@ -197,12 +197,7 @@ def check_hub_dataset(name: str, setting: str = "data") -> None:
 
 
 def _ask(name: str, setting: str, kind: str, file: str) -> None:
-    """Ask the hub once whether it has a file.
-
-    Raises:
-        ConfigError: if the model or dataset cannot be read.
-        EntryNotFoundError: of huggingface_hub, if it exists without this file.
-    """
+    """Ask the hub once whether it has a file; raise its EntryNotFoundError if the model or dataset exists without the file."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url  # noqa: PLC0415
     from huggingface_hub.errors import (  # type: ignore[attr-defined]  # noqa: PLC0415  HTTPError of its HTTP library
         EntryNotFoundError,

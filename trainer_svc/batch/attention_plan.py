@@ -180,11 +180,9 @@ class AttentionPlan:
 
     @classmethod
     def of(cls, segments: Rows[NDArray[np.int64]], packed_tokens: int) -> Self:
-        """Plan the attention of sequences given as packed indices in order.
+        """Plan the attention of sequences given as packed indices in order; sequences with a common beginning may share indices.
 
-        Args:
-            segments: Packed indices of each sequence; indices may be shared between sequences with a common beginning.
-            packed_tokens: Tokens in the packed row; each must belong to a sequence.
+        Each token of the packed row must belong to a sequence.
         """
         blocks, sources = _blocks(segments, packed_tokens, _sequence_size_class, padding=0)
         prefixes = PrefixPlan.of(segments, packed_tokens)

@@ -224,9 +224,6 @@ class TrainEngine:
         """Pack this rank's rows into micro-batches, as many as every other rank, and return the weight of the global batch.
 
         A weight of 0 is returned as 1: there is no loss to divide then. Arguments as of `train_batch`.
-
-        Raises:
-            ValueError: if a token id is outside of the vocabulary, or a sequence too long, on any rank.
         """
         if self.mesh.everyone is not None:
             self.mesh.check_same_rows(sequences)
@@ -302,12 +299,9 @@ class TrainEngine:
         return published
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Return the weights under their Hugging Face names, tied ones once, as CPU copies.
+        """Return the weights under their Hugging Face names, tied ones once, as CPU copies; `dtype` None keeps float32.
 
         DTensors are gathered one by one: every rank calls it.
-
-        Args:
-            dtype: Precision of floating-point tensors; None keeps float32.
         """
         return {name: cpu_copy(tensor, dtype) for name, tensor in self.live_tensors().items()}
 
@@ -362,11 +356,7 @@ class TrainEngine:
         return weights | {f"{OPTIMIZER}{name}": tensor for name, tensor in moments.items()}
 
     def lend(self, read: Event) -> set[str]:
-        """Do not change the state in host memory until `read` is set; the next step waits for it.
-
-        Returns:
-            The names of this state among those of `state_tensors`.
-        """
+        """Do not change the state in host memory until `read` is set; return its names among those of `state_tensors`."""
         return {f"{OPTIMIZER}{name}" for name in self.optimizer.lend(self._trained().items(), read)}
 
     def state_scalars(self) -> dict[str, int]:

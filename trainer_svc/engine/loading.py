@@ -47,11 +47,7 @@ log = structlog.get_logger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that a setting names.
-
-    Raises:
-        ValueError: if it names CUDA and there is no CUDA device.
-    """
+    """Return the device that a setting names; raise ValueError if it names CUDA and there is no CUDA device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
@@ -340,10 +336,7 @@ def distribute(network: Network, mesh: Mesh, config: ParallelConfig | None = Non
 def choose_kernels(network: Network, attention: Attention, *, compiled: bool) -> Network:
     """Set which kernels a network's layers run on, after it was laid out.
 
-    Args:
-        network: With `compiled` its decoder layers are compiled in place, when each first runs.
-        attention: auto, sdpa (PyTorch's kernels on blocks of similar length) or varlen (CUDA's flash kernel).
-        compiled: Whether `torch.compile` makes kernels for the decoder layers. Attention is left as it is.
+    With `compiled` the decoder layers are compiled in place, when each first runs; their attention is left as it is.
 
     Raises:
         ValueError: if the device has no varlen kernel and `attention` is varlen, or the model names no decoder layers.
@@ -359,11 +352,7 @@ def choose_kernels(network: Network, attention: Attention, *, compiled: bool) ->
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """Have `torch.compile` compile each decoder layer when it first runs, in place and for any number of tokens.
-
-    Raises:
-        ValueError: if the model names no decoder layers.
-    """
+    """Have `torch.compile` compile each decoder layer when it first runs, in place and for any number of tokens."""
     names = set(model._no_split_modules or ())  # noqa: SLF001 - transformers' own list of decoder layers, as for FSDP
     layers = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     if not layers:

@@ -446,14 +446,11 @@ class _TokenGradient:
     """The gradient of some tokens' logits, tile by tile, and of their states.
 
     With p the probabilities, H their entropy, g and e the incoming gradients of log-probability and entropy, and T the
-    temperature, it is g 1[target] - p (g + e (log p + H)), divided by T for logits before the division by T.
+    temperature, it is g 1[target] - p (g + e (log p + H)), divided by T for logits before the division by T. The entropy is read
+    only if `e` is given.
 
-    Args:
-        rows: The tokens. On a CPU tokens with zero incoming gradient are left out of all work; elsewhere the host would have
-            to wait for the device to count them.
-        entropy: Their entropy; read only if `e` is given.
-        g: Incoming gradients of the log-probabilities.
-        e: Incoming gradients of the entropies; None: zero.
+    On a CPU tokens with zero incoming gradient are left out of all work; elsewhere the host would have to wait for the device to
+    count them.
     """
 
     def __init__(

@@ -201,11 +201,7 @@ def _names_below_adapter(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _targets(network: Network, config: LoraConfig) -> list[str]:
-    """Return the last parts of the names of the layers to adapt.
-
-    Raises:
-        ValueError: if the trunk has no linear layer of a name.
-    """
+    """Return the last parts of the names of the layers to adapt."""
     present = sorted({name.rpartition(".")[2] for name in _linear_layers(network)})
     strange = sorted(set(config.target_modules) - set(present))
     if strange:

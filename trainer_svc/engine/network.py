@@ -105,10 +105,7 @@ class Network:
         return Outputs(*self.under_root(self._outputs, batch, entropy))
 
     def under_root(self, compute: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401  what `compute` returns
-        """Call a function that runs modules of the model, with sharded weights gathered around it.
-
-        It returns a tensor, or a tuple of tensors and None.
-        """
+        """Call a function that runs modules of the model, with sharded weights gathered around it; see `Root`."""
         return compute(*arguments) if self.root is None else self.root(compute, *arguments)
 
     @contextmanager
@@ -322,11 +319,7 @@ def _causal_attention(
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Run `scaled_dot_product_attention` with a fused kernel; causal if there is no mask.
-
-    Raises:
-        ValueError: if no fused kernel accepts these tensors. The math kernel would, but it holds all scores.
-    """
+    """Run `scaled_dot_product_attention` with a fused kernel, never the math one, which holds all scores; causal without a mask."""
     grouped = query.shape[1] != key.shape[1]
     try:
         with sdpa_kernel(FUSED):

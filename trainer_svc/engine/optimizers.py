@@ -116,11 +116,7 @@ def clip(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
 
 
 class Optimizers:
-    """One optimizer, or two that each train some of the parameters.
-
-    Args:
-        parts: The optimizers. Each parameter belongs to one of them.
-    """
+    """One optimizer, or two; each parameter belongs to one of them."""
 
     def __init__(self, config: ComputeConfig, parts: Collection[torch.optim.Optimizer]) -> None:
         self.config = config
@@ -137,11 +133,7 @@ class Optimizers:
             part.zero_grad(set_to_none=set_to_none)
 
     def step(self, index: int) -> None:
-        """Apply the gradients.
-
-        Args:
-            index: Optimizer steps before this one; the learning rates follow from it.
-        """
+        """Apply the gradients. The learning rates follow from `index`, the number of optimizer steps before this one."""
         factor = _schedule_factor(self.config, index)
         for part in self.parts:
             peak = self.config.muon_lr or self.config.lr if isinstance(part, torch.optim.Muon) else self.config.lr

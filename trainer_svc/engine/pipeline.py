@@ -151,9 +151,7 @@ _Backward = Callable[[_InFlight, torch.Tensor | None], torch.Tensor | None]
 class _Stage:
     """One process's place in the pipeline: its schedule of passes, and its exchanges with the other stages.
 
-    Args:
-        group: One process per stage, in order.
-        wide: Whether hidden states travel as float64.
+    Hidden states travel as float64 if `wide`. The group has one process per stage, in order.
     """
 
     def __init__(self, group: dist.ProcessGroup, width: int, device: torch.device, *, wide: bool) -> None:
@@ -194,22 +192,14 @@ class _Stage:
             self.exchange(self.previous, send=backward(done, self.exchange(self.next, receive=tokens[number])))
 
     def broadcast(self, column: torch.Tensor) -> torch.Tensor:
-        """Return the last stage's column on every stage, without its gradient.
-
-        Args:
-            column: On the last stage its column; on the others memory of the same shape, which is overwritten.
-        """
+        """Return the last stage's column on every stage, without its gradient; the other stages pass memory of its shape."""
         shared = column.detach().to(self._dtype).contiguous()
         last = dist.get_global_rank(self._group, dist.get_world_size(self._group) - 1)
         dist.broadcast(shared, src=last, group=self._group)
         return shared
 
     def add_tied_gradients(self, tied: nn.Parameter) -> None:
-        """Add up the gradients of the two copies of a tied weight, so that the copies stay equal.
-
-        Args:
-            tied: This stage's copy; only the first and the last stage call this.
-        """
+        """Add up the gradients of the first and the last stage's copies of a tied weight, so that the copies stay equal."""
         gradient = tied.grad if tied.grad is not None else torch.zeros_like(tied)
         if isinstance(gradient, DTensor):  # an embedding's gradient may be whole although its weight is sharded
             gradient = gradient.redistribute(placements=tied.placements)

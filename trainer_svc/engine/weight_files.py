@@ -34,11 +34,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The files of a model's weights.
-
-    Attributes:
-        places: By the names of the model's parameters; tied parameters have the same place.
-    """
+    """The files of a model's weights, by the names of its parameters; tied parameters have the same place."""
 
     places: Mapping[str, Place]
 

@@ -24,11 +24,7 @@ from trainer_svc.batch.shapes import Indices, PerToken
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The processes that share a row of tokens.
-
-    Attributes:
-        group: The processes, in the order of their slices.
-    """
+    """The processes that share a row of tokens, in the order of their slices."""
 
     group: dist.ProcessGroup
 

@@ -166,11 +166,7 @@ def tensor_plan(model_type: str) -> dict[str, str]:
 
 
 def check_heads(heads: int, tp: int, cp: int) -> None:
-    """Refuse a number of heads that context parallelism (Ulysses) cannot split.
-
-    Raises:
-        ValueError: if `cp` does not divide the heads of one tensor-parallel process.
-    """
+    """Raise ValueError if context parallelism (Ulysses) cannot split the heads of one tensor-parallel process."""
     if heads // tp % cp:
         fitting = [size for size in range(1, heads // tp + 1) if heads // tp % size == 0]
         raise ValueError(

@@ -193,9 +193,6 @@ def _fresh_store(timeout: timedelta) -> dist.Store | None:
 
     Returns:
         The store; None if no agent has one, and then rank 0 makes one by itself.
-
-    Raises:
-        torch.distributed.DistStoreError: if the other processes do not answer in time.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None

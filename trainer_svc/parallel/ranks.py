@@ -98,9 +98,6 @@ def agree(ranks: Ranks, work: Callable[[], T]) -> T:
 
     `work` must not communicate with the other ranks.
 
-    Returns:
-        What `work` returned on this rank.
-
     Raises:
         Exception: what `work` raised on this rank.
         OtherRankRefusedError: if another rank raised ValueError (the first one that raised anything is named).
