@@ -52,7 +52,7 @@ async def _serve(
 ) -> None:
     supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
     weights = ReplicaWeights(common, config, supervisor)
-    requests = RolloutServicer(f"runs/{common.run}", supervisor, tokenizer, config.limits)
+    requests = RolloutServicer(f"runs/{common.run}", supervisor, tokenizer, config.limits, config.deadlines.request_s)
     admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)
     server.add(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService", role="agent"

@@ -62,6 +62,11 @@ class RolloutDeadlines(Section):
         description="Seconds that a pause in mode WAIT waits for requests to end; its time to live may be shorter.",
     )
     pull_s: float = Field(600.0, gt=0, description="Seconds to fetch and stage one version.")
+    request_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds for a request that names no deadline itself, as all requests over HTTP; then it ends with DEADLINE_EXCEEDED or 504.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

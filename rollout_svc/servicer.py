@@ -79,10 +79,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         engine: The supervised engine.
         tokenizer: Tokenizer and chat template of the model.
         limits: How many requests and responses it holds.
+        request_s: Seconds for a request without a deadline.
     """
 
-    def __init__(self, run: str, engine: EngineSupervisor, tokenizer: ModelTokenizer, limits: LimitsConfig) -> None:
+    def __init__(
+        self, run: str, engine: EngineSupervisor, tokenizer: ModelTokenizer, limits: LimitsConfig, request_s: float
+    ) -> None:
         self._run, self._engine, self._tokenizer, self._limits = run, engine, tokenizer, limits
+        self._request_s = request_s
         self._responses = ResponseCache(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
         self._in_progress: dict[int, GenerationRequest] = {}
         self.samples = 0
@@ -117,11 +121,14 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context | None = None) -> pb.GenerateResponse:
         """Sample and respond when all samples have ended. The HTTP port calls this, too."""
-        del context
-        if not request.request_id:
-            return await self._generate(request)
-        content = request.SerializeToString(deterministic=True)
-        return await self._responses.once(request.request_id, content, lambda: self._generate(request))
+        try:
+            async with asyncio.timeout_at(self._end(context)):
+                if not request.request_id:
+                    return await self._generate(request)
+                content = request.SerializeToString(deterministic=True)
+                return await self._responses.once(request.request_id, content, lambda: self._generate(request))
+        except TimeoutError as error:
+            raise self._late() from error
 
     async def _generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
         async with self._admitted(request) as wanted:
@@ -148,8 +155,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: pb.GenerateStreamRequest, context: Context | None = None
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Sample and send tokens as they are sampled. The HTTP port calls this, too. Closing the iterator aborts the sampling."""
-        del context
-        coalesce = _coalesce_s(request)
+        coalesce, end = _coalesce_s(request), self._end(context)
         texts: dict[int, TextStream] = {}
         async with self._admitted(request.request) as wanted:
             copies = _greedy_copies(wanted)
@@ -162,7 +168,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             )
             try:
                 sampled = replace(wanted, n=1) if copies > 1 else wanted
-                async with contextlib.aclosing(self._engine.current.stream(sampled, coalesce_s=coalesce)) as chunks:
+                stream = self._engine.current.stream(sampled, coalesce_s=coalesce)
+                async with contextlib.aclosing(stream if end is None else _until(end, stream)) as chunks:
                     async for chunk in chunks:
                         text = ""
                         if request.request.return_text:
@@ -176,6 +183,18 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                             yield response
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
+            except TimeoutError as error:
+                raise self._late() from error
+
+    def _end(self, context: Context | None) -> float | None:
+        """Return when a request must end, as a time of the event loop. None if its caller set a deadline, at which gRPC cancels it."""
+        if context is not None and context.time_remaining() is not None:
+            return None
+        return asyncio.get_running_loop().time() + self._request_s
+
+    def _late(self) -> SluiceError:
+        message = f"the request did not end within {self._request_s:g} s (rollout.deadlines.request_s): lower max_tokens, or raise it"
+        return SluiceError(grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_DEADLINE", message)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describe the served model."""
@@ -271,6 +290,17 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 def _continued(request: pb.GenerateRequest, wanted: GenerationRequest) -> list[int]:
     """Return the last tokens of the prompt that the samples continue."""
     return wanted.prompt_ids[len(wanted.prompt_ids) - request.continued_tokens :]
+
+
+async def _until(end: float, chunks: AsyncGenerator[GenerationChunk, None]) -> AsyncGenerator[GenerationChunk, None]:
+    """Yield the chunks until a time of the event loop; then raise TimeoutError."""
+    async with contextlib.aclosing(chunks):
+        while True:
+            async with asyncio.timeout_at(end):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
 
 
 def _coalesce_s(request: pb.GenerateStreamRequest) -> float:

@@ -38,6 +38,9 @@ START_DEADLINE_S = 10.0
 MARGIN_S = 2.0
 """Seconds that uvicorn may take after the drain to close its connections."""
 
+SEND_DEADLINE_S = 60.0
+"""Seconds for a client to read an event of a stream before it is disconnected."""
+
 REQUEST_ID = "x-request-id"
 HEALTH_PATH = "/health"
 """Needs no token, like gRPC's health service."""
@@ -351,12 +354,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the response."""
         del scope
-        with contextlib.suppress(DisconnectedError):
+        with contextlib.suppress(DisconnectedError, TimeoutError):
             await while_connected(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
         async with contextlib.aclosing(self._events):
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+                async with asyncio.timeout(SEND_DEADLINE_S):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

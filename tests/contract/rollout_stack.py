@@ -75,6 +75,7 @@ class Replica:
     security: SecurityConfig = field(default_factory=SecurityConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     max_requests: int = 64
+    request_s: float = 60.0
     supervisor: EngineSupervisor = field(init=False)
     servicer: RolloutServicer = field(init=False)
     target: str = field(init=False)
@@ -87,7 +88,7 @@ class Replica:
         config = RolloutConfig(follow_weights=False, replica="one", limits=self.limits)
         self.supervisor = EngineSupervisor(self.engine, 0, lambda _serving: None)
         tokenizer = ModelTokenizer(AutoTokenizer.from_pretrained(self.model))
-        self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, tokenizer, self.limits)
+        self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, tokenizer, self.limits, self.request_s)
         weights = ReplicaWeights(common, config, self.supervisor)
         self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer)
         self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN)

@@ -121,7 +121,7 @@ async def replica(base: Path, adapters: list[Path], tmp_path: Path) -> AsyncIter
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage", lora=LoraSettings(enabled=True))
         supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
         weights = ReplicaWeights(common, config, supervisor)
-        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
+        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), 60.0)
         admin = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
         server.add(

@@ -401,6 +401,22 @@ async def test_the_text_of_a_continuation_begins_with_that_of_the_tokens_it_cont
     assert "".join(streamed) == whole.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_without_a_deadline_gets_that_of_the_replica(model, engine, stream):
+    async with Replica(model, engine, request_s=0.2) as replica, grpc.aio.insecure_channel(replica.target) as channel:
+        stub = rollout_pb2_grpc.RolloutServiceStub(channel)
+
+        async def call() -> None:
+            if stream:
+                _ = [each async for each in stub.GenerateStream(rollout_pb2.GenerateStreamRequest(request=ask()))]
+            else:
+                await stub.Generate(ask())
+
+        async with replica.frozen():
+            error = await refused(asyncio.wait_for(call(), 10))
+            assert (error.code, error.reason) == (Code.DEADLINE_EXCEEDED, "REQUEST_DEADLINE")
+
+
 class TestAdministration:
     async def test_a_pause_freezes_and_its_owner_ends_it(self, served):
         pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="a", ttl=Duration(seconds=60))

@@ -70,7 +70,7 @@ async def replica(models: list[Path], tmp_path: Path) -> AsyncIterator[Replica]:
             common = CommonConfig(run=RUN, model=str(models[0]), peers=PeersConfig(weightsync=sync.target))
             supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
             weights = ReplicaWeights(common, RolloutConfig(replica="one", stage_dir=tmp_path / "stage"), supervisor)
-            requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
+            requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), 60.0)
             admin = RolloutAdminServicer("one", supervisor, weights, requests)
             server = RpcServer("rollout", ServerConfig(port=0), SecurityConfig())
             name = "sluice.v1.RolloutAdminService"

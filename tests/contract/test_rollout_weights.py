@@ -98,7 +98,7 @@ async def follow(
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage")
         supervisor = EngineSupervisor(engine, restarts, lambda _serving: None)
         weights = ReplicaWeights(common, config, supervisor)
-        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig())
+        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), 60.0)
         servicer = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
         name = "sluice.v1.RolloutAdminService"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from rollout_stack import Replica, build_engine, until
 from small_models import CONTEXT
 
 from sluice.config import ConfigError, SecurityConfig
+from sluice.openai import server
 from sluice.openai.server import HttpServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -43,6 +45,46 @@ class TestLeaving:
 
     async def test_the_next_request_is_served(self, replica, client):
         assert (await chat(client, max_tokens=2)).usage.completion_tokens <= 2
+
+
+class TestDeadline:
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_a_request_that_samples_nothing_ends(self, model, engine, stream):
+        async with Replica(model, engine, request_s=0.2) as served, client_of(served) as client, served.frozen():
+            with pytest.raises(openai.InternalServerError) as caught:
+                await asyncio.wait_for(chat(client, stream=stream), 10)
+            assert (caught.value.status_code, caught.value.code) == (504, "REQUEST_DEADLINE")
+            assert served.servicer.samples == 0
+
+    async def test_a_stream_that_stops_half_way_ends_with_an_error(self, model, engine):
+        async with Replica(model, engine, request_s=1.0) as served, client_of(served) as client:
+            stream = await chat(client, max_tokens=480, stream=True, extra_body=PAST_THE_END)
+            async for _ in stream:
+                break
+            async with served.frozen(), asyncio.timeout(10):
+                with pytest.raises(openai.APIError, match=r"rollout\.deadlines\.request_s"):
+                    _ = [event async for event in stream]
+
+    async def test_a_client_that_reads_nothing_is_disconnected(self, monkeypatch):
+        monkeypatch.setattr(server, "SEND_DEADLINE_S", 0.05)
+        ended = asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            try:
+                while True:
+                    yield b"data"
+            finally:
+                ended.set()
+
+        async def nothing_arrives() -> Any:
+            await asyncio.Event().wait()
+
+        async def nobody_reads(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        await asyncio.wait_for(server.EventStream(events())({}, nothing_arrives, nobody_reads), 10)
+        assert ended.is_set()
 
 
 class TestDescription:
