@@ -144,9 +144,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             prompt_logprobs=result.prompt_logprobs,
             cached_prompt_tokens=result.cached_prompt_tokens,
         )
-        continued = _continued(request, wanted)
         for sample in result.samples:
-            text = self._tokenizer.decode([*continued, *sample.token_ids]) if request.return_text else ""
+            text = self._tokenizer.decode([*wanted.continued_ids, *sample.token_ids]) if request.return_text else ""
             for index in range(sample.index, sample.index + copies):
                 _fill(response.samples.add(), sample, index, text)
         return response
@@ -174,7 +173,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                         text = ""
                         if request.request.return_text:
                             if chunk.index not in texts:
-                                texts[chunk.index] = self._tokenizer.text_stream(_continued(request.request, wanted))
+                                texts[chunk.index] = self._tokenizer.text_stream(wanted.continued_ids)
                             text = texts[chunk.index].after(chunk.token_ids, last=chunk.finish_reason is not None)
                         for index in range(chunk.index, chunk.index + copies):
                             response = pb.GenerateStreamResponse()
@@ -287,11 +286,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return n
 
 
-def _continued(request: pb.GenerateRequest, wanted: GenerationRequest) -> list[int]:
-    """Return the last tokens of the prompt that the samples continue."""
-    return wanted.prompt_ids[len(wanted.prompt_ids) - request.continued_tokens :]
-
-
 async def _until(end: float, chunks: AsyncGenerator[GenerationChunk, None]) -> AsyncGenerator[GenerationChunk, None]:
     """Yield the chunks until a time of the event loop; then raise TimeoutError."""
     async with contextlib.aclosing(chunks):
@@ -349,6 +343,7 @@ def generation_request(request: pb.GenerateRequest, prompt_ids: list[int], info:
         priority=request.priority,
         prompt_logprobs=request.return_prompt_logprobs,
         adapter=request.adapter,
+        continued=request.continued_tokens,
     )
 
 

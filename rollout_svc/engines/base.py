@@ -76,6 +76,8 @@ class GenerationRequest:
 
     ``adapter`` is a name given by `LoraEngine.load_named`. If it is empty, the policy samples: the weights, with their newest
     adapter version if there is one.
+
+    The samples continue the last ``continued`` tokens of the prompt: a stop string may begin in those, but must not end there.
     """
 
     request_id: str
@@ -85,6 +87,12 @@ class GenerationRequest:
     priority: int = 0
     prompt_logprobs: bool = False
     adapter: str = ""
+    continued: int = 0
+
+    @property
+    def continued_ids(self) -> list[int]:
+        """Return the tokens of the prompt that the samples continue."""
+        return self.prompt_ids[len(self.prompt_ids) - self.continued :]
 
 
 @dataclass(slots=True)

@@ -135,6 +135,17 @@ class TestEnding:
         assert sample.token_ids == ids[: ids.index(stop) + 1]
         assert sample.finish_reason is FinishReason.STOP
 
+    async def test_a_stop_string_may_begin_in_the_tokens_that_a_sample_continues(self, engine, models):
+        ids = greedy(models.base, PROMPT, 24)
+        last = next(i for i in range(5, len(ids)) if min(ids[i - 1 : i + 1]) > EOS)
+        stop = text_of(ids[last - 1 : last + 1])
+        sampling = replace(FREE, temperature=0.0, stop=("zzz", stop))
+        continuation = ask(sampling, prompt=[*PROMPT, *ids[:last]], continued=last)
+        sample = (await engine.sample(continuation)).samples[0]
+        assert (sample.token_ids, sample.finish_reason, sample.stop_string) == ([ids[last]], FinishReason.STOP, stop)
+        chunks = await collect(engine.stream(continuation))
+        assert [each.stop_string for each in chunks if each.finish_reason is not None] == [stop]
+
     async def test_the_tokens_that_complete_a_stop_string_are_kept(self, engine, models):
         ids = greedy(models.base, PROMPT, 24)
         stop = stop_within(ids)

@@ -155,3 +155,12 @@ def test_stop_strings_are_found_in_the_text(text: str, stops: list[str], found: 
 
 def test_stop_strings_are_found_across_tokens_without_text() -> None:
     assert completed_stop(Letters(), [0, 30, 1, 31, 2], ["abc"]) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("before", "new", "found"),
+    [("xa", "b", "ab"), ("ab", "x", ""), ("abx", "ab", "ab"), ("a", "xb", ""), ("", "ab", "ab")],
+)
+def test_a_stop_string_ends_in_new_text_and_may_begin_before_it(before, new, found):
+    ids = [[ord(letter) - 97 for letter in text] for text in (before, new)]
+    assert completed_stop(Letters(), ids[1], ["ab"], continued=ids[0]) == found

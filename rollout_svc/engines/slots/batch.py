@@ -66,6 +66,7 @@ class ActiveSample:
         self.most_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
         generator = None if seed is None else np.random.default_rng(seed + index)
+        self.continued = request.continued_ids
         self.row = RowSampling(sampling, request.prompt_ids, self.token_ids, end_ids, generator)
 
     @property
@@ -369,7 +370,7 @@ class SlotBatch:
         if sample.token_ids[-1] in sample.row.end_ids:
             return FinishReason.STOP
         if sampling.stop and self._decoder is not None and count >= sampling.min_tokens:
-            sample.stop_string = completed_stop(self._decoder, sample.token_ids, sampling.stop)
+            sample.stop_string = completed_stop(self._decoder, sample.token_ids, sampling.stop, sample.continued)
             if sample.stop_string:
                 return FinishReason.STOP
         return FinishReason.LENGTH if count >= sample.most_tokens else None
@@ -404,12 +405,25 @@ class Decoder(Protocol):
         """Return the text of token ids."""
 
 
-def completed_stop(decoder: Decoder, token_ids: Sequence[int], stops: Sequence[str]) -> str:
+def completed_stop(
+    decoder: Decoder, token_ids: Sequence[int], stops: Sequence[str], continued: Sequence[int] = ()
+) -> str:
     """Return the stop string that the last token completed, or an empty one. Of several, return the one that begins first.
 
     Only as many of the last tokens are decoded as the longest stop string can have.
+
+    Args:
+        decoder: Decodes tokens.
+        token_ids: The sample's tokens.
+        stops: The stop strings.
+        continued: Tokens before them. A stop string may begin there.
     """
     reach = CHARACTERS_PER_TOKEN * max(map(len, stops)) + SLACK_TOKENS
-    text = decoder.decode(list(token_ids[-reach:]), skip_special_tokens=True)
-    found = [(text.find(stop), stop) for stop in stops if stop in text]
+    new = token_ids[-reach:]
+    before = list(continued[max(0, len(continued) + len(new) - reach) :])
+    text = decoder.decode([*before, *new], skip_special_tokens=True)
+    # The last character before may be incomplete without the new tokens.
+    known = len(decoder.decode(before, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")) if before else 0
+    places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in stops]
+    found = [(place, stop) for place, stop in places if place >= 0]
     return min(found)[1] if found else ""

@@ -184,6 +184,10 @@ async def submit(
         names = [f"{index}_{collector.request_id}" for index in range(params.n)]
         parent = processor.parent_requests[collector.request_id]
     states = [processor.request_states[name] for name in names]
+    if request.continued and request.sampling.stop:  # vLLM looks for stop strings that end in new text
+        before = engine.tokenizer.decode(request.continued_ids, skip_special_tokens=True)
+        for state in states:
+            state.detokenizer.output_text = before + state.detokenizer.output_text
     return TrackedRequest(request, adapter, collector.request_id, collector, states, parent)
 
 
@@ -428,6 +432,7 @@ class Collector(Protocol):
 
 class _Detokenizer(Protocol):
     output_token_ids: list[int]
+    output_text: str
 
 
 class _LogprobsProcessor(Protocol):
@@ -471,7 +476,7 @@ class Llm(Protocol):
     output_processor: OutputProcessor
     log_stats: bool
     logger_manager: object
-    tokenizer: object
+    tokenizer: Any
     errored: bool
     output_handler: asyncio.Task[None] | None
 
