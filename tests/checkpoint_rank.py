@@ -24,11 +24,10 @@ from sluice.v1 import checkpoint_pb2
 from trainer_svc.checkpoint import saver as saving
 from trainer_svc.checkpoint.saver import EngineCheckpoints, Saver
 from trainer_svc.checkpoint.state import held_slices, read_below, training_state
-from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig, ParallelDims
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.optimizers import OffloadedAdamW, Optimizers
-from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import Mesh, join, make_mesh
 
 DEADLINE_S = 60.0

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sluice.rpc import SluiceError
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.compute_config import ParallelDims
 from trainer_svc.parallel.mesh import make_mesh
 from trainer_svc.service.rank_group import RankFailedError, RankGroup, RankLink
 

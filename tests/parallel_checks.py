@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM
 
 from sluice.cli.init_model import ModelShape, init_model
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
+from trainer_svc.compute_config import ParallelDims
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import distribute, load_network
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
-from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import SINGLE, Mesh, make_mesh
 from trainer_svc.update.policy import PolicyUpdate
 

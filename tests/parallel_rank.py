@@ -24,7 +24,7 @@ from tiny_policy import ragged_batch
 from torch.distributed.tensor import DTensor
 
 from trainer_svc.batch.rows import MicroBatch, Outputs, Sequence, count_loss_tokens
-from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig, ParallelDims
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.engine.loading import compile_layers, distribute, load_network
@@ -32,7 +32,6 @@ from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.parallel.balance import balance
-from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join, make_mesh
 from trainer_svc.parallel.sharding import local_slice
 from trainer_svc.update.policy import PolicyUpdate

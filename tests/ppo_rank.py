@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from tiny_policy import ragged_batch
 
-from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig, ParallelDims
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.metrics import StepMetrics
 from trainer_svc.parallel.balance import balance
-from trainer_svc.parallel.dims import ParallelDims
 from trainer_svc.parallel.mesh import SINGLE, Mesh, join, make_mesh
 from trainer_svc.update.policy import PolicyUpdate, load_frozen
 

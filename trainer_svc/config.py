@@ -17,13 +17,13 @@ from trainer_svc.compute_config import (
     OptimizerConfig,
     Precision,
     check_decay,
+    check_sizes,
     frozen_precision,
     on_device,
 )
 from trainer_svc.memory import BFLOAT16, FLOAT32, Decoder, estimate
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.presets import PRESETS
-from trainer_svc.parallel.dims import check_sizes
 
 BASE = "base"
 """Names the model that the run starts from, where another one could stand."""

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from trainer_svc.compute_config import ComputeConfig, on_device
-from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.compute_config import ComputeConfig, ParallelDims, on_device
 
 FLOAT32, BFLOAT16 = 4, 2
 """Bytes of a float32 and of a bfloat16 number."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from trainer_svc.parallel.dims import ParallelDims
+from trainer_svc.compute_config import ParallelDims
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.ranks import ALONE
 from trainer_svc.service.rank_group import RankLink

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_svc.compute_config import ParallelConfig
-from trainer_svc.parallel.dims import MESH_AXES, ParallelDims
+from trainer_svc.compute_config import MESH_AXES, ParallelConfig, ParallelDims
 
 few = st.integers(1, 3)
 meshes = st.builds(ParallelDims, few, few, few, few, few)

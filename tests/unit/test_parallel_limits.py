@@ -9,9 +9,8 @@ from pydantic import ValidationError
 from transformers import LlamaConfig, Phi3Config, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig, check_heads, tensor_plan
 from trainer_svc.config import TrainerConfig
-from trainer_svc.parallel.dims import check_heads, tensor_plan
 from trainer_svc.parallel.mesh import join
 from trainer_svc.parallel.sharding import check_divides
 

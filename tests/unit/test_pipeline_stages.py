@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM
 
-from trainer_svc.parallel.dims import stage_layers
+from trainer_svc.compute_config import stage_layers
 from trainer_svc.parallel.sharding import cut_stage, tied_weight
 
 

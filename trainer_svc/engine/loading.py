@@ -19,11 +19,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from trainer_svc.batch.attention_plan import AttentionPlan, VarlenPlan
-from trainer_svc.compute_config import ParallelConfig
+from trainer_svc.compute_config import ParallelConfig, check_heads
 from trainer_svc.engine.network import PACKED_ATTENTION, Head, Network, Packing, varlen_attention
 from trainer_svc.engine.weight_files import WeightFiles, left_on_disk, read_weights, streaming
 from trainer_svc.parallel.context import Context
-from trainer_svc.parallel.dims import check_heads
 from trainer_svc.parallel.mesh import Mesh
 from trainer_svc.parallel.sharding import Absent, Root, cut_stage, shard_weights, split_matrices
 

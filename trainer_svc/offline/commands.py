@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from sluice.config import Command, ConfigError, Section, load_command, reason_of
 from sluice.models import check_files, check_hub, check_model
+from trainer_svc.compute_config import check_sizes
 from trainer_svc.offline.config import (
     DistillConfig,
     DpoConfig,
@@ -25,7 +26,6 @@ from trainer_svc.offline.config import (
     is_file,
     make_parent,
 )
-from trainer_svc.parallel.dims import check_sizes
 
 _Config = TypeVar("_Config", bound=OfflineConfig)
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_svc.batch.rows import Sequence
-from trainer_svc.compute_config import ParallelConfig
-from trainer_svc.parallel.dims import MESH_AXES, ParallelDims
+from trainer_svc.compute_config import MESH_AXES, ParallelConfig, ParallelDims
 from trainer_svc.parallel.ranks import ALONE, Ranks
 
 WEIGHT_AXES = ("pp", "dp_replicate", "fsdp", "tp")

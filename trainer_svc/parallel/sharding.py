@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import PreTrainedModel
 
 from sluice.models import ModelSizes
-from trainer_svc.parallel.dims import COLUMNS, PARTIAL, check_tensor, stage_layers, tensor_plan
+from trainer_svc.compute_config import COLUMNS, PARTIAL, check_tensor, stage_layers, tensor_plan
 
 
 def local_slice(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
