@@ -330,15 +330,14 @@ class ParallelDims:
             ValueError: if the product of the axes is not `world_size`.
         """
         fixed = config.dp_replicate * config.tp * config.cp * config.pp
-        if config.dp_shard == -1:
-            if world_size % fixed:
+        dp_shard = config.dp_shard
+        if dp_shard == -1:
+            dp_shard, left = divmod(world_size, fixed)
+            if left:
                 raise ValueError(
                     f"{world_size} processes are not a multiple of dp_replicate x tp x cp x pp = {fixed}: change"
                     " trainer.parallel, or start a multiple of them (torchrun --nproc-per-node)"
                 )
-            dp_shard = world_size // fixed
-        else:
-            dp_shard = config.dp_shard
         dims = cls(config.dp_replicate, dp_shard, config.tp, config.cp, config.pp)
         if dims.world_size != world_size:
             raise ValueError(
