@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 
-from rich.console import Console, Group, RenderableType
+from rich.columns import Columns
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
@@ -160,10 +161,8 @@ def render(run: str, progress: RunProgress, children: dict[str, ChildState]) -> 
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for label, cell in _ROWS.items():
-        content = cell(progress)
-        if content is not None:
-            table.add_row(label, content)
+    for label, content in _rows(progress):
+        table.add_row(label, content)
     services = Text("  ").join(
         Text.assemble(
             ("● ", _CHILD_STYLES[state]), name, ("" if state is ChildState.SERVING else f" {state.value}", "dim")
@@ -171,77 +170,40 @@ def render(run: str, progress: RunProgress, children: dict[str, ChildState]) -> 
         for name, state in children.items()
     )
     table.add_row("services", services)
-    return Panel(Group(table), title=f"{run}: {progress.state}", title_align="left", border_style="cyan")
+    return Panel(table, title=f"{run}: {progress.state}", title_align="left", border_style="cyan")
 
 
-def _steps(progress: RunProgress) -> RenderableType:
+def _rows(progress: RunProgress) -> Iterator[tuple[str, RenderableType]]:
+    """Yield the label and the content of each row that has something to show."""
     bar = ProgressBar(total=max(progress.max_steps, 1), completed=progress.step, width=_SPARK_WIDTH)
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row(bar, f"{progress.step}/{progress.max_steps or '?'}{_time_left(progress)}")
-    return grid
-
-
-def _time_left(progress: RunProgress) -> str:
     pace, remaining = progress.seconds_per_step(), progress.remaining_s()
-    if pace is None or remaining is None:
-        return ""
-    minutes, seconds = divmod(round(remaining), 60)
-    return f"  {pace:.2f} s/step, {minutes}:{seconds:02d} left"
-
-
-def _reward(progress: RunProgress) -> RenderableType | None:
-    if not progress.rewards:
-        return None
-    values = list(progress.rewards)
-    return Text.assemble((sparkline(values, _SPARK_WIDTH), "green"), f"  {values[0]:.3f} → {values[-1]:.3f}")
-
-
-def _staleness(progress: RunProgress) -> RenderableType | None:
+    left = ""
+    if pace is not None and remaining is not None:
+        minutes, seconds = divmod(round(remaining), 60)
+        left = f"  {pace:.2f} s/step, {minutes}:{seconds:02d} left"
+    yield "step", Columns([bar, f"{progress.step}/{progress.max_steps or '?'}{left}"], padding=(0, 2))
+    if values := list(progress.rewards):
+        spark = (sparkline(values, _SPARK_WIDTH), "green")
+        yield "reward", Text.assemble(spark, f"  {values[0]:.3f} → {values[-1]:.3f}")
     staleness = progress.metric("staleness")
-    return None if staleness is None else f"mean {staleness:.2f}, bound {progress.max_staleness}"
-
-
-def _policy(progress: RunProgress) -> RenderableType | None:
+    if staleness is not None:
+        yield "staleness", f"mean {staleness:.2f}, bound {progress.max_staleness}"
     shown = [(name, progress.metric(name)) for name in ("entropy", "mismatch_kl", "loss")]
-    text = "  ".join(f"{name} {value:.4g}" for name, value in shown if value is not None)
-    return text or None
-
-
-def _load(progress: RunProgress) -> RenderableType | None:
+    if policy := "  ".join(f"{name} {value:.4g}" for name, value in shown if value is not None):
+        yield "policy", policy
     load = progress.load
-    if not load.max_live_groups:
-        return None
-    return (
-        f"{load.generated_tokens_per_s:,.0f} tokens/s sampled, "
-        f"{load.live_groups}/{load.max_live_groups} groups live, {load.queued_batches} batches queued"
-    )
-
-
-def _waiting(progress: RunProgress) -> RenderableType | None:
-    load = progress.load
-    if not load.max_live_groups:
-        return None
-    return f"{progress.waiting()} (trainer idle {load.trainer_idle:.0%}, dispatch held by staleness {load.dispatch_blocked:.0%})"
-
-
-def _replicas(progress: RunProgress) -> RenderableType | None:
-    shown = [
+    if load.max_live_groups:
+        groups = f"{load.live_groups}/{load.max_live_groups} groups live, {load.queued_batches} batches queued"
+        yield "load", f"{load.generated_tokens_per_s:,.0f} tokens/s sampled, {groups}"
+        shares = f"trainer idle {load.trainer_idle:.0%}, dispatch held by staleness {load.dispatch_blocked:.0%}"
+        yield "waiting", f"{progress.waiting()} ({shares})"
+    replicas = [
         f"{each.replica or address} at {each.policy_version.epoch}.{each.policy_version.number}, {each.running} running"
         + ("" if each.eligible else f" ({shorten(each.reason, _REASON_WIDTH)})")
         for address, each in sorted(progress.replicas.items())
     ]
-    return "\n".join(shown) or None
-
-
-_ROWS: dict[str, Callable[[RunProgress], RenderableType | None]] = {
-    "step": _steps,
-    "reward": _reward,
-    "staleness": _staleness,
-    "policy": _policy,
-    "load": _load,
-    "waiting": _waiting,
-    "replicas": _replicas,
-}
+    if replicas:
+        yield "replicas", "\n".join(replicas)
 
 
 @dataclass
