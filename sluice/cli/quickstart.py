@@ -214,12 +214,7 @@ class StageError(Exception):
 
 
 class Stages:
-    """Prints the stages of a job: one line each, with its seconds.
-
-    Args:
-        console: Where to print.
-        count: Number of stages.
-    """
+    """Prints the stages of a job: one line each, with its seconds."""
 
     def __init__(self, console: Console, count: int) -> None:
         self._console, self._count, self._number = console, count, 0
@@ -255,12 +250,7 @@ class Stages:
 
 
 def run_quietly(argv: list[str], log: Path, environment: Mapping[str, str]) -> str:
-    """Run a Python program with its output in a file. A signal ends it and everything that it started.
-
-    Args:
-        argv: Arguments of the Python interpreter.
-        log: The file that its output is appended to.
-        environment: Variables that are added to those of this process.
+    """Run the Python interpreter with further variables, its output appended to a file. A signal ends it and everything that it started.
 
     Returns:
         The last line of its output.
@@ -311,16 +301,7 @@ def _read_metrics(path: Path) -> dict[str, float]:
 
 
 def write_report(job: Quickstart, *, wall_s: float, stages: Mapping[str, float]) -> dict[str, Any]:
-    """Complete the orchestrator's report by what only the quickstart knows, and plot the reward.
-
-    Args:
-        job: What was done.
-        wall_s: Seconds that all stages took.
-        stages: Seconds of each stage.
-
-    Returns:
-        The report.
-    """
+    """Complete the orchestrator's report by what only the quickstart knows, plot the reward, and return the report."""
     path = job.directory / REPORT_FILE
     report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     before, after = (_read_metrics(job.directory / f"eval_{name}.json") for name in ("before", "after"))
@@ -378,14 +359,7 @@ def show_report(console: Console, job: Quickstart) -> None:
 
 
 def show_conversations(console: Console, before: Path, after: Path, count: int) -> None:
-    """Print what the model answered to the same prompts before and after, one sampled answer each.
-
-    Args:
-        console: Where to print.
-        before: JSONL file of an evaluation's conversations before training.
-        after: The same after it.
-        count: How many prompts.
-    """
+    """Print what the model answered to the same prompts before and after, one sampled answer each."""
     earlier, later = _first_sampled(before), _first_sampled(after)
     table = Table(title="the same prompts, sampled at T = 1", show_lines=True)
     for heading in ("prompt", "before RL", "after RL"):

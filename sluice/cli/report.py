@@ -109,13 +109,7 @@ def summarise(steps: Sequence[Step]) -> dict[str, float]:
 
 
 def plot_run(steps: Sequence[Step], path: Path, title: str) -> None:
-    """Plot reward, and staleness below it, over the steps.
-
-    Args:
-        steps: The steps of the run.
-        path: PNG file to write.
-        title: The line above the plot.
-    """
+    """Write a PNG file with the reward, and the staleness below it, over the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - slow to import
     from matplotlib.figure import Figure  # noqa: PLC0415
 

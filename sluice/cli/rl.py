@@ -87,11 +87,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
-    """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run.
-
-    Raises:
-        ConfigError: with the remedy.
-    """
+    """Refuse settings that would make a service fail, before any is started; return the further lines of a dry run."""
     missing = [name for name in NEEDED if name not in service_names()]
     if missing:
         raise ConfigError(
@@ -113,11 +109,7 @@ def _places(config: RunConfig, replicas: int) -> Mapping[str, Place]:
 
 @contextlib.contextmanager
 def claim(run: RunConfig, *, resume: bool) -> Iterator[Path]:
-    """Lock the run's directory while the block lasts.
-
-    Args:
-        run: The run.
-        resume: Resume the run if it exists; otherwise start it.
+    """Lock the run's directory while the block lasts. With `resume` the run may exist; otherwise it must not have begun.
 
     Raises:
         ConfigError: if the run exists and `resume` is False, or another process runs it.

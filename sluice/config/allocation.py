@@ -64,7 +64,6 @@ class Side:
     """The part of an allocation that belongs to one side.
 
     Attributes:
-        dimensions: Its sizes.
         backend: What runs there; empty leaves it to the settings.
     """
 

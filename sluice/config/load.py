@@ -69,12 +69,7 @@ UNSET = object()
 
 @dataclass(frozen=True)
 class Layer:
-    """One source of settings.
-
-    Attributes:
-        label: The source, for messages.
-        data: Nested tables with canonical keys.
-    """
+    """One source of settings: its name for messages, and nested tables with canonical keys."""
 
     label: str
     data: dict[str, Any]
@@ -144,11 +139,7 @@ def environment_layer(
 ) -> Layer:
     """Read ``SLUICE_A__B=value`` as key ``a.b``. Empty variables count as unset, since compose files write them.
 
-    Args:
-        model: The class of the settings.
-        environment: Variables of the process.
-        prefix: Prefix of the variables.
-        foreign: Prefixes of variables that belong to other commands.
+    Variables that begin with a text of `foreign` belong to other commands.
 
     Raises:
         ConfigError: if a variable names no setting.
@@ -178,8 +169,6 @@ class CommandLine:
     Attributes:
         files: One layer per file, left to right.
         flags: The flags; later ones replace earlier ones.
-        dry_run: Print the resolved settings and stop.
-        help: Print every setting and stop.
     """
 
     files: list[Layer] = field(default_factory=list)
@@ -326,11 +315,7 @@ def load_command(
 ) -> _Section:
     """Resolve the settings of a command that has a class of its own, in the same grammar and order of layers.
 
-    Args:
-        config_class: The command's settings.
-        argv: The command line after the command's name.
-        command: The command's name; its variables are ``SLUICE_<COMMAND>__KEY``.
-        check: As of `load_run`.
+    Its environment variables are ``SLUICE_<COMMAND>__KEY``; `check` is that of `load_run`.
 
     Raises:
         ConfigError: if anything is unknown, malformed or out of range.
@@ -356,14 +341,7 @@ def _load(
 ) -> _Section:
     """Read all layers, merge and validate them, and print what ``--help`` or ``--dry-run`` ask for.
 
-    Args:
-        model: The class of the settings.
-        argv: The command line.
-        command: The word after `sluice`.
-        complete: Decides and checks what concerns several settings; returns the settings and lines for a dry run.
-        service: The one service that this process runs.
-        prefix: Beginning of the environment variables.
-        foreign: Beginnings of environment variables that belong to others.
+    `complete` decides and checks what concerns several settings; it returns the settings and lines for a dry run.
     """
     try:
         line = parse_command_line(model, argv, service)
@@ -386,11 +364,7 @@ def _load(
 
 
 def _validated(model: type[_Section], layers: Sequence[Layer]) -> _Section:
-    """Merge the layers, the first over the others, and validate the result.
-
-    Raises:
-        ConfigError: if a value is malformed or out of range; one line per mistake, with the layer it came from.
-    """
+    """Merge the layers, the first over the others, and validate the result; an error has one line per mistake."""
     table: dict[str, Any] = {}
     for layer in reversed(layers):
         table = deep_merge(table, layer.data)
@@ -430,11 +404,7 @@ class Options(argparse.ArgumentParser):
     """A parser that raises what is wrong instead of printing it."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise what is wrong with the command line."""
         raise ConfigError(f"{message.removeprefix('argument ')}; `{self.prog} --help` lists the options")
 
 

@@ -186,9 +186,6 @@ class Section(BaseModel):
 
         Services override it. A service calls it first, and `sluice rl` calls all before it starts any.
 
-        Args:
-            run: The run's settings.
-
         Returns:
             Lines that a dry run prints, if any.
 

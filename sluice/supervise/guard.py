@@ -22,11 +22,7 @@ POLL_S = 0.05
 
 
 def start(descriptor: int, argv: list[str]) -> int:
-    """Wait for one byte, then execute a program in this process.
-
-    Args:
-        descriptor: The reading end of a pipe.
-        argv: The program and its arguments.
+    """Wait for one byte from a pipe, then execute a program in this process.
 
     Returns:
         1 if the pipe was closed without a byte, 127 if the program cannot be executed, as in a shell.

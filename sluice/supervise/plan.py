@@ -41,11 +41,7 @@ _SHARED_CORES = {
 
 
 def replicas_of(flag: int | None, config: RunConfig) -> int:
-    """Return the number of rollout replicas of a run.
-
-    Args:
-        flag: The value of `--replicas`; None takes the number from the settings.
-        config: The settings.
+    """Return the number of rollout replicas of a run: the value of `--replicas`, or if that is None the settings'.
 
     Raises:
         ConfigError: if it is 0, or the settings contradict each other.
@@ -85,10 +81,7 @@ def assign_devices(run: RunConfig, replicas: Sequence[str], devices: Sequence[st
     With an allocation, or if there are enough devices, every child gets its own: replicas first, then the trainer; both get
     the same ones if the allocation says so. Otherwise all children share all devices.
 
-    Args:
-        run: The run's settings.
-        replicas: Names of the rollout children.
-        devices: Names of the CUDA devices; empty on a CPU, where no devices are assigned.
+    On a CPU there are no `devices`, and none is assigned.
 
     Returns:
         The place of each replica and of ``trainer``.
@@ -180,11 +173,7 @@ def free_addresses(replicas: int) -> Addresses:
 def child_environment(child: str, threads: int | None, processes: int, given: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of a child; those that the user has set stay as they are.
 
-    Args:
-        child: Its name.
-        threads: Threads per computing process; None divides the cores.
-        processes: Number of processes that compute.
-        given: The environment that the child inherits.
+    Without `threads` the computing processes divide the cores. `given` is the environment that the child inherits.
     """
     share = max(1, len(os.sched_getaffinity(0)) // processes) if hasattr(os, "sched_getaffinity") else 1
     count = 1 if service_of(child) not in COMPUTES else threads or share
@@ -195,11 +184,7 @@ def child_environment(child: str, threads: int | None, processes: int, given: Ma
 
 
 def shared_cores(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of any program that shares its cores; those that the user has set stay as they are.
-
-    Args:
-        given: The environment that the program inherits.
-    """
+    """Return the variables of any program that shares its cores; those that the user has set stay as they are."""
     return {name: value for name, value in _SHARED_CORES.items() if name not in given}
 
 
@@ -214,13 +199,7 @@ def child_specs(
 ) -> list[ChildSpec]:
     """Return the children of a run, to be started in this order.
 
-    Args:
-        run: Settings of the run.
-        addresses: Its ports.
-        settings: The file that the children read.
-        log_dir: Where their logs go, one file per child.
-        threads: Threads per computing process; None divides the cores.
-        places: Processes and devices of the children that compute.
+    The children read the file `settings`. Without `threads` the computing processes divide the cores.
     """
     computing = sum(each.processes for each in places.values())
     specs = []

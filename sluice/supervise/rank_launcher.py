@@ -30,10 +30,7 @@ _POLL_S = 0.5
 def main(processes: int, grace_s: float, words: list[str]) -> int:
     """Run a `sluice` command in several processes until all have ended.
 
-    Args:
-        processes: How many.
-        grace_s: Seconds that they get to end after SIGTERM, before they are killed.
-        words: The command and its arguments.
+    A signal ends them; after `grace_s` seconds they are killed.
 
     Returns:
         0 if all ended well or after a signal to this process, otherwise the exit code of the rank that failed first.

@@ -261,9 +261,7 @@ class Supervisor:
 async def run_until_signal(supervisor: Supervisor, say: Callable[[str], None]) -> Outcome:
     """Run to the end, or to SIGINT, SIGTERM or SIGHUP: the first signal drains the children, a second one kills them.
 
-    Args:
-        supervisor: What to run.
-        say: Called with what the supervisor does about a signal.
+    `say` is called with what the supervisor does about a signal.
     """
     stop = asyncio.Event()
 
@@ -282,14 +280,7 @@ async def run_until_signal(supervisor: Supervisor, say: Callable[[str], None]) -
 
 
 class Child:
-    """One process of a child, in a process group of its own.
-
-    Args:
-        spec: What it is.
-        process: Its leading process; its id is the group's.
-        output: Reads what it prints; ends with it.
-        watchdog: Ends it if the supervisor is killed.
-    """
+    """One process of a child, in a process group of its own, whose id is the process's."""
 
     def __init__(
         self, spec: ChildSpec, process: asyncio.subprocess.Process, output: asyncio.Task[None], watchdog: Watchdog
@@ -301,11 +292,7 @@ class Child:
     async def start(
         cls, spec: ChildSpec, log: ChildLog, watchdog: Watchdog, on_line: Callable[[LogLine], None]
     ) -> Self:
-        """Start it.
-
-        Raises:
-            OSError: if the program cannot be started.
-        """
+        """Start it."""
         process = await watchdog.start_child(
             spec.argv,
             stdout=asyncio.subprocess.PIPE,
@@ -421,11 +408,7 @@ class Watchdog:
 
 
 class ChildLog:
-    """The log of one child across its restarts.
-
-    Args:
-        path: The file that every line is appended to.
-    """
+    """The log of one child across its restarts: a file, and the last lines in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
