@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from sluice.cli.main import serve
-from sluice.config import ConfigError
+from sluice.cli.main import run_service
+from sluice.config import CommonConfig, ConfigError
 from trainer_svc.compute_config import ComputeConfig
+from trainer_svc.config import TrainerConfig
 from trainer_svc.memory import Decoder, estimate
 
 ROOT = Path(__file__).parents[2]
@@ -152,15 +154,27 @@ def test_a_dry_run_prints_the_estimate_and_refuses_what_cannot_fit(model, capsys
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     words = ["--model", str(model), "--dtype", "bfloat16", "--dry-run"]
     with pytest.raises(SystemExit) as stopped:
-        serve("trainer", words)
+        run_service("trainer", words)
     assert stopped.value.code == 0
     assert "# memory of one trainer device, estimated: 1" in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r"estimated to need 1\d\d\.\d GiB .*moments.*which has 131\.3 GiB: lower token_budget"
     ):
-        serve("trainer", [*words, "--device-memory-gb", "141"])
+        run_service("trainer", [*words, "--device-memory-gb", "141"])
     with pytest.raises(SystemExit):
-        serve("trainer", [*words, "--device-memory-gb", "141", "--lora.rank", "16", "--gradient-checkpointing", "true"])
+        run_service(
+            "trainer", [*words, "--device-memory-gb", "141", "--lora.rank", "16", "--gradient-checkpointing", "true"]
+        )
+
+
+def test_a_reference_counts_with_the_width_that_it_has_on_the_device(model, monkeypatch):
+    config = TrainerConfig(dtype="bfloat16", objective={"preset": "grpo", "kl_coef": 0.1}, reference={"model": "base"})
+    sizes = []
+    for devices in ("", "0"):  # a CPU keeps it in float32, CUDA in bfloat16
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        (line,) = config.check_start(CommonConfig(run="test", model=str(model)))
+        sizes.append(float(re.findall(r"other models (\d+\.\d)", line)[0]))
+    assert sizes[0] == pytest.approx(2 * sizes[1], rel=0.01)
 
 
 def test_experts_have_no_estimate():
