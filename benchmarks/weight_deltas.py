@@ -25,7 +25,7 @@ from trainer_svc.engine.engine import TrainEngine
 from trainer_svc.objectives.config import ObjectiveConfig
 from trainer_svc.objectives.objective import Objective
 from trainer_svc.update.policy import PolicyUpdate
-from weightsync.codec import Encoding, encode
+from weightsync.codec.slices import Encoding, encode
 from weightsync.codec.streams import WIDTHS, changed_positions, patterns, step_codes
 
 LETTERS = 12

@@ -10,7 +10,7 @@ from weightsync_stack import RESOURCE, ShardSource, Stack
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.codec import encode
+from weightsync.codec.slices import encode
 from weightsync.format.manifest import manifest_digest
 
 

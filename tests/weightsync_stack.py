@@ -71,16 +71,9 @@ class Stack:
     publisher: WeightPublisher
     dense_publisher: WeightPublisher
 
-    async def push(
-        self,
-        version: Version,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        deadline_s: float,
-        labels: Mapping[str, str] | None = None,
-    ) -> PushReport:
+    async def push(self, version: Version, tensors: Mapping[str, torch.Tensor], *, deadline_s: float) -> PushReport:
         """Push whole tensors, by a publisher that never compares."""
-        return await self.dense_publisher.update(version, tensors, deadline_s=deadline_s, labels=labels)
+        return await self.dense_publisher.update(version, tensors, deadline_s=deadline_s)
 
     async def push_shard(
         self,

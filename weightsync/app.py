@@ -54,7 +54,6 @@ class Serving:
 
     Attributes:
         server: The server; `target` is where it listens.
-        runs: What it keeps.
         relay: Follows the service behind, if this is a relay.
         failed: Set when the service cannot continue; the end of `serving` raises the reason.
     """
@@ -67,11 +66,7 @@ class Serving:
 
 @asynccontextmanager
 async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterator[Serving]:
-    """Serve until the block ends.
-
-    Raises:
-        ConfigError: if the settings do not work, such as those of relays that feed each other.
-    """
+    """Serve until the block ends; raise ConfigError if the settings do not work, as of relays that feed each other."""
     async with AsyncExitStack() as stack:
         relay: Relay | None = None
         if config.upstream is not None:

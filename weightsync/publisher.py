@@ -52,9 +52,7 @@ class Update:
     """An encoded version, ready to be published as long as the kept copy holds it.
 
     Attributes:
-        version: Which one.
         base: Version that it was compared with; None if it was not compared.
-        diff: What the comparison found.
         serial: Tells whether the kept copy still holds it.
     """
 
@@ -77,8 +75,8 @@ class WeightPublisher:
     reads it. `publish` therefore holds it until the version is committed or given up, `encode` waits for that within its
     deadline, and an update that was overtaken by a later `encode` is refused rather than sent.
 
-    Whether the copy is what the service has is known after a commit that was answered, and at no other time. After any
-    failure, at the first version of an epoch and after a restart, whole tensors are sent (an anchor).
+    Only after a commit that was answered is the copy known to be what the service has. After any failure, at the first
+    version of an epoch and after a restart, a dense version is sent.
 
     With a `group`, each rank has a publisher over its own channel and calls the same methods in the same order with the
     tensors that it holds: DTensors of FSDP2 or tensor parallelism, or plain ones. What several ranks hold is sent by one of
@@ -88,8 +86,8 @@ class WeightPublisher:
         channel: To the weight service, with the admin role.
         run: The run's name.
         chunk_bytes: Bytes per chunk, at most 1 MiB.
-        encoding: "auto" compares with the version before; "dense" always sends whole tensors.
-        local: Whether to offer the service files in shared memory if it runs on the same host.
+        encoding: "auto" compares with the version before; "dense" always sends dense versions.
+        local: Whether to name files in shared memory to the service, which takes them if it runs on the same host.
         group: Ranks that publish one model together: a gloo group that nothing else uses; None: this process is alone.
     """
 
@@ -133,7 +131,7 @@ class WeightPublisher:
         """Compare live tensors with what was pushed last, and keep them in its place. Blocking; not for the event loop.
 
         Args:
-            version: Which one.
+            version: The version that they are.
             tensors: Live tensors by Hugging Face name, on any device; unchanged until this returns. Tied ones travel once.
             dtype: Precision to publish floating-point tensors in, cast one by one; None: as they are.
             deadline_s: Seconds to wait for the push before, and at the first call for the other ranks.
@@ -173,12 +171,8 @@ class WeightPublisher:
         """Push and commit what `encode` kept: visible as a whole when this returns.
 
         Idempotent while the copy holds the version. A transfer that broke is repeated once, from where it broke. If the
-        service no longer holds a delta's base, whole tensors of the same version are sent at once.
-
-        Args:
-            update: What `encode` returned last.
-            deadline_s: Seconds for everything.
-            labels: Free facts for the manifest.
+        service no longer holds a delta's base, the dense version is sent at once.
+        `labels` are free facts for the manifest.
 
         Raises:
             SluiceError: as the contract says of PushWeights and CommitVersion; FAILED_PRECONDITION OVERTAKEN if a later
@@ -221,17 +215,13 @@ class WeightPublisher:
         deadline_s: float,
         labels: Mapping[str, str] | None = None,
     ) -> PushReport:
-        """Call `encode` in a thread, then `publish`; the tensors must not change until this returns.
-
-        Raises:
-            SluiceError, ValueError: as both.
-        """
+        """Call `encode` in a thread, then `publish`; the tensors must not change until this returns."""
         deadline = time.monotonic() + deadline_s
         encoded = await asyncio.to_thread(self.encode, version, tensors, dtype=dtype, deadline_s=deadline_s)
         return await self.publish(encoded, deadline_s=deadline - time.monotonic(), labels=labels)
 
     async def close(self) -> None:
-        """Give the kept copy back; `publish` must have ended. The next version after it is an anchor."""
+        """Give the kept copy back; `publish` must have ended. The next version after it is a dense one."""
         copy, self._copy, self._layout, self._committed = self._copy, None, None, None
         if copy is not None:
             await asyncio.to_thread(copy.close)
@@ -279,11 +269,7 @@ class WeightPublisher:
                 log.warning("this rank failed, and its failure did not reach the other ranks", error=str(answer))
 
     async def _agree(self, update: Update, copy: KeptCopy, deadline: float) -> Agreement:
-        """Settle the form, with all ranks.
-
-        Raises:
-            SluiceError: what any rank failed with.
-        """
+        """Settle the form with all ranks; raise what any rank failed with."""
         proposal = pb.Manifest(
             version=update.version.to_proto(),
             kind=pb.VERSION_KIND_DELTA if update.diff.compared else pb.VERSION_KIND_ANCHOR,
@@ -373,10 +359,7 @@ def _timings(diff_s: float, changed_fraction: float) -> pb.PushTimings:
 class AdapterPublisher:
     """Publishes LoRA adapters of one run as versions of their own, which engines load beside the weights.
 
-    Args:
-        channel: To the weight service, with the admin role.
-        run: The run's name.
-        base: Version of the weights that the adapters belong to; the default is the model on disk.
+    `base` is the version of the weights that the adapters belong to; the default is the model on disk.
     """
 
     def __init__(self, channel: grpc.aio.Channel, run: str, *, base: Version = BASE) -> None:
@@ -391,7 +374,7 @@ class AdapterPublisher:
         deadline_s: float,
         labels: Mapping[str, str] | None = None,
     ) -> PushReport:
-        """Publish an adapter: visible as a whole when this returns, not at all if it raises before the commit. Idempotent.
+        """Publish an adapter. It is visible as a whole when this returns, or not at all if it raises before the commit.
 
         Args:
             version: Which policy it makes of its base.
@@ -402,8 +385,7 @@ class AdapterPublisher:
 
         Raises:
             SluiceError: as the contract says of PushWeights and CommitVersion.
-            ManifestError: if there are more tensors than a manifest can name.
-            ValueError: if a tensor cannot travel.
+            ValueError: if a tensor cannot travel, or there are more than a manifest can name.
         """
         # One by one, because tied tensors have names of their own in an adapter's file.
         held = [each for name, tensor in tensors.items() for each in local_slices({name: tensor})]

@@ -1,7 +1,7 @@
 """The golden vectors of docs/delta-format.md hold for our decoder and for a naive one that was written from that page alone.
 
 A change that fails here breaks every stored delta and every decoder in another language: make a new magic instead of new vectors.
-A further vector is a file of the same form: `data` is the hexadecimal stream, as `weightsync.codec.encode` or `encode_delta` wrote it.
+A further vector is a file of the same form: `data` is the hexadecimal stream, as `weightsync.codec.slices.encode` or `encode_delta` wrote it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from weightsync.codec import Encoding, apply, encode
+from weightsync.codec.slices import Encoding, apply, encode
 
 VECTORS = sorted((Path(__file__).parent / "vectors" / "delta").glob("*.json"))
 WIDTHS = {"BF16": 2, "F16": 2, "F32": 4}

@@ -101,7 +101,7 @@ async def test_a_delta_without_a_committed_base_asks_for_an_anchor(stack: Stack)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await push_delta(stack, V2, base, weights(1), weights())
         assert error_of(caught.value).reason == "BASE_UNKNOWN"
-        assert "push an anchor" in str(caught.value.details())
+        assert "push a dense version" in str(caught.value.details())
     assert await stack.visible() == []
     await stack.push(V2, weights(1), deadline_s=30)
     assert await stack.visible() == [V2]

@@ -109,7 +109,7 @@ async def test_a_delta_that_gives_other_bytes_is_found_and_the_next_anchor_heals
         with pytest.raises(grpc.aio.AioRpcError) as path:
             await update_path(stack, None, version(1))
         assert path.value.code() is grpc.StatusCode.DATA_LOSS
-        assert "push an anchor" in str(path.value.details())
+        assert "push a dense version" in str(path.value.details())
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await push_deltas(stack, 3, 3)
         assert error_of(refused.value).reason == "BASE_DAMAGED"

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.codec import CodecError, Encoded, Encoding, apply, apply_slice, check_slice, encode, slice_bytes
-from weightsync.codec.slices import apply_delta, encode_delta
-from weightsync.codec.streams import step_codes, take_steps
+from weightsync.codec.slices import (
+    Encoded,
+    Encoding,
+    apply,
+    apply_delta,
+    apply_slice,
+    check_slice,
+    encode,
+    encode_delta,
+    slice_bytes,
+)
+from weightsync.codec.streams import CodecError, step_codes, take_steps
 from weightsync.format.safetensors import DTYPES
 
 Octets = NDArray[np.uint8]

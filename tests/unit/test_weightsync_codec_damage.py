@@ -11,8 +11,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightsync.codec import CodecError, Encoding, apply
-from weightsync.codec.slices import encode_delta
+from weightsync.codec.slices import Encoding, apply, encode_delta
+from weightsync.codec.streams import CodecError
 
 COUNT = 3003
 GUARD = 4096

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.weight_deltas import entropy_bound_bytes
-from weightsync.codec import Encoding, apply, encode
+from weightsync.codec.slices import Encoding, apply, encode
 
 COUNT = 1 << 20
 

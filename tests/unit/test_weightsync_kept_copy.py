@@ -14,7 +14,7 @@ from safetensors.torch import load
 from weightsync_stack import equal_bits, make_chunk, read_source, weights
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.codec import Encoding, apply
+from weightsync.codec.slices import Encoding, apply
 from weightsync.format.chunks import push_request
 from weightsync.format.manifest import ManifestError, entry_name
 from weightsync.publish.ranks import assign_slices, total_bytes

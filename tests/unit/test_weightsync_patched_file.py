@@ -17,7 +17,7 @@ from weightsync_stack import RESOURCE
 
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.codec import Encoding, encode
+from weightsync.codec.slices import Encoding, encode
 from weightsync.format.manifest import manifest_digest
 from weightsync.format.safetensors import DTYPES, Entry, place, render_header
 from weightsync.receive.version_file import DeltaShard, PatchedFile, StagingError

@@ -53,7 +53,7 @@ _REPORTED = Point("weightsync.service.ledger:Ledger.report")
 
 _TRAINER = (
     Cell("before_push", "trainer", Point("weightsync.publisher:WeightPublisher.encode")),
-    Cell("diff", "trainer", Point("weightsync.codec:encode", nth=3)),
+    Cell("diff", "trainer", Point("weightsync.codec.slices:encode", nth=3)),
     Cell("mid_push", "trainer", Point("weightsync.format.chunks:push_request", nth=3)),
     Cell("pushed", "trainer", Point("weightsync.service.servicer:WeightSyncServicer._receive", "after"), at="service"),
     Cell("commit", "trainer", _COMMIT, at="service"),

@@ -87,8 +87,7 @@ class Encoded:
     """One slice as it travels.
 
     Attributes:
-        encoding: How.
-        data: What; empty for UNCHANGED, a view of the caller's bytes for DENSE.
+        data: Empty for UNCHANGED, a view of the caller's bytes for DENSE.
         changed: Elements whose bit pattern differs from the base's; all of them where there is no base.
     """
 
@@ -125,7 +124,7 @@ def apply(encoding: Encoding, data: bytes | memoryview, target: NDArray[np.uint8
     """Turn a slice's base bytes into the new ones, in place.
 
     Args:
-        encoding: How the data are encoded.
+        encoding: How `data` are encoded.
         data: The encoded bytes.
         target: Bytes of the base before, of the new version after; one dimension, contiguous, writable.
         dtype: Data type as safetensors names it.
@@ -157,18 +156,9 @@ def apply(encoding: Encoding, data: bytes | memoryview, target: NDArray[np.uint8
 
 
 def apply_slice(whole: NDArray[np.uint8], tensor: pb.TensorSlice, data: memoryview) -> NDArray[np.uint8]:
-    """Apply an encoded slice to the bytes of its whole tensor, in place.
+    """Apply an encoded slice in place to the bytes of its whole tensor: dense, one dimension, contiguous, writable.
 
-    Args:
-        whole: Dense bytes of the tensor, one dimension, contiguous, writable.
-        tensor: The slice.
-        data: Its encoded bytes; empty for UNCHANGED.
-
-    Returns:
-        The slice's dense bytes after that; see `slice_bytes`.
-
-    Raises:
-        CodecError: as `apply`.
+    `data` is empty for UNCHANGED. Return the slice's dense bytes after that, as `slice_bytes`; raise CodecError as `apply`.
     """
     region = slice_region(whole, tensor)
     flat = np.ascontiguousarray(region).reshape(-1)
@@ -191,11 +181,7 @@ def slice_bytes(whole: NDArray[np.uint8], tensor: pb.TensorSlice) -> NDArray[np.
 
 
 def check_slice(tensor: pb.TensorSlice, dense: NDArray[np.uint8]) -> None:
-    """Check a slice's dense bytes against its description.
-
-    Raises:
-        CodecError: if their digest is another one, or a value is NaN or infinite.
-    """
+    """Raise CodecError if a slice's dense bytes have another digest than described, or a value is NaN or infinite."""
     digest = xxhash.xxh3_128(dense.data).hexdigest()
     if digest != tensor.digest:
         raise CodecError(f"a slice of {tensor.name} has digest {digest}, announced was {tensor.digest}")
@@ -270,15 +256,12 @@ def _places(count: int) -> list[slice]:
 
 
 def encode_delta(new: Patterns, base: Patterns, block_log2: int = BLOCK_LOG2) -> tuple[bytes, int]:
-    """Encode what differs.
+    """Encode what differs in blocks of `2^block_log2` elements; return the stream, and the number of elements that differ.
 
     Args:
         new: Bit patterns.
         base: Bit patterns, of the same type and length.
         block_log2: Elements of a block, as a power of two.
-
-    Returns:
-        The stream, and the number of elements that differ.
     """
     parts: list[bytes | memoryview] = [_HEADER.pack(_MAGIC, new.itemsize, block_log2, 0, new.size)]
     total = 0
@@ -305,11 +288,7 @@ def encode_block(new: Patterns, base: Patterns) -> tuple[list[bytes | memoryview
 
 
 def apply_delta(data: memoryview, target: Patterns) -> None:
-    """Apply a stream in place.
-
-    Args:
-        data: The stream.
-        target: Bit patterns of the base; writable.
+    """Apply a stream in place to the bit patterns of its base, which are writable.
 
     Raises:
         CodecError: if the data are no stream for this target. Blocks before the damaged one are applied by then.

@@ -72,9 +72,7 @@ def patterns(octets: NDArray[np.uint8], width: int) -> Patterns:
 def step_codes(new: Patterns, base: Patterns) -> Patterns:
     """Number the steps from base to new by their size: -1, 1, -2, 2, ... become 0, 1, 2, 3, ...
 
-    Args:
-        new: Bit patterns, each different from its base.
-        base: Bit patterns, of the same type and length.
+    Both are bit patterns of one type and length, each different from its base.
     """
     width = new.itemsize
     step = _monotone(new.view(_SIGNED[width]))
@@ -88,12 +86,7 @@ def step_codes(new: Patterns, base: Patterns) -> Patterns:
 
 
 def take_steps(base: Patterns, codes: Patterns) -> Patterns:
-    """Undo `step_codes`: the new bit patterns.
-
-    Args:
-        base: Bit patterns.
-        codes: Step codes, of the same type and length.
-    """
+    """Undo `step_codes`: return the new bit patterns; base and codes have one type and length."""
     width = base.itemsize
     zigzag = codes + _UNSIGNED[width].type(1)
     step = (zigzag >> 1).view(_SIGNED[width])
@@ -113,13 +106,9 @@ def _monotone(signed: NDArray[np.signedinteger[Any]]) -> NDArray[np.signedintege
 
 
 def changed_positions(new: Patterns, base: Patterns) -> NDArray[np.int64]:
-    """Return the positions at which elements differ, ascending.
+    """Return the positions at which elements of two arrays of one type and length differ, ascending.
 
     Compares eight bytes at a time and looks at single elements only in words that differ.
-
-    Args:
-        new: Bit patterns.
-        base: Bit patterns, of the same type and length.
     """
     per_word = _WORD_BYTES // new.itemsize
     whole = new.size // per_word * per_word
@@ -170,12 +159,7 @@ def choose_mode(changed: int, elements: int) -> int:
 def write_positions(
     positions: NDArray[np.int64], elements: int, mode: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Write positions.
-
-    Args:
-        positions: Ascending, at least one, each below `elements`.
-        elements: Length of the block.
-        mode: From `choose_mode`.
+    """Write positions: ascending, at least one, each below `elements`, the length of the block.
 
     Returns:
         The stream of gaps, or the bitmap; and the stream of low bits, or nothing.
@@ -199,11 +183,7 @@ def write_positions(
 
 
 def check_lengths(mode: int, changed: int, elements: int, gaps: int, lows: int) -> None:
-    """Refuse stream lengths that no block of this size can have, before anything is allocated for them.
-
-    Raises:
-        CodecError: if so.
-    """
+    """Raise CodecError for stream lengths that no block of this size can have, before anything is allocated for them."""
     if mode == BITMAP:
         possible = gaps == -(-elements // 8) and lows == 0
     elif mode in (0, *_LOW_BITS):
@@ -217,13 +197,10 @@ def check_lengths(mode: int, changed: int, elements: int, gaps: int, lows: int) 
 def read_positions(
     gaps: NDArray[np.uint8], lows: NDArray[np.uint8], changed: int, elements: int, mode: int
 ) -> NDArray[np.int64]:
-    """Undo `write_positions`; the lengths are checked.
+    """Undo `write_positions`; the lengths are checked. Raise CodecError if the streams say something else.
 
     Returns:
         `changed` positions, ascending, each below `elements`.
-
-    Raises:
-        CodecError: if the streams say something else.
     """
     if mode == BITMAP:
         positions = np.flatnonzero(np.unpackbits(gaps, bitorder="little").view(np.bool_))
@@ -249,15 +226,7 @@ def choose_bits(codes: Patterns) -> int:
 
 
 def write_codes(codes: Patterns, bits: int) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
-    """Write step codes.
-
-    Args:
-        codes: Step codes.
-        bits: From `choose_bits`.
-
-    Returns:
-        The packed stream and the planes, as many as an element has bytes.
-    """
+    """Write step codes in `choose_bits` bits: return the packed stream, and as many planes as an element has bytes."""
     if bits == 0:
         return np.empty(0, np.uint8), _planes(codes)
     small = np.minimum(codes, codes.dtype.type(_escape(bits))).astype(np.uint8)
@@ -265,13 +234,7 @@ def write_codes(codes: Patterns, bits: int) -> tuple[NDArray[np.uint8], list[NDA
 
 
 def read_codes(packed: NDArray[np.uint8], planes: list[NDArray[np.uint8]], count: int, bits: int) -> Patterns:
-    """Undo `write_codes`.
-
-    Args:
-        packed: `packed_size(count, bits)` bytes.
-        planes: As many as an element has bytes, of one length.
-        count: Number of codes.
-        bits: From the header.
+    """Undo `write_codes`: `count` codes from `packed_size(count, bits)` bytes, and as many planes as an element has bytes.
 
     Raises:
         CodecError: if the planes do not hold as many codes as the packed stream has escapes.
@@ -310,11 +273,7 @@ def compress(data: bytes | memoryview) -> bytes:
 
 
 def decompress(frame: memoryview, size: int) -> bytes:
-    """Undo `compress`.
-
-    Args:
-        frame: One frame, nothing behind it.
-        size: Bytes that it must contain; nothing larger is allocated.
+    """Undo `compress`: one frame, nothing behind it, that must contain `size` bytes; nothing larger is allocated.
 
     Raises:
         CodecError: if it is anything else.
@@ -338,11 +297,7 @@ def pack(stream: bytes | memoryview) -> bytes | memoryview:
 
 
 def unpack(stored: memoryview, size: int) -> bytes | memoryview:
-    """Undo `pack`: a stream of `size` bytes.
-
-    Raises:
-        CodecError: if the stored bytes are not such a stream.
-    """
+    """Undo `pack`: return a stream of `size` bytes; raise CodecError if the stored bytes are not such a stream."""
     if len(stored) == size:
         return stored
     return decompress(stored, size)

@@ -52,8 +52,7 @@ def check_chunk(chunk: pb.Chunk) -> bytes:
     Protobuf copies them each time that they are looked at, so only this function does.
 
     Raises:
-        ChunkSizeError: if there are none or too many.
-        ChunkError: if their checksum differs.
+        ChunkSizeError, ChunkError: if there are none or too many, or their checksum differs.
     """
     data = chunk.data
     _check(chunk.offset, data, chunk.crc32c)

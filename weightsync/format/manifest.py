@@ -102,11 +102,7 @@ def is_whole(tensor: pb.TensorSlice) -> bool:
 
 
 def check_manifest(manifest: pb.Manifest) -> None:
-    """Check names, types, and that the slices cover every tensor exactly.
-
-    Raises:
-        ManifestError: if something is wrong; the message says what.
-    """
+    """Check names, types, and that the slices cover every tensor exactly; raise ManifestError."""
     if not manifest.shards:
         raise ManifestError("a version without shards")
     slices: dict[str, list[pb.TensorSlice]] = defaultdict(list)
@@ -124,11 +120,7 @@ def check_manifest(manifest: pb.Manifest) -> None:
 
 
 def check_adapter_config(manifest: pb.Manifest) -> None:
-    """Check that an adapter comes with its configuration, and nothing else does.
-
-    Raises:
-        ManifestError: if it does not.
-    """
+    """Check that an adapter comes with its configuration, and nothing else does; raise ManifestError."""
     if manifest.kind != pb.VERSION_KIND_ADAPTER:
         if manifest.adapter_config:
             raise ManifestError("only an adapter has an adapter_config")
@@ -192,11 +184,7 @@ def _check_cover(name: str, slices: Sequence[pb.TensorSlice]) -> None:
 
 
 def check_sendable(shards: Iterable[pb.Shard]) -> None:
-    """Check that the manifest of these shards fits into a message, before anything is sent.
-
-    Raises:
-        ManifestError: if it does not.
-    """
+    """Check that the manifest of these shards fits into a message, before anything is sent; raise ManifestError."""
     sizes = [(shard.ByteSize(), len(shard.tensors)) for shard in shards]
     needed = sum(size + _DIGEST_BYTES * count for size, count in sizes)
     if needed > MAX_MESSAGE_BYTES:
@@ -222,11 +210,7 @@ def to_json(manifest: pb.Manifest) -> str:
 
 
 def from_json(text: str) -> pb.Manifest:
-    """Read protobuf-JSON.
-
-    Raises:
-        ManifestError: if it is something else.
-    """
+    """Read protobuf-JSON; raise ManifestError if it is something else."""
     try:
         return json_format.Parse(text, pb.Manifest(), ignore_unknown_fields=True)
     except json_format.ParseError as error:
@@ -239,11 +223,7 @@ def run_resource(run: str) -> str:
 
 
 def parse_run(resource: str) -> str:
-    """Return the run's name in ``runs/{run}``.
-
-    Raises:
-        BadNameError: if it has another form.
-    """
+    """Return the run's name in ``runs/{run}``; raise BadNameError if it has another form."""
     run = resource.removeprefix(_PREFIX)
     if not resource.startswith(_PREFIX) or not _RUN.fullmatch(run):
         raise BadNameError(
@@ -253,18 +233,13 @@ def parse_run(resource: str) -> str:
     return run
 
 
-def check_shard(name: str) -> str:
-    """Give the shard's name back.
-
-    Raises:
-        BadNameError: if it could leave its directory or be hidden in it.
-    """
+def check_shard(name: str) -> None:
+    """Raise BadNameError if a shard's name could leave its directory or be hidden in it."""
     if not _SHARD.fullmatch(name):
         raise BadNameError(
             f"{name!r} is not a shard name; allowed are letters, digits, '.', '_', '-', not beginning with '.',"
             " at most 128 characters"
         )
-    return name
 
 
 def version_directory(version: Version) -> str:

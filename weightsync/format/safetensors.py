@@ -32,12 +32,9 @@ _BLOCK_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """One data type.
+    """One data type; `size` is in bytes.
 
-    Attributes:
-        name: Its name in a safetensors header.
-        size: Bytes per element.
-        non_finite: Bits that are all set in NaN and infinity, and in no finite value; 0 where every pattern is finite.
+    `non_finite` are the bits that are all set in NaN and infinity, and in no finite value; 0 where every pattern is finite.
     """
 
     name: str
@@ -101,15 +98,7 @@ def check_tensor(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file.
-
-    Attributes:
-        name: Its name in the file.
-        dtype: Data type as safetensors names it.
-        shape: Extent per dimension.
-        begin: First byte, counted from the end of the header.
-        end: Byte after the last.
-    """
+    """One tensor of a file: bytes `begin` to before `end`, counted from the end of the header."""
 
     name: str
     dtype: str
@@ -138,10 +127,7 @@ def render_header(
 ) -> bytes:
     """Write the header, its length in front.
 
-    Args:
-        entries: The tensors.
-        metadata: Free facts of the file.
-        length: Bytes that the result must have, filled with blanks; None: up to the next multiple of 8, which keeps the data aligned.
+    It takes `length` bytes, filled with blanks; None: up to the next multiple of 8, which keeps the data aligned.
 
     Raises:
         LayoutError: if it does not fit into ``length``.
@@ -185,13 +171,7 @@ def parse_header(text: bytes | memoryview) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Where the tensors of a file lie.
-
-    Attributes:
-        data_begin: First byte behind the header.
-        entries: Its tensors by name, in order of position; positions count from `data_begin`.
-        size: Bytes of the file.
-    """
+    """Where the tensors of a file of `size` bytes lie: by name, positions counted from `data_begin`, behind the header."""
 
     data_begin: int
     entries: Mapping[str, Entry]
@@ -199,11 +179,7 @@ class FileLayout:
 
 
 def header_end(start: bytes | memoryview, size: int) -> int:
-    """Return where the data begins in a file of `size` bytes that begins with the 8 bytes `start`.
-
-    Raises:
-        LayoutError: if that is no place in the file.
-    """
+    """Return where the data begins in a file of `size` bytes that begins with `start`; raise LayoutError if beyond it."""
     end = HEADER_LENGTH_BYTES + int.from_bytes(start, "little")
     if end > min(size, HEADER_LENGTH_BYTES + _MAX_HEADER_BYTES):
         raise LayoutError(f"a header of {end} bytes in a file of {size}: not a safetensors file, or cut off")
@@ -224,12 +200,7 @@ def parse_layout(head: bytes | memoryview, size: int) -> FileLayout:
 
 
 def read_layout(descriptor: int) -> FileLayout:
-    """Read the header of an open safetensors file.
-
-    Raises:
-        LayoutError: if it is no safetensors file, or cut off.
-        OSError: if it cannot be read.
-    """
+    """Read the header of an open safetensors file; raise LayoutError if it is none, or cut off."""
     size = os.fstat(descriptor).st_size
     end = header_end(os.pread(descriptor, HEADER_LENGTH_BYTES, 0), size)
     return parse_layout(os.pread(descriptor, end, 0), size)
@@ -256,13 +227,7 @@ def _entry(name: str, row: Mapping[str, Any]) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class ScannedTensor:
-    """A tensor whose bytes have all passed.
-
-    Attributes:
-        entry: Where it lies.
-        digest: xxh3-128 of its bytes, hexadecimal.
-        finite: Whether no element is NaN or infinite.
-    """
+    """A tensor whose bytes have all passed: their xxh3-128, hexadecimal, and whether no element is NaN or infinite."""
 
     entry: Entry
     digest: str
@@ -270,11 +235,7 @@ class ScannedTensor:
 
 
 class Scan:
-    """Consumes a file's bytes in order, whatever the cuts between them.
-
-    Args:
-        size: Bytes of the whole file.
-    """
+    """Consumes a file of `size` bytes in order, whatever the cuts between them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -292,11 +253,7 @@ class Scan:
         return self.position == self.size
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take the next bytes.
-
-        Raises:
-            LayoutError: if they are not those of a safetensors file of the announced size.
-        """
+        """Take the next bytes; raise LayoutError if they are not those of a safetensors file of the announced size."""
         if self.position + len(data) > self.size:
             raise LayoutError(f"more bytes than the announced {self.size}")
         rest = memoryview(data)
@@ -370,13 +327,9 @@ class _OpenTensor:
 
 
 def all_finite(data: bytes | memoryview, dtype: Dtype) -> bool:
-    """Return whether no element is NaN or infinite.
+    """Return whether no element is NaN or infinite. The data are whole little-endian elements.
 
     Works on bit patterns, so that no type needs arithmetic: about 7 GB/s per core.
-
-    Args:
-        data: Whole little-endian elements.
-        dtype: What they are.
     """
     if not dtype.non_finite or not len(data):
         return True

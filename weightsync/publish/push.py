@@ -52,9 +52,8 @@ class PushReport:
         bytes_sent: Bytes of the shards that were handed over, those of repeats included; 0 if the service had the version.
         push_s: Seconds until the service held every byte on disk.
         commit_s: Seconds that the commit took.
-        digest: The version's digest.
         duplicate: Whether the version was committed before.
-        kind: Whether whole tensors travelled, or the difference from the version before.
+        kind: The contract's name of the form that travelled.
         dense_bytes: Bytes of a dense copy.
         diff_s: Seconds of comparing and encoding.
         changed_fraction: Values that differ from the version before, of those compared; 1 if none were.
@@ -73,14 +72,7 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A version at a service.
-
-    Attributes:
-        channel: To the weight service.
-        run: `runs/{run}`.
-        version: Which one.
-        deadline: Time of `time.monotonic` at which everything ends.
-    """
+    """A version at a service. Everything ends at `deadline`, a time of `time.monotonic`."""
 
     channel: grpc.aio.Channel
     run: str
@@ -93,11 +85,7 @@ class Destination:
         return weightsync_pb2_grpc.WeightSyncServiceStub(self.channel)
 
     def remaining(self) -> float:
-        """Return the seconds that are left.
-
-        Raises:
-            SluiceError: DEADLINE_EXCEEDED if there are none.
-        """
+        """Return the seconds that are left; raise SluiceError DEADLINE_EXCEEDED if there are none."""
         remaining = self.deadline - time.monotonic()
         if remaining <= 0:
             raise SluiceError(
@@ -169,7 +157,7 @@ class VersionPush:
         self.handed_over: bool | None = None
 
     async def run(self) -> PushReport:
-        """Push and commit. Repeat a broken transfer once, from where it broke; push a delta without its base as an anchor.
+        """Push and commit. Repeat a broken transfer once, from where it broke; push a delta without its base dense.
 
         Raises:
             SluiceError: what any rank failed with; the same on all of them.
@@ -274,7 +262,7 @@ class _ShardTransfer:
         # Messages are serialised here: the stub would build a protobuf object, which copies its bytes twice more.
         self._push = to.channel.stream_unary(
             "/sluice.v1.WeightSyncService/PushWeights",
-            request_serializer=_as_is,
+            request_serializer=bytes,  # they are; this copies nothing
             response_deserializer=pb.PushWeightsResponse.FromString,
         )
         self.bytes_sent = 0
@@ -359,7 +347,3 @@ def _typed(error: Exception) -> SluiceError:
 
 async def _once(message: bytes) -> AsyncIterator[bytes]:
     yield message
-
-
-def _as_is(message: bytes) -> bytes:
-    return message

@@ -141,9 +141,6 @@ def assign_slices(held: Sequence[pb.Shard]) -> list[set[tuple[str, Box]]]:
     A slice that one rank alone holds is sent by that rank. What several hold (replicated DTensors, plain tensors) is
     assigned, largest first, to the holder that has least to send so far.
 
-    Args:
-        held: What each rank holds, by rank.
-
     Returns:
         For each rank the slices that it sends: name and place.
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from sluice.host_files import close, open_private, remove_unlocked
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.codec import Encoding, encode
+from weightsync.codec.slices import Encoding, encode
 from weightsync.format.manifest import box, entry_name
 from weightsync.format.safetensors import DTYPES, Entry, check_tensor, place, render_header
 
@@ -128,10 +128,6 @@ class FileSource:
     """Bytes of a file that lie in several places, readable at any offset, so that an interrupted push can be continued.
 
     The memory is read whenever bytes are asked for: it must not change before the push is over.
-
-    Args:
-        name: The shard's name.
-        parts: The file's content, in order.
     """
 
     def __init__(self, name: str, parts: Sequence[memoryview]) -> None:
@@ -182,7 +178,6 @@ class EncodedSlice:
     """One slice after it was renewed.
 
     Attributes:
-        encoding: How its difference travels.
         data: The encoded stream; empty for DENSE and UNCHANGED.
         digest: xxh3-128 of its dense bytes, hexadecimal.
         changed: Values that differ from those before.
@@ -214,15 +209,10 @@ class Diff:
 
 
 class KeptCopy:
-    """One copy of a shard, laid out as the safetensors file in which it travels whole.
+    """One copy of a shard, laid out as the safetensors file in which it travels dense.
 
-    The memory is taken once and written in place ever after. Not thread-safe: the owner sees to it that the copy is not
-    renewed while a file that reads it is being sent.
-
-    Args:
-        shard: The shard's name.
-        slices: What it holds; see `local_slices`.
-        directory: Directory of shared memory in which the copy may lie; None: ordinary memory.
+    The memory, shared if a directory is given, is taken once and written in place ever after. Not thread-safe: the owner
+    sees to it that the copy is not renewed while a file that reads it is being sent.
     """
 
     def __init__(self, shard: str, slices: Sequence[pb.TensorSlice], directory: Path | None = None) -> None:
@@ -353,12 +343,7 @@ class KeptFile:
 
     With a directory of shared memory it is a file there, removed by `close`, with the object, or at the end of the process.
     The process holds a lock on it; `sweep` removes files without one, which killed processes left behind. If the
-    directory has no room, it is ordinary memory.
-
-    Args:
-        size: Bytes, at least 1.
-        directory: Directory of shared memory; None: ordinary memory.
-        spare_copies: Files of this size for which there must be room beside it.
+    directory has no room for it and `spare_copies` more of its size, it is ordinary memory.
     """
 
     def __init__(self, size: int, directory: Path | None = None, *, spare_copies: int = 0) -> None:
@@ -371,11 +356,7 @@ class KeptFile:
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
 
     def local(self, shard: str) -> pb.LocalFile | None:
-        """Return the file as the contract names it; None for ordinary memory.
-
-        Args:
-            shard: Name of the shard that it holds.
-        """
+        """Return the file as the contract names it, with the shard that it holds; None for ordinary memory."""
         if self.path is None:
             return None
         status = os.fstat(self._descriptor)

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.codec import CodecError, apply_slice, check_slice, slice_bytes
+from weightsync.codec.slices import apply_slice, check_slice, slice_bytes
+from weightsync.codec.streams import CodecError
 from weightsync.format.manifest import Box, ManifestError, box, check_manifest, entry_name, is_whole, manifest_digest
 from weightsync.format.safetensors import (
     DTYPES,

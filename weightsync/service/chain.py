@@ -31,13 +31,9 @@ class VersionForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """What a service holds of one version.
+    """What a service holds of one version; sizes are bytes on disk, None where it does not hold the form.
 
     Attributes:
-        digest: The version's digest.
-        dense_bytes: Bytes on disk of its whole tensors; None if it holds none.
-        delta_bytes: Bytes on disk of its difference from `base`; None if it holds none.
-        adapter_bytes: Bytes on disk of an adapter; None for weights.
         base: Version that the delta or adapter is based on, always an older one.
         copy_bytes: Bytes that a dense copy of the model has.
         damaged: Whether applying the delta gave other bytes than announced.
@@ -71,12 +67,7 @@ Versions = Mapping[Version, Forms]
 
 
 class Kept(NamedTuple):
-    """What has to stay.
-
-    Attributes:
-        versions: Versions that stay visible.
-        dense: Those of them whose dense form stays.
-    """
+    """The versions that have to stay visible, and those of them whose dense form has to stay."""
 
     versions: set[Version]
     dense: set[Version]
@@ -113,7 +104,7 @@ def find_path(
 
     Args:
         versions: What there is.
-        target: A visible version.
+        target: The version.
         held: The version that the receiver holds already.
         dense: Dense forms that may be used; None: all.
 

@@ -29,7 +29,8 @@ from sluice.rpc import SluiceError
 from sluice.tasks import run_to_end
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import Version
-from weightsync.codec import CodecError, apply_slice, check_slice
+from weightsync.codec.slices import apply_slice, check_slice
+from weightsync.codec.streams import CodecError
 from weightsync.format.manifest import entry_name, is_whole
 from weightsync.format.safetensors import LayoutError, read_layout
 from weightsync.metrics import DENSE_SECONDS
@@ -55,11 +56,7 @@ log = structlog.get_logger(__name__)
 
 
 class DamagedDeltaError(Exception):
-    """A delta gives other bytes than announced.
-
-    Attributes:
-        version: The version that it leads to.
-    """
+    """The delta that leads to `version` gives other bytes than announced."""
 
     def __init__(self, version: Version, message: str) -> None:
         super().__init__(message)
@@ -104,8 +101,7 @@ class DenseForms:
     async def stop_builds(self) -> bool:
         """Give up what is under construction, so that its room is free; it is tried again later.
 
-        Returns:
-            Whether there was something, and it ended in time.
+        Return whether there was something, and it ended in time.
         """
         builds = [build for build in self._builds.values() if build.has_room]
         for build in builds:
@@ -178,7 +174,7 @@ class DenseForms:
                 run=run.name,
                 version=str(error.version),
                 error=str(error),
-                remedy="the trainer's next push is refused and comes as an anchor; or push an anchor now",
+                remedy="the trainer's next delta is refused and comes as a dense version; or push a dense version now",
             )
             return True
         except StoppedError:
@@ -231,21 +227,16 @@ def _give_way() -> None:
 def apply_deltas(
     source: StoredForm, deltas: Sequence[StoredForm], building: Path, stop: threading.Event
 ) -> pb.Manifest:
-    """Write the files of a dense form: copy an older one and apply deltas, tensor by tensor.
+    """Write the files of a dense form: copy an older one and apply deltas, tensor by tensor. Return its manifest.
 
     Args:
         source: The dense form to start from.
         deltas: What to apply, oldest first; at least one.
         building: An empty directory; its files are on the disk when this returns.
-        stop: Ends the work early.
-
-    Returns:
-        The manifest of the dense form.
+        stop: Ends the work early, by StoppedError.
 
     Raises:
         DamagedDeltaError: if the bytes are not those that a delta's manifest describes, or not finite.
-        StoppedError: if `stop` was set.
-        OSError: if the disk does not take it.
     """
     patches = _read_patches(deltas)
     files = source.files
@@ -260,13 +251,7 @@ def apply_deltas(
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """What one delta does to one slice.
-
-    Attributes:
-        version: Version that the delta leads to.
-        slice: The slice.
-        data: Its encoded bytes; None if it is unchanged.
-    """
+    """What the delta to `version` does to one slice: its encoded bytes, None if the slice is unchanged."""
 
     version: Version
     slice: pb.TensorSlice
@@ -327,10 +312,9 @@ def _advance_file(
 
 
 def _advance_tensor(tensor: Bytes, patches: Sequence[_Patch]) -> str:
-    """Apply all deltas to one tensor. Verify every slice that a delta changed, and all slices of the last delta.
+    """Apply all deltas to one tensor; return its xxh3-128, hexadecimal.
 
-    Returns:
-        xxh3-128 of the tensor, hexadecimal.
+    Verify every slice that a delta changed, and all slices of the last delta.
     """
     newest = patches[-1].version
     for patch in patches:

@@ -30,14 +30,12 @@ class RefusedError(SluiceError):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a replica reported last.
+    """What a replica reported last; times are seconds of the service's clock.
 
     Attributes:
         serving: Version that it serves; None if it named none.
         staged: Version that it holds staged beside that, if any.
         error: Its last failure, empty if none.
-        reported: When it reported.
-        expires: When it no longer counts as live.
     """
 
     serving: Version | None
@@ -78,11 +76,7 @@ class Ledger:
         self.committed[version] = forms
 
     def check_push(self, version: Version) -> None:
-        """Check that a shard of the version may come in. One of a committed version may, to be compared.
-
-        Raises:
-            RefusedError: OLDER_EPOCH or OVERTAKEN.
-        """
+        """Raise RefusedError if no shard of the version may come in. One of a committed version may, to be compared."""
         newest = self.newest
         if newest is None or version in self.committed or version > newest:
             return
@@ -97,10 +91,7 @@ class Ledger:
     def check(self, version: Version, base: Version | None, *, is_adapter: bool) -> None:
         """Check that a version may become visible.
 
-        Args:
-            version: Which one.
-            base: Version that a delta or an adapter is based on; None for an anchor.
-            is_adapter: Whether it is an adapter. One for the base model needs no version here.
+        A delta or an adapter names its base, a dense version none. An adapter for the base model needs no version here.
 
         Raises:
             RefusedError: OLDER_EPOCH, OVERTAKEN, BASE_UNKNOWN or BASE_DAMAGED.
@@ -118,13 +109,13 @@ class Ledger:
             raise RefusedError(
                 "BASE_DAMAGED",
                 f"version {version} is based on {base}, and the delta of {damaged} gave other bytes than announced, or NaN:"
-                " push an anchor",
+                " push a dense version",
             )
         if known is None or known.is_adapter or base >= version or not chain.is_reachable(self.committed, base):
             raise RefusedError(
                 "BASE_UNKNOWN",
                 f"version {version} is based on {base}, which this service does not hold as an older version of the"
-                f" whole model (the newest version is {self.newest}): push an anchor",
+                f" whole model (the newest version is {self.newest}): push a dense version",
             )
 
     def _check_adapter(self, version: Version, base: Version) -> None:
@@ -132,18 +123,14 @@ class Ledger:
         if base != BASE and (known is None or known.is_adapter or base >= version):
             raise RefusedError(
                 "BASE_UNKNOWN",
-                f"adapter {version} is for version {base}, which this service does not hold: push it as an anchor first",
+                f"adapter {version} is for version {base}, which this service does not hold: push that as a dense version first",
             )
 
     def commit(self, version: Version, forms: Forms) -> bool:
-        """Make a version visible.
-
-        Returns:
-            False if it was visible already with the same content.
+        """Make a version visible; return False if it was visible already with the same content.
 
         Raises:
-            RefusedError: OLDER_EPOCH, OVERTAKEN, BASE_UNKNOWN, BASE_DAMAGED, or OTHER_DIGEST where it is visible with other
-                content.
+            RefusedError: as `check`, or OTHER_DIGEST where it is visible with other content.
         """
         known = self.committed.get(version)
         if known is not None:
@@ -191,11 +178,7 @@ class Ledger:
         return dict(self._leases)
 
     def hold(self, version: Version, holder: Hashable) -> None:
-        """Keep a version until `release`.
-
-        Raises:
-            RefusedError: NO_SUCH_VERSION.
-        """
+        """Keep a version until `release`; raise RefusedError NO_SUCH_VERSION."""
         if version not in self.committed:
             raise RefusedError("NO_SUCH_VERSION", f"there is no version {version}; the newest is {self.newest}")
         self._holders.setdefault(version, set()).add(holder)
@@ -254,14 +237,7 @@ class Ledger:
         return surplus + [each for each in chain.removal_order(self.committed, free) if each not in surplus]
 
     def delete(self, version: Version, now: float) -> bool:
-        """Take a version out of sight.
-
-        Returns:
-            False if there was none.
-
-        Raises:
-            RefusedError: IN_USE.
-        """
+        """Take a version out of sight; return False if there was none. Raise RefusedError IN_USE."""
         if version not in self.committed:
             return False
         reason = self.needed_by(version, now)

@@ -44,13 +44,7 @@ log = structlog.get_logger(__name__)
 class Run:
     """One run's versions.
 
-    Args:
-        name: The run.
-        ledger: Which versions are visible and in use.
-        store: Its directory.
-
     Attributes:
-        versions: The visible versions.
         uploads: Shards that are being pushed, by version and name.
         commit_lock: Commits are made one at a time.
         committing: The version whose commit is under way.
@@ -79,11 +73,7 @@ class Run:
             self.ledger.restore(stored.version, stored.describe())
 
     def add_version(self, stored: StoredVersion) -> None:
-        """Make a version visible and wake the watchers.
-
-        Raises:
-            RefusedError: as `Ledger.commit`.
-        """
+        """Make a version visible and wake the watchers; raise RefusedError as `Ledger.commit`."""
         self.ledger.commit(stored.version, stored.describe())
         self.versions[stored.version] = stored
         self.changed.set()
@@ -100,11 +90,7 @@ class Run:
         self.versions[version] = self.versions[version].without_dense()
 
     def find(self, version: Version | None) -> StoredVersion:
-        """Return a visible version; None: the newest.
-
-        Raises:
-            SluiceError: NOT_FOUND.
-        """
+        """Return a visible version, None: the newest; raise SluiceError NOT_FOUND."""
         wanted = self.ledger.newest if version is None else version
         if wanted is None:
             raise SluiceError.not_found(
@@ -182,29 +168,21 @@ class Run:
 
 
 class Upstream(Protocol):
-    """The service behind a relay, from which its versions come. Only `has` waits.
-
-    Attributes:
-        target: Its address, for messages.
-    """
+    """The service behind a relay, from which its versions come; `target` is its address. Only `has` waits."""
 
     target: str
 
     async def has(self, resource: str) -> bool:
         """Return whether it has the run named ``runs/{run}``; raise SluiceError UNAVAILABLE if it does not answer."""
-        ...
 
     def follow(self, runs: Runs, run: Run) -> None:
         """Bring its versions into a run from now on."""
-        ...
 
     def report(self, run: Run, request: pb.ReportVersionRequest) -> None:
         """Forward a replica's report; raise SluiceError if it shows that relays feed each other."""
-        ...
 
     def lease_s(self, run: Run) -> float:
         """Return the seconds that it grants its replicas."""
-        ...
 
 
 class Runs:
@@ -220,7 +198,6 @@ class Runs:
     Attributes:
         threads: Where blocking work is done.
         retention_due: Wakes `retain_forever`.
-        dense_forms: Makes dense forms of deltas in the background.
     """
 
     def __init__(
@@ -432,10 +409,7 @@ class Runs:
     async def room_for(self, run: Run, need: int, *, evict: bool) -> AsyncIterator[None]:
         """Reserve `need` bytes for a file that the service makes of a run, for as long as the block lasts.
 
-        Args:
-            run: The run.
-            need: Bytes of the file.
-            evict: Remove versions that nobody needs, as for a push; otherwise only those that retention would not keep.
+        With `evict`, versions that nobody needs are removed as for a push; otherwise only what retention would not keep.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED.
@@ -462,11 +436,7 @@ class Runs:
         return max(beyond_disk, need + sum(each.bytes_held for each in self) - self.config.max_bytes)
 
     async def delete(self, run: Run, version: Version) -> None:
-        """Remove a version that nobody needs, if there is one.
-
-        Raises:
-            RefusedError: IN_USE.
-        """
+        """Remove a version that nobody needs, if there is one; raise RefusedError IN_USE."""
         if run.ledger.delete(version, self.clock()):
             del run.versions[version]
             await self.in_thread(run.store.remove, version)
@@ -555,12 +525,11 @@ def _check_base(run: Run, version: Version, announced: pb.Manifest) -> pb.Manife
     """Check that a version may be committed. Return the manifest of the version that a delta is based on, if it is one.
 
     Raises:
-        RefusedError: as `Ledger.check`.
-        ManifestError: if the kind and the base do not go together.
+        RefusedError, ManifestError: if the ledger refuses it, or the kind and the base do not go together.
     """
     form = form_of(announced)
     if announced.HasField("base") == (form is Form.DENSE):
-        raise ManifestError("an anchor stands alone, a delta or an adapter names its base: set base accordingly")
+        raise ManifestError("a dense version stands alone, a delta or an adapter names its base: set base accordingly")
     base = Version.from_proto(announced.base) if announced.HasField("base") else None
     run.ledger.check(version, base, is_adapter=form is Form.ADAPTER)
     return run.versions[base].manifest if base is not None and form is Form.DELTA else None

@@ -44,11 +44,7 @@ _MOST_REPLICA_CHARACTERS = 128
 
 
 class WeightSyncServicer(weightsync_pb2_grpc.WeightSyncServiceServicer):
-    """Serves `sluice.v1.WeightSyncService`. A relay changes no version: it refuses to push, commit and delete.
-
-    Args:
-        runs: The runs of this service.
-    """
+    """Serves `sluice.v1.WeightSyncService`. A relay changes no version: it refuses to push, commit and delete."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
@@ -218,11 +214,7 @@ def _check_header(header: pb.PushHeader) -> None:
 
 
 def _committed_shard(run: Run, version: Version, shard: pb.Shard) -> pb.Shard | None:
-    """Return the shard if the version is committed with it; None if the version is not committed.
-
-    Raises:
-        SluiceError: ALREADY_EXISTS if the version is committed with another shard of this name.
-    """
+    """Return the shard of a committed version, None if it is not committed; raise ALREADY_EXISTS if it differs."""
     stored = run.versions.get(version)
     if stored is None:
         return None
@@ -277,10 +269,8 @@ async def _next(requests: AsyncIterator[pb.PushWeightsRequest], idle_s: float) -
 class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
     """Serves `sluice.v1.WeightDeliveryService`.
 
-    Args:
-        runs: The runs of this service.
-        require_admin: Raises `SluiceError` if a call comes without the admin's token. Engines load what a relay gives
-            them, so only the admin may report as one.
+    `require_admin` raises `SluiceError` if a call comes without the admin's token. Engines load what a relay gives them,
+    so only the admin may report as one.
     """
 
     def __init__(self, runs: Runs, require_admin: Callable[[Context], None] | None = None) -> None:
@@ -399,11 +389,7 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
                 run.ledger.linger(version, until)
 
     async def _write(self, context: Context, response: Message) -> None:
-        """Write one message of a stream.
-
-        Raises:
-            SluiceError: DEADLINE_EXCEEDED if the caller does not read.
-        """
+        """Write one message of a stream; raise DEADLINE_EXCEEDED if the caller does not read."""
         seconds = self._runs.config.chunk_idle_s
         try:
             async with asyncio.timeout(seconds):
@@ -438,11 +424,7 @@ async def _announce(run: Run, known: Version | None, heartbeat_s: float) -> Asyn
 
 
 def _find_path(run: Run, wanted: Version | None, held: Version | None) -> list[VersionForm]:
-    """Return what leads from what the caller holds to a version, the newest if none is wanted.
-
-    Raises:
-        SluiceError: NOT_FOUND, or DATA_LOSS if a damaged delta is in the way.
-    """
+    """Return what leads from the held version to the wanted or the newest one; raise NOT_FOUND or DATA_LOSS."""
     target = run.find(wanted).version
     path = find_path(run.ledger.committed, target, held)
     if path is None:
@@ -450,7 +432,7 @@ def _find_path(run: Run, wanted: Version | None, held: Version | None) -> list[V
         raise SluiceError.data_loss(
             "DELTA_DAMAGED",
             f"version {target} cannot be reached, because the delta of {damaged} gave other bytes than announced, or NaN:"
-            " keep serving, the trainer's next version is an anchor; to have it now, push an anchor",
+            " keep serving, the trainer's next version is dense; to have it now, push a dense version",
         )
     return path
 
@@ -470,11 +452,7 @@ def _describe_step(run: Run, step: VersionForm) -> pb.GetUpdatePathResponse:
 
 
 def _pulled_form(run: Run, request: pb.PullWeightsRequest) -> StoredForm:
-    """Return the form whose shards a pull asks for.
-
-    Raises:
-        SluiceError: NOT_FOUND, or FAILED_PRECONDITION NO_DELTA.
-    """
+    """Return the form whose shards a pull asks for; raise NOT_FOUND, or FAILED_PRECONDITION NO_DELTA."""
     version = Version.from_proto(request.version)
     stored = run.find(version)
     if request.HasField("base"):

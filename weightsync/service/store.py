@@ -65,12 +65,10 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """One form of a version.
+    """One form of a version: a directory, and the manifest of its files as given out.
 
     Attributes:
-        directory: Where it lies.
-        manifest: What its files are, as given out.
-        pushed: What was pushed; differs from `manifest` where slices were assembled.
+        pushed: Manifest of what was pushed; differs from `manifest` where slices were assembled.
         sums: Checksums of the shards' chunks, as far as they are known.
     """
 
@@ -94,12 +92,7 @@ class StoredForm:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A version on disk, in one or more forms.
-
-    Attributes:
-        version: Which one.
-        forms: What there is of it.
-    """
+    """A version on disk, in one or more forms."""
 
     version: Version
     forms: Mapping[Form, StoredForm]
@@ -142,11 +135,7 @@ class StoredVersion:
 
 
 def form_of(manifest: pb.Manifest) -> Form:
-    """Return the form that a manifest describes.
-
-    Raises:
-        ManifestError: if it names no kind.
-    """
+    """Return the form that a manifest describes; raise ManifestError if it names no kind."""
     try:
         return _FORMS[manifest.kind]
     except KeyError:
@@ -176,7 +165,6 @@ def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
 
     Raises:
         ManifestError: if it is not whole, another version's, or a delta where none is expected or the reverse.
-        OSError: if it cannot be read.
     """
     manifest = from_json((directory / MANIFEST_FILE).read_text())
     if Version.from_proto(manifest.version) != version:
@@ -195,11 +183,9 @@ def read_form(version: Version, directory: Path, *, delta: bool) -> StoredForm:
 
 
 class RunStore:
-    """One run's directory.
+    """One run's directory, made when the first shard comes. If the disk fails, its methods raise OSError.
 
-    Args:
-        root: The directory; made when the first shard comes.
-        model: Base model, whose config and tokenizer are copied into each version; empty: none.
+    The config and tokenizer of `model`, the base model, are copied into each version; empty: none.
     """
 
     def __init__(self, root: Path, model: str) -> None:
@@ -219,9 +205,7 @@ class RunStore:
     def read_versions(self) -> list[StoredVersion]:
         """Remove what a crash left behind, and return the versions that are whole and can be reached.
 
-        Raises:
-            SluiceError: DIRECTORY_IN_USE.
-            OSError: if the disk cannot be read now; nothing is dropped for that.
+        Nothing is dropped because the disk cannot be read now. Raise SluiceError DIRECTORY_IN_USE.
         """
         if not self.root.is_dir():
             return []
@@ -257,12 +241,7 @@ class RunStore:
                 yield version, form
 
     def begin_upload(self, version: Version, announced: pb.Shard, now: float) -> Upload:
-        """Begin a shard at its beginning.
-
-        Raises:
-            SluiceError: DIRECTORY_IN_USE.
-            OSError: if the disk does not take it.
-        """
+        """Begin a shard at byte 0; raise SluiceError DIRECTORY_IN_USE."""
         self.root.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         # A number of its own: a stream that was superseded may still be writing to the file before.
@@ -270,15 +249,12 @@ class RunStore:
         return Upload(self._incoming / version_directory(version) / unique, announced, now)
 
     def commit(self, manifest: pb.Manifest, uploads: Mapping[str, Upload], started: float) -> StoredVersion:
-        """Build a form's directory and rename it into sight.
+        """Build a form's directory and rename it into sight. If that fails, what was built stays until `drop_incoming`.
 
         Args:
             manifest: A manifest that was completed, with its commit time.
             uploads: Its shards by name; their files are moved.
             started: When the commit began, by `time.perf_counter`.
-
-        Raises:
-            OSError: if the disk does not take it; what was built stays under ``.incoming`` until `drop_incoming`.
         """
         version, form = Version.from_proto(manifest.version), form_of(manifest)
         building = self._incoming / version_directory(version) / ".building"
@@ -322,22 +298,14 @@ class RunStore:
         return final
 
     def build_dense(self, version: Version) -> Path:
-        """Make an empty directory in which a dense form can be made of deltas.
-
-        Raises:
-            OSError: if the disk does not take it.
-        """
+        """Make an empty directory in which a dense form can be made of deltas."""
         building = self._building / version_directory(version)
         remove_tree(building)
         building.mkdir(parents=True)
         return building
 
     def install_dense(self, manifest: pb.Manifest, building: Path) -> StoredForm:
-        """Rename a dense form that was made of deltas into sight; its files are on the disk.
-
-        Raises:
-            OSError: if the disk does not take it.
-        """
+        """Rename a dense form that was made of deltas into sight; its files are on the disk."""
         return StoredForm(self._install(manifest, building), manifest, manifest)
 
     def drop_building(self, version: Version) -> None:

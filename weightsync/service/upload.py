@@ -21,7 +21,7 @@ import xxhash
 from sluice.host_files import PeerFileError
 from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
-from weightsync.codec import slice_region
+from weightsync.codec.slices import slice_region
 from weightsync.format.chunks import MAX_CHUNK_BYTES, ChunkError, ChunkSizeError, check_chunk
 from weightsync.format.manifest import (
     ManifestError,
@@ -71,9 +71,6 @@ class ChunkSums:
 
     Only the chunks of the largest size are remembered, and the last one of the file: one number per MiB of the file,
     whatever ranges are asked for. Damage to the file on disk is therefore found by the receiver, not by the sender.
-
-    Args:
-        size: Bytes of the whole file.
     """
 
     def __init__(self, size: int) -> None:
@@ -118,18 +115,15 @@ class Upload:
     """One shard of a version that is not committed yet.
 
     The stream of a client that broke off may still be alive here when the client comes back on a new one. Each stream
-    therefore takes a ticket, and only the newest ticket may write or discard.
-
-    Args:
-        path: The file to write.
-        announced: What the client's header says of the shard: its name, its size and perhaps its digest.
-        now: Seconds on the service's clock.
+    therefore takes a ticket, and only the newest ticket may write or discard; others raise SupersededError. If the disk
+    fails, the methods raise OSError.
 
     Attributes:
+        announced: What the client's header says of the shard: its name, its size and perhaps its digest.
         size: Bytes of the whole file.
         digest: xxh3-128 of the file, hexadecimal; empty until the file is whole and on disk.
         sums: Checksums of the chunks in which it came.
-        active_at: When the last chunk came, on the service's clock.
+        active_at: When the last chunk came, in seconds on the service's clock.
     """
 
     def __init__(self, path: Path, announced: pb.Shard, now: float) -> None:
@@ -168,37 +162,22 @@ class Upload:
         return self._scan.data_begin
 
     def take_over(self) -> tuple[object, int]:
-        """Make the calling stream the only one that may write.
-
-        Returns:
-            Its ticket and the number of bytes that are stored.
-        """
+        """Make the calling stream the only one that may write; return its ticket and how many bytes are stored."""
         with self._lock:
             self._ticket = object()
             return self._ticket, self.stored
 
     def write(self, ticket: object, chunk: pb.Chunk) -> None:
-        """Check and store one chunk.
-
-        Raises:
-            ChunkError, ChunkSizeError: as `check_chunk`.
-            SupersededError, OffsetError, LayoutError, OSError: as `append`.
-        """
+        """Check and store one chunk; raise as `check_chunk` and `append`."""
         data = check_chunk(chunk)
         self.append(ticket, chunk.offset, data)
         self.sums.note(chunk.offset, len(data), chunk.crc32c)
 
     def copy(self, ticket: object, source: int, end: int) -> None:
-        """Store bytes of an open file of the same host, from where the upload stands to before `end`.
-
-        Args:
-            ticket: The calling stream's.
-            source: Descriptor of the file.
-            end: Byte at which to stop.
+        """Store bytes of an open file of the same host, from where the upload stands to before `end`; raise as `append`.
 
         Raises:
             PeerFileError: if the file ends before.
-            SupersededError, OffsetError, LayoutError, OSError: as `append`.
         """
         while (begin := self.stored) < end:
             data = os.pread(source, min(MAX_CHUNK_BYTES, end - begin), begin)
@@ -210,10 +189,8 @@ class Upload:
         """Store bytes whose checksum is verified.
 
         Raises:
-            SupersededError: if a newer stream took over.
             OffsetError: if they leave a gap or overlap.
             LayoutError: if the bytes are not those of a safetensors file of the announced size.
-            OSError: if the disk does not take them.
         """
         with self._lock:
             self._check(ticket)
@@ -231,10 +208,7 @@ class Upload:
     def flush(self) -> None:
         """Bring the bytes so far to the disk while more come in, so that `finish` has little left to do.
 
-        Without effect if the file is closed by now.
-
-        Raises:
-            OSError: if the disk does not take it; `finish` raises it again, because the kernel reports it once.
+        Without effect if the file is closed by now. `finish` raises a failure again, because the kernel reports it once.
         """
         with self._lock:  # nobody closes the file between the look at its descriptor and the copy
             descriptor = os.dup(self._descriptor) if self._descriptor >= 0 else -1
@@ -249,12 +223,7 @@ class Upload:
             os.close(descriptor)
 
     def finish(self, ticket: object) -> None:
-        """Bring the whole file to the disk, close it and set its digest. Idempotent.
-
-        Raises:
-            SupersededError: if a newer stream took over.
-            OSError: if the disk did not take all of it.
-        """
+        """Bring the whole file to the disk, close it and set its digest. Idempotent."""
         with self._lock:
             self._check(ticket)
             if self.complete:
@@ -266,10 +235,7 @@ class Upload:
             self.digest = self._hash.hexdigest()
 
     def discard(self, ticket: object | None = None) -> bool:
-        """Remove the file and end every stream's right to write.
-
-        Args:
-            ticket: The calling stream's; None: the service itself, which may always discard.
+        """Remove the file and end every stream's right to write. The service itself has no ticket, and may always do so.
 
         Returns:
             False if a newer stream took over. The file is that one's then, and stays.
@@ -301,15 +267,12 @@ class Upload:
 def complete_manifest(
     announced: pb.Manifest, uploads: Mapping[str, Upload], base: pb.Manifest | None = None
 ) -> pb.Manifest:
-    """Check the announced version against the uploaded files.
+    """Check the announced version against the uploaded files, by shard name; fill in every digest and size.
 
     Args:
         announced: The manifest of the commit; of dense slices, digests may be left out.
-        uploads: The uploaded files by shard name.
+        uploads: Its files.
         base: Manifest of the version that a delta is based on; None for other kinds.
-
-    Returns:
-        The manifest with every digest and size filled in.
 
     Raises:
         ManifestError: if the announcement contradicts itself, or a delta's base has other tensors.
@@ -415,18 +378,15 @@ def _some(names: list[str]) -> str:
 
 
 def assemble(pushed: pb.Manifest, uploads: Mapping[str, Upload], target: Path) -> pb.Manifest:
-    """Put slices from many shards together into one safetensors file of whole tensors.
+    """Put slices from many shards together into one safetensors file of whole tensors, on disk when this returns.
 
     Args:
         pushed: A manifest that passed `complete_manifest`.
         uploads: Its shards by name.
-        target: The file to write; on disk when this returns.
+        target: The file to write.
 
     Returns:
         The manifest of the assembled version, digests filled in.
-
-    Raises:
-        OSError: if the disk does not take it.
     """
     shapes = {each.name: (each.dtype, tuple(each.global_shape)) for shard in pushed.shards for each in shard.tensors}
     entries = place([(name, *shapes[name]) for name in sorted(shapes)])
