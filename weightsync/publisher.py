@@ -227,7 +227,7 @@ class WeightPublisher:
             await asyncio.to_thread(copy.close)
 
     def _base_of(self, version: Version) -> Version | None:
-        """Return the version to compare with, None if whole tensors are to be sent."""
+        """Return the version to compare with, None if a dense version is to be sent."""
         base = self._committed
         if self._encoding == "dense" or base is None or base.epoch != version.epoch or base >= version:
             return None
@@ -334,7 +334,7 @@ def agree(proposals: Sequence[pb.Manifest]) -> Agreement:
 
 
 def _payloads(copy: KeptCopy, update: Update, agreement: Agreement, labels: Mapping[str, str]) -> list[Payload]:
-    """Return what can be pushed of an update: a delta if the ranks agreed on it, and whole tensors."""
+    """Return what can be pushed of an update: a delta if the ranks agreed on it, and the dense version."""
 
     def make(shard: Callable[[Diff], tuple[FileSource, pb.Shard]]) -> Callable[[], tuple[FileSource, pb.Shard]] | None:
         return partial(shard, update.diff) if copy.slices else None

@@ -36,7 +36,7 @@ _REPEATABLE_REASONS = {"SHARDS_MISSING", "PUSH_IDLE", "SHARD_OFFSET"}
 """Refusals that a repeat answers: the service was restarted between push and commit, or this process stood still."""
 
 _BASE_REASONS = {"BASE_UNKNOWN", "BASE_DAMAGED"}
-"""Refusals of a delta that a push of whole tensors answers."""
+"""Refusals of a delta that a push of the dense version answers."""
 
 _RESERVE_S = 5.0
 """Longest part of the deadline that ranks keep back to report a failure to each other; a tenth of short ones."""
@@ -110,7 +110,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What is pushed of a version: whole tensors, a delta, or an adapter.
+    """What is pushed: a dense version, a delta, or an adapter.
 
     Attributes:
         manifest: All of its manifest but the shards: kind, base, labels, adapter_config, push_timings.
