@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
@@ -37,7 +38,6 @@ from sluice.openai.errors import answer_errors
 from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
 from sluice.rpc import SluiceError
 from sluice.rpc.server import TokenCheck
-from sluice.telemetry import CONTENT_TYPE, metrics_text
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
@@ -202,7 +202,7 @@ def _add_description(app: FastAPI, servicer: RolloutServicer, model_name: str) -
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(metrics_text(), media_type=CONTENT_TYPE)
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _require_model(name: str, served: str) -> None:

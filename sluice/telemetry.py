@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 from wsgiref.simple_server import WSGIServer
 
 import structlog
-from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest, start_http_server
+from prometheus_client import start_http_server
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from sluice.config.secrets import hide
@@ -26,9 +26,6 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 
 _CHATTY = ("asyncio", "filelock", "fsspec", "grpc", "httpcore", "httpx", "matplotlib", "urllib3", "uvicorn.access")
 """Libraries whose info lines are about themselves, not about the run."""
-
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-"""Content type of `metrics_text`."""
 
 log = structlog.get_logger(__name__)
 
@@ -94,11 +91,6 @@ def _renderer(*, terminal: bool, secrets: Collection[str]) -> list[Processor]:
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str), *last]
 
 
-def metrics_text() -> bytes:
-    """Return all metrics of the process in the text format of Prometheus, for a service with an HTTP port of its own."""
-    return generate_latest(REGISTRY)
-
-
 def start_metrics_server(port: int, host: str = "127.0.0.1") -> WSGIServer:
     """Serve the metrics from a thread, and return the server.
 
@@ -149,11 +141,3 @@ class MetricsWriter:
         """Flush and close the files."""
         self._lines.close()
         self._events.close()
-
-    def __enter__(self) -> Self:
-        """Itself."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Close."""
-        self.close()

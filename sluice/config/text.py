@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, SecretStr
@@ -34,6 +33,10 @@ and uses its own table. Later sources override earlier ones:
 names the nearest one. `--dry-run` prints the settings that a command would use, secrets redacted. It refuses all that a service
 would refuse at its start, except what only loading the model shows; `sluice rl --dry-run` does so for all services together.
 """
+
+
+_Table: TypeAlias = tuple[str, str, list[tuple[str, str, str, str]]]
+"""Dotted name and description of a table, and the name, type, default and description of each of its plain settings."""
 
 
 def dump_toml(config: BaseModel, redacted: bool = True) -> str:
@@ -74,14 +77,6 @@ def _plain(value: Value, *, redacted: bool) -> Value:
             return getattr(value, "value", value)
 
 
-@dataclass(frozen=True)
-class _Setting:
-    path: str
-    type: str
-    default: str
-    description: str
-
-
 def help_text(model: type[BaseModel], service: str | None, program: str = "sluice rl") -> str:
     """Return the page of ``--help``: all settings, or the common ones and those of one service, by table."""
     order = "flags > `@ file.toml` (several, later wins) > SLUICE_A__B > defaults"
@@ -93,9 +88,8 @@ def help_text(model: type[BaseModel], service: str | None, program: str = "sluic
     ]
     for title, description, settings in _tables(model, service):
         lines += ["", f"[{title}]  {description}" if title else "common settings"]
-        for setting in settings:
-            lines.append(f"  --{setting.path} {setting.type}  (default: {setting.default})")
-            lines.append(f"      {setting.description}")
+        for path, kind, standard, meaning in settings:
+            lines += [f"  --{path} {kind}  (default: {standard})", f"      {meaning}"]
     return "\n".join(lines) + "\n"
 
 
@@ -105,47 +99,33 @@ def markdown_reference(model: type[BaseModel]) -> str:
     for title, description, settings in _tables(model, None):
         parts.append(f"## {f'`[{title}]`' if title else 'Common keys'}\n\n{description}\n")
         parts.append("| key | type | default | meaning |\n|---|---|---|---|")
-        parts.extend(
-            f"| `{setting.path}` | `{_cell(setting.type)}` | `{_cell(setting.default)}` | {_cell(setting.description)} |"
-            for setting in settings
-        )
+        for setting in settings:
+            path, kind, standard, meaning = (text.replace("|", "\\|").replace("\n", " ") for text in setting)
+            parts.append(f"| `{path}` | `{kind}` | `{standard}` | {meaning} |")
         parts.append("")
     return "\n".join(parts)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _tables(model: type[BaseModel], service: str | None) -> Iterator[_Table]:
+    """Yield all tables, or the common ones and that of one service, outer tables first."""
+    for table in _below(model, model.model_construct(), (), "The same for every service."):
+        first = table[0].partition(".")[0]
+        if not first or service is None or first == service or first in CommonConfig.model_fields:
+            yield table
 
 
-def _tables(model: type[BaseModel], service: str | None) -> Iterator[tuple[str, str, list[_Setting]]]:
-    """Title, description and plain settings of each table, outer tables first."""
-    common = set(CommonConfig.model_fields)
-    default = model.model_construct()
-    for path, table, value, description in _walk(model, default, (), "The same for every service."):
-        if service is not None and path and path[0] not in common | {service}:
-            continue
-        settings = [
-            _Setting(
-                ".".join((*path, name)),
-                type_name(field.annotation),
-                _default(field, value, name),
-                field.description or "",
-            )
-            for name, field in table.model_fields.items()
-            if table_class(field.annotation) is None
-        ]
-        if settings:
-            yield ".".join(path), description, settings
-
-
-def _walk(
-    table: type[BaseModel], value: object, path: tuple[str, ...], description: str
-) -> Iterator[tuple[tuple[str, ...], type[BaseModel], Any, str]]:
-    yield path, table, value, description
-    for name, field in table.model_fields.items():
-        inner = table_class(field.annotation)
-        if inner is not None:
-            yield from _walk(inner, getattr(value, name, None), (*path, name), field.description or "")
+def _below(model: type[BaseModel], value: object, path: tuple[str, ...], description: str) -> Iterator[_Table]:
+    settings, inner = [], []
+    for name, field in model.model_fields.items():
+        full, meaning, table = (*path, name), field.description or "", table_class(field.annotation)
+        if table is None:
+            settings.append((".".join(full), type_name(field.annotation), _default(field, value, name), meaning))
+        else:
+            inner.append((table, getattr(value, name, None), full, meaning))
+    if settings:
+        yield ".".join(path), description, settings
+    for each in inner:
+        yield from _below(*each)
 
 
 def _default(field: FieldInfo, table: object, name: str) -> str:

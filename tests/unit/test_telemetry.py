@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -11,10 +12,10 @@ import urllib.request
 
 import pytest
 import structlog
-from prometheus_client import Counter
+from prometheus_client import Counter, generate_latest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sluice.telemetry import MetricsWriter, configure_logging, metrics_text, start_metrics_server
+from sluice.telemetry import MetricsWriter, configure_logging, start_metrics_server
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_a_terminal_gets_readable_lines(logs):
 
 def test_curves_go_to_json_lines_and_tensorboard_and_are_continued(tmp_path):
     for step in (1, 2):
-        with MetricsWriter(tmp_path / "run") as writer:
+        with contextlib.closing(MetricsWriter(tmp_path / "run")) as writer:
             writer.write(step, {"reward/mean": step / 4, "loss": math.nan})
     written = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["reward/mean"], line["loss"]) for line in written] == [(1, 0.25, None), (2, 0.5, None)]
@@ -118,7 +119,7 @@ def test_metrics_are_served_until_stopped():
     server = start_metrics_server(0)
     url = f"http://127.0.0.1:{server.server_port}/metrics"
     assert b"sluice_test_things_total 3.0" in urllib.request.urlopen(url, timeout=10).read()
-    assert b"sluice_test_things_total 3.0" in metrics_text()
+    assert b"sluice_test_things_total 3.0" in generate_latest()
     server.shutdown()
     server.server_close()
     with pytest.raises(urllib.error.URLError):
