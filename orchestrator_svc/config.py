@@ -124,6 +124,11 @@ class DeadlinesConfig(Section):
         900.0, gt=0, description="Seconds for the trainer to restore and publish its weights when an epoch begins."
     )
     submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to submit a batch.")
+    step_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Seconds that the trainer may take for one batch, from its submission or the step before; a longer step ends the run, which can be continued.",
+    )
     generate_s: float = Field(600.0, gt=0, description="Seconds for one generation request.")
     episode_s: float = Field(
         900.0,

@@ -8,6 +8,7 @@ again what the trainer's checkpoint lacks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -82,6 +83,7 @@ class Training:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._trainer, self._pool, self._tasks, self._changed = trainer, pool, tasks, changed
         self._at_trainer: set[int] = set()
+        self._step_began: float | None = None  # when the trainer had to begin the step that is due; None if none is due
         self._reporting = False
 
     async def check_trainer(self) -> None:
@@ -164,7 +166,8 @@ class Training:
         scheduler = self._scheduler
         version = Version(scheduler.epoch, scheduler.applied)
         log.info("training from", version=str(version), batches_to_send=len(scheduler.batches) - len(self._at_trainer))
-        self._changed.set()
+        self._step_began = None
+        self._note_load()
         return scheduler.epoch
 
     async def _begin_epoch(self, epoch: int, recovery: Recovery) -> None:
@@ -225,10 +228,40 @@ class Training:
         async with asyncio.TaskGroup() as tasks:
             work = [tasks.create_task(self._submit(epoch)), tasks.create_task(self._follow(epoch, on_step))]
             while not self._done:
+                left_s = self._step_left_s()
                 self._changed.clear()
-                await self._changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._changed.wait()
             for each in work:
                 each.cancel()
+
+    def _step_left_s(self) -> float | None:
+        """Return the seconds that the trainer has left for the step that is due; None if none is due.
+
+        Raises:
+            SluiceError: DEADLINE_EXCEEDED if it has none left.
+        """
+        if self._step_began is None or self._reporting:  # a report that takes long is no fault of the trainer
+            return None
+        limit = self._config.deadlines.step_s
+        left = self._step_began + limit - time.monotonic()
+        if left <= 0:
+            raise SluiceError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                "STEP_HANGS",
+                f"the trainer has reported no step for {limit:g} s (orchestrator.deadlines.step_s) although batch"
+                f" {self._scheduler.applied + 1} is due: look for the reason in its log, restart it, or raise the deadline if its"
+                " steps take that long; then start the run again: it continues",
+            )
+        return left
+
+    def _note_load(self, *, submitting: bool = False) -> None:
+        """Note whether the trainer has something to do."""
+        now = time.monotonic()
+        self._status.trainer_idle.set(not self._at_trainer, now)
+        self._step_began = (self._step_began or now) if self._at_trainer or submitting else None
+        self._changed.set()
 
     @property
     def _done(self) -> bool:
@@ -292,14 +325,12 @@ class Training:
         )
         # The trainer gets only what the journal can give it again.
         await self._journal.durable()
+        self._note_load(submitting=True)
         await self._trainer.submit(header, [record.trajectory for record in records])
         # The report may have come before the answer.
         if batch.sequence_no > self._scheduler.applied:
             self._at_trainer.add(batch.sequence_no)
-        self._note_idle()
-
-    def _note_idle(self) -> None:
-        self._status.trainer_idle.set(not self._at_trainer, time.monotonic())
+        self._note_load()
 
     # Back: reports.
 
@@ -324,13 +355,14 @@ class Training:
             for name in sorted(summary.stale_groups):
                 self._tasks.draw_again(positions[name])
         self._at_trainer.discard(step.sequence_no)
-        self._note_idle()
+        self._note_load()
         self._reporting = True
         try:
             await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records))
         finally:
             self._reporting = False
-        self._changed.set()
+            self._step_began = None
+            self._note_load()
 
     async def _readable_records(self, batch: Batch) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Return the trajectories of a batch without those that are damaged in the journal; the trainer has them all.

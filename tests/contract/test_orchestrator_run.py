@@ -692,6 +692,32 @@ async def test_a_trainer_that_never_reports_an_old_batch_has_lost_its_epoch() ->
                 await link.past_steps(1, 2)
 
 
+@pytest.mark.parametrize("hangs_in", ["step", "queue"])
+async def test_a_trainer_that_never_ends_a_step_ends_the_run_which_can_be_continued(scene, hangs_in) -> None:
+    scene.trainer.automatic, scene.trainer.busy = False, hangs_in == "queue"
+    with pytest.raises(FailedForGoodError, match=r"no step for 0\.3 s .*step_s.*start the run again"):
+        await scene.run(common={"max_staleness": 1}, deadlines={"step_s": 0.3, "watchers_s": 0.1})
+    report = scene.report()
+    assert (report["state"], report["steps"]) == ("failed", 0)
+    assert "batch 1" in report["error"]
+    scene.trainer.busy = False
+    scene.trainer.run_freely()
+    report = await restarted(scene, common={"max_staleness": 1})
+    assert (report["state"], report["steps"], report["trajectories_trained"]) == ("succeeded", 4, 16)
+
+
+async def test_the_deadline_of_a_step_does_not_run_while_the_trainer_has_no_batch(scene) -> None:
+    (replica,) = scene.replicas
+    replica.gate.clear()
+    task = scene.start(deadlines={"step_s": 1.0})
+    await scene.until(lambda: replica.calls)
+    await asyncio.wait({task}, timeout=1.5)
+    replica.gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert scene.report()["state"] == "succeeded"
+
+
 async def test_batches_name_the_precision_of_the_weights_that_sampled(scene) -> None:
     await scene.run()
     assert {header.sampler_dtype for header in scene.trainer.headers} == {"bfloat16"}
