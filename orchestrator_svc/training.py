@@ -269,13 +269,20 @@ class Training:
         return self._scheduler.applied >= self._scheduler.max_steps and not self._reporting
 
     async def _submit(self, epoch: int) -> None:
-        for batch in sorted(self._scheduler.batches.values(), key=lambda each: each.sequence_no):
-            if batch.sequence_no not in self._at_trainer:
+        try:
+            for batch in sorted(self._scheduler.batches.values(), key=lambda each: each.sequence_no):
+                if batch.sequence_no not in self._at_trainer:
+                    await self._send(batch, epoch)
+            while True:
+                batch = await self._next_batch()
+                self._journal.make_batch(batch)
                 await self._send(batch, epoch)
-        while True:
-            batch = await self._next_batch()
-            self._journal.make_batch(batch)
-            await self._send(batch, epoch)
+        except EpochLostError:
+            # What this raises cancels `_follow`, and would cut off the report of a step that is under way.
+            while self._reporting:
+                self._changed.clear()
+                await self._changed.wait()
+            raise
 
     async def _next_batch(self) -> Batch:
         """Make the next batch as soon as the trainer has room for it and its groups are complete."""

@@ -718,6 +718,38 @@ async def test_the_deadline_of_a_step_does_not_run_while_the_trainer_has_no_batc
     assert scene.report()["state"] == "succeeded"
 
 
+async def test_a_trainer_that_is_lost_while_a_step_is_reported_does_not_cut_the_report_off(scene, monkeypatch) -> None:
+    scene.trainer.automatic = False
+    report_step, submit, gone = RunReporter.step, TrainerLink.submit, asyncio.Event()
+    reported: list[int] = []
+
+    async def slow(self: RunReporter, step: AppliedStep) -> None:
+        if step.version.number == 1:
+            self._pool._on_change(self._pool.replicas[0])
+            await gone.wait()
+            for _ in range(20):
+                await asyncio.sleep(0)
+        await report_step(self, step)
+        reported.append(step.version.number)
+
+    async def lost(self: TrainerLink, header, trajectories) -> None:
+        if header.sequence_no == 3 and not gone.is_set():
+            gone.set()
+            scene.trainer.run_freely()
+            raise EpochLostError("the trainer went away")
+        await submit(self, header, trajectories)
+
+    monkeypatch.setattr(RunReporter, "step", slow)
+    monkeypatch.setattr(TrainerLink, "submit", lost)
+    task = scene.start(common={"max_staleness": 3})
+    await scene.until(lambda: len(scene.trainer.waiting) == 2 and len(scene.replicas[0].calls) == 8)
+    scene.trainer.apply()
+    async with asyncio.timeout(DEADLINE_S):
+        await task
+    assert reported == [1, 2, 3, 4]
+    assert [step for step, _ in scene.report()["reward_curve"]] == [1, 2, 3, 4]
+
+
 async def test_batches_name_the_precision_of_the_weights_that_sampled(scene) -> None:
     await scene.run()
     assert {header.sampler_dtype for header in scene.trainer.headers} == {"bfloat16"}
