@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
+import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import OrchestratorConfig
@@ -32,10 +33,16 @@ from sluice.rpc import RpcServer, SluiceError
 from sluice.v1 import orchestrator_pb2 as pb
 from sluice.v1 import orchestrator_pb2_grpc
 
+log = structlog.get_logger(__name__)
+
 SERVICE_NAME = "sluice.v1.OrchestratorService"
 EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
 _NAME_CHARACTERS = 255
+
+_LEAST_END_S = 0.5
+"""Seconds that the run gets at least to write its report, and then its files to be closed, also if the calls in progress took
+the whole of ``server.drain_s``."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -49,26 +56,39 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
         UnfinishedError: if a signal ended it early.
     """
     environment = load_environment(config.environment, config.environment_args)
-    async with _built(common, config, environment) as (run, status, servicer):
-        server = _server(common, config, servicer)
-        await server.start()
-        ended = asyncio.Event()
-        running = asyncio.create_task(_to_the_end(run, status.events, config.deadlines.watchers_s, ended), name="run")
-        try:
-            await server.serve_until_signal(ended)
-        except asyncio.CancelledError:
-            await server.stop(0)
+    try:
+        async with asyncio.timeout(None) as ending, _built(common, config, environment) as (run, status, servicer):
+            server = _server(common, config, servicer)
+            await server.start()
+            ended = asyncio.Event()
+            running = asyncio.create_task(
+                _to_the_end(run, status.events, config.deadlines.watchers_s, ended), name="run"
+            )
+            left_s = 0.0
+            try:
+                left_s = await server.serve_until_signal(ended)
+            except asyncio.CancelledError:
+                await server.stop(0)
+                raise
+            finally:
+                end = asyncio.get_running_loop().time() + max(left_s, _LEAST_END_S)
+                running.cancel()
+                _, late = await asyncio.wait({running}, timeout=max(left_s, _LEAST_END_S))
+                if late:
+                    running.cancel()  # again: it waits for the disk to take its report
+                    end += _LEAST_END_S
+                ending.reschedule(end)
+    except TimeoutError:
+        if not ending.expired():
             raise
-        finally:
-            running.cancel()
-            await asyncio.wait({running})
-        if running.cancelled():
-            raise UnfinishedError("a signal came before the last step; start the run again to continue it")
-        try:
-            running.result()
-        except SluiceError as error:
-            # The run has waited for whatever waiting could cure.
-            raise FailedForGoodError(str(error)) from error
+        log.error("the disk does not take the last records: they are given up", path=str(common.run_dir))  # noqa: TRY400 - says all
+    if running.cancelled() or not running.done():
+        raise UnfinishedError("a signal came before the last step; start the run again to continue it")
+    try:
+        running.result()
+    except SluiceError as error:
+        # The run has waited for whatever waiting could cure.
+        raise FailedForGoodError(str(error)) from error
 
 
 async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyncio.Event) -> None:
@@ -109,7 +129,8 @@ async def _built(
             await stack.enter_async_context(scorer)
         workflow = choose_workflow(config, environment, calls, scorer)
         journal = _journal(common, config)
-        stack.push_async_callback(journal.close)
+        recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
+        stack.push_async_callback(_close_files, journal, recorder)
         request_prefix = f"{common.run}/{journal.start}"
 
         changed, events = asyncio.Event(), EventLog(journal.start)
@@ -128,8 +149,6 @@ async def _built(
             max_running=config.max_running,
         )
         status = RunStatus(common.run, config, scheduler, pool, events)
-        recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
-        stack.push_async_callback(recorder.close)
         try:
             stream = TaskStream(await tasks_of(config.split), common.seed)
         except ValueError as error:
@@ -188,6 +207,14 @@ async def _built(
             reporter=reporter,
         )
         yield run, status, OrchestratorServicer(common.run, run, status, pool)
+
+
+async def _close_files(journal: Journal, recorder: Recorder) -> None:
+    """Close both side by side, so that both are given up together when the time is over."""
+    outcomes = await asyncio.gather(journal.close(), recorder.close(), return_exceptions=True)
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome
 
 
 def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:

@@ -12,7 +12,6 @@ import os
 import sqlite3
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TypeVar
 
@@ -22,6 +21,8 @@ from google.protobuf.message import DecodeError
 
 from orchestrator_svc.recovery import GroupDamagedError, JournalError, Recovery, read_tables
 from orchestrator_svc.scheduler import Batch
+from sluice.tasks import discard_outcome
+from sluice.threads import SerialThread
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -35,8 +36,7 @@ _DISK_S = 300.0
 """Seconds that the disk may take for the records that wait; a disk that needs longer is gone."""
 
 _CLOSE_S = 30.0
-"""Seconds that closing the files may take. What was recorded is on disk by then, or given up: only a thread that hangs in a
-write to a dead disk needs longer, and nothing is gained by waiting for it."""
+"""Seconds that closing the files may take, once everything recorded is on disk."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -107,7 +107,7 @@ class Journal:
         self.position = 0
         self._segments = SegmentWriter(self._directory, segment_bytes)
         self._interval_s, self._queue_records = fsync_interval_s, queue_records
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._thread = SerialThread("journal")
         self._waiting: list[Callable[[], object]] = []
         self._flushing: asyncio.Task[None] | None = None
         self._written = 0
@@ -318,18 +318,18 @@ class Journal:
         try:
             await self.durable()
         finally:
-            try:
-                async with asyncio.timeout(_CLOSE_S):
-                    await asyncio.get_running_loop().run_in_executor(self._thread, close)
-            except TimeoutError:
-                log.warning("the disk does not let the journal close; its files stay open", path=str(self._directory))
-            finally:
-                self._thread.shutdown(wait=False)
+            # Where `durable` fails or is cancelled the thread may hang in a write, and nothing is gained by waiting for it.
+            closing = self._thread.submit(close)
+            self._thread.end()
+            discard_outcome(closing)
+        await asyncio.wait({closing}, timeout=_CLOSE_S)
+        if not closing.done():
+            log.warning("the disk does not let the journal close; its files stay open", path=str(self._directory))
 
     async def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         await self.durable()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, question)
+            return await self._thread.submit(question)
         except sqlite3.Error as error:
             raise JournalError(f"cannot read the journal in {self._directory.parent}: {error}") from error
 
@@ -352,7 +352,7 @@ class Journal:
             while self._waiting:
                 await asyncio.sleep(self._interval_s)
                 records, self._waiting = self._waiting, []
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records)
+                await self._thread.submit(self._commit, records)
                 self._written += len(records)
                 self._progress.set()
         except BaseException as error:

@@ -12,7 +12,6 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from orchestrator_svc.workflows import EnvironmentCalls
 from sluice.config import CommonConfig
 from sluice.host_files import write_whole
 from sluice.telemetry import MetricsWriter
+from sluice.threads import SerialThread
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, sampled_tokens, span_lengths, versions_of
 
@@ -36,6 +36,9 @@ log = structlog.get_logger(__name__)
 
 _WAITING = 16
 """Writes that may wait; then the run waits for the disk."""
+
+_DISK_S = 300.0
+"""Seconds that the disk may take for one of them; a disk that needs longer is gone."""
 
 _STALENESS_PREFIX = "staleness/tokens_at_"
 
@@ -279,9 +282,9 @@ class Recorder:
 
     def __init__(self, run_dir: Path, *, write_text: bool) -> None:
         self._run_dir, self._write_text = run_dir, write_text
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
+        self._thread = SerialThread("recorder")
         self._writer: MetricsWriter | None = None
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[Any]] = deque()
 
     async def step(
         self,
@@ -320,16 +323,21 @@ class Recorder:
             return report
 
         await self._drain(0)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, write)
+        written = self._thread.submit(write)
+        self._waiting.append(written)
+        await self._drain(0)
+        return written.result()
 
     async def close(self) -> None:
         """Write what waits and close the files."""
-        try:
-            await self._drain(0)
-        finally:
+
+        def close() -> None:
             if self._writer is not None:
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._writer.close)
-            self._thread.shutdown()
+                self._writer.close()
+
+        self._waiting.append(self._thread.submit(close))
+        self._thread.end()
+        await self._drain(0)
 
     def _metrics(self) -> MetricsWriter:
         if self._writer is None:
@@ -337,18 +345,25 @@ class Recorder:
         return self._writer
 
     async def _soon(self, write: Callable[[], None]) -> None:
-        self._waiting.append(asyncio.get_running_loop().run_in_executor(self._thread, write))
+        self._waiting.append(self._thread.submit(write))
         await self._drain(_WAITING)
 
     async def _drain(self, left: int) -> None:
+        """Wait until at most `left` writes wait, and raise what a finished one raised.
+
+        Cancelling a caller cancels no write: the next caller raises its failure.
+
+        Raises:
+            OSError: if a write failed, or the disk does not answer.
+        """
         while len(self._waiting) > left or (self._waiting and self._waiting[0].done()):
-            oldest = self._waiting.popleft()
-            try:
-                # A cancelled caller must not cancel the write.
-                await asyncio.shield(oldest)
-            except asyncio.CancelledError:
-                self._waiting.appendleft(oldest)  # so that the next caller raises its failure
-                raise
+            done, _ = await asyncio.wait({self._waiting[0]}, timeout=_DISK_S)
+            if not done:
+                raise TimeoutError(
+                    f"the disk of {self._run_dir} did not take the run's files within {_DISK_S:g} s: check the disk, then start"
+                    " the run again: it continues"
+                )
+            self._waiting.popleft().result()
 
 
 def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) -> dict[str, Any]:

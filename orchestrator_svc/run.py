@@ -77,14 +77,14 @@ class Run:
                 await self._end()
                 polling.cancel()
         except asyncio.CancelledError:
-            await self._report("stopped")
+            await self._last_report("stopped")
             raise
         except Exception as failure:
             # Not `except*`, which would wrap what is raised here in a group of its own.
             error = _first(failure)
             self._status.error = str(error)
             self._status.enter(orchestrator_pb2.RUN_STATE_FAILED, str(error))
-            await self._report("failed")
+            await self._last_report("failed")
             if error is failure:
                 raise
             raise error from failure
@@ -164,6 +164,13 @@ class Run:
         await self._journal.durable()
         await self._report("stopped" if self._stop_reason else "succeeded")
         self._status.enter(orchestrator_pb2.RUN_STATE_SUCCEEDED, self._stop_reason)
+
+    async def _last_report(self, state: str) -> None:
+        """Write the report of a run that ends early; a disk that refuses it must not hide why."""
+        try:
+            await self._report(state)
+        except OSError as error:
+            log.error("the report cannot be written", error=str(error))  # noqa: TRY400 - the run's own error follows
 
     async def _report(self, state: str) -> None:
         evaluations = self._evaluations

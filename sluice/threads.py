@@ -1,4 +1,8 @@
-"""Run functions that may hang in threads with a deadline: code of environments, chat templates of models."""
+"""Threads for functions that may hang: code of environments, chat templates of models, writes to a disk.
+
+The interpreter waits at its exit for the threads of an executor. The threads here are daemons: a hung one does not keep the
+process from ending.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,12 +26,49 @@ class TooManyHungError(Exception):
     """Too many calls hang; no further one is started."""
 
 
+class SerialThread:
+    """Runs one function after the other in a thread of its own, until `end`; use it from one event loop.
+
+    Args:
+        name: Name of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:  # noqa: ANN401 - those of any function
+        """Call a function in the thread, after those before it."""
+        answer: Future[T] = Future()
+
+        def call() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                result = function(*arguments)
+            except BaseException as error:  # noqa: BLE001 - the caller gets it
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        self._calls.put(call)
+        return asyncio.wrap_future(answer)
+
+    def end(self) -> None:
+        """End the thread after the calls before. Does not wait."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # what it answered is the caller's to keep
+
+
 class DeadlineThreads:
     """Run functions in threads of their own; use it from one event loop.
 
     A thread cannot be killed. One that misses its deadline is left to itself and another takes its place, so that calls that
-    hang stop neither the others nor what else needs threads, such as the resolver. The threads are daemons: a hung one does
-    not keep the process from ending.
+    hang stop neither the others nor what else needs threads, such as the resolver.
 
     Args:
         threads: Calls that run at a time; further ones wait.

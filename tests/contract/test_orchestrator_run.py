@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import sqlite3
+import threading
 
 import grpc
 import pytest
@@ -24,8 +25,8 @@ from orchestrator_svc.app import serve
 from orchestrator_svc.config import DeadlinesConfig
 from orchestrator_svc.dispatch import TaskStream
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.journal import segment_path
-from orchestrator_svc.report import AppliedStep, RunReporter
+from orchestrator_svc.journal import Journal, segment_path
+from orchestrator_svc.report import AppliedStep, Recorder, RunReporter
 from orchestrator_svc.training import EpochLostError, TrainerLink
 from sluice.client import OrchestratorClient, TrainerClient
 from sluice.config import ConfigError, FailedForGoodError, UnfinishedError
@@ -393,6 +394,29 @@ async def test_a_signal_ends_the_run_without_a_failure_and_says_that_it_is_unfin
         with pytest.raises(UnfinishedError):
             await task
     assert scene.report()["state"] == "stopped"
+
+
+@pytest.mark.parametrize("write", [(Journal, "_commit"), (Recorder, "_metrics")], ids=["journal", "files"])
+async def test_a_dead_disk_does_not_keep_a_run_from_ending_in_its_drain_time(scene, monkeypatch, write) -> None:
+    answer, hangs = threading.Event(), threading.Event()
+
+    def hang(*_arguments) -> None:
+        hangs.set()
+        answer.wait()
+
+    scene.trainer.automatic = False
+    task = scene.start(common={"max_staleness": 1}, server={"port": scene.port, "drain_s": 0.5})
+    await scene.until(lambda: scene.trainer.waiting)
+    monkeypatch.setattr(*write, hang)
+    scene.trainer.apply()
+    try:
+        await scene.until(hangs.is_set)
+        signal.raise_signal(signal.SIGTERM)
+        async with asyncio.timeout(10.0):
+            with pytest.raises(UnfinishedError):
+                await task
+    finally:
+        answer.set()
 
 
 async def test_an_existing_run_is_refused_when_told_to(scene) -> None:

@@ -46,7 +46,7 @@ def accept(journal: Journal, number: int, versions=(FIRST,), count: int = 2) -> 
 async def killed(journal: Journal) -> None:
     """Leave everything durable behind and nothing closed, as SIGKILL does."""
     await journal.durable()
-    journal._thread.shutdown()
+    journal._thread.end()
     journal._connection.close()
 
 
@@ -228,7 +228,7 @@ async def test_a_journal_on_a_dead_disk_is_given_up_in_time(tmp_path, dead_disk)
             await journal.close()
     dead_disk.set()
     await asyncio.gather(*filter(None, [journal._flushing]))
-    journal._thread.shutdown()
+    journal._thread.end()
     journal._connection.close()
 
 

@@ -23,4 +23,28 @@ def test_a_hung_call_does_not_keep_the_process_from_ending() -> None:
     done = subprocess.run(
         [sys.executable, "-c", HANG_AND_LEAVE], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout == "gave up\n"
+    assert done.stdout.startswith("gave up\n")
+
+
+HANG_IN_THE_JOURNAL = """
+import asyncio, sys, threading
+from pathlib import Path
+from orchestrator_svc.journal import Journal
+
+async def main():
+    journal = Journal(Path(sys.argv[1]), {"run": "r"}, fsync_interval_s=0.0)
+    journal._record(threading.Event().wait)
+    try:
+        async with asyncio.timeout(0.1):
+            await journal.close()
+    except TimeoutError:
+        print("gave up")
+
+asyncio.run(main())
+"""
+
+
+def test_a_journal_on_a_dead_disk_does_not_keep_the_process_from_ending(tmp_path) -> None:
+    words = [sys.executable, "-c", HANG_IN_THE_JOURNAL, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout.startswith("gave up\n")
