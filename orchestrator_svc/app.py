@@ -13,7 +13,7 @@ import structlog
 from google.protobuf.duration_pb2 import Duration
 
 from orchestrator_svc.config import OrchestratorConfig
-from orchestrator_svc.dispatch import Dispatcher, EpisodeRunner, TaskStream
+from orchestrator_svc.dispatch import Dispatcher, TaskStream
 from orchestrator_svc.envs.base import MultiTurnEnvironment, SingleTurnEnvironment
 from orchestrator_svc.envs.loading import load_environment
 from orchestrator_svc.envs.scoring import Scorer
@@ -26,7 +26,7 @@ from orchestrator_svc.run import Run
 from orchestrator_svc.scheduler import OnStale, Scheduler, StalenessBound
 from orchestrator_svc.status import EventLog, RunStatus, replica_event
 from orchestrator_svc.training import TrainerLink, Training
-from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow, list_tasks
+from orchestrator_svc.workflows import EnvironmentCalls, GroupRunner, choose_workflow, list_tasks
 from sluice.client import TrainerClient
 from sluice.config import CommonConfig, ConfigError, FailedForGoodError, Service, UnfinishedError
 from sluice.rpc import RpcServer, SluiceError
@@ -131,7 +131,10 @@ async def _built(
         journal = _journal(common, config)
         recorder = Recorder(common.run_dir, write_text=config.write_trajectories)
         stack.push_async_callback(_close_files, journal, recorder)
-        request_prefix = f"{common.run}/{journal.start}"
+        try:
+            tasks = TaskStream(await tasks_of(config.split), common.seed)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
         changed, events = asyncio.Event(), EventLog(journal.start)
 
@@ -141,66 +144,30 @@ async def _built(
 
         pool = ReplicaPool(common.peers.rollout, common.security, config.replicas, on_replica)
         engine = PolicyEngine(pool, common.run, config.deadlines.generate_s)
+        runner = GroupRunner(workflow, engine, common.seed, request_prefix=f"{common.run}/{journal.start}")
+        bound = StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent)
         scheduler = Scheduler(
-            StalenessBound(common.max_staleness, config.batch_size, config.max_concurrent),
+            bound,
             window_fraction=config.window_fraction,
             on_stale=OnStale(config.on_stale),
             max_steps=config.max_steps,
             max_running=config.max_running,
         )
         status = RunStatus(common.run, config, scheduler, pool, events)
-        try:
-            stream = TaskStream(await tasks_of(config.split), common.seed)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        dispatcher = Dispatcher(
-            config=config,
-            scheduler=scheduler,
-            journal=journal,
-            status=status,
-            pool=pool,
-            episodes=EpisodeRunner(workflow, engine, config, common.seed, request_prefix),
-            tasks=stream,
-            changed=changed,
-        )
-        client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
-        training = Training(
-            config=config,
-            scheduler=scheduler,
-            journal=journal,
-            status=status,
-            trainer=TrainerLink(client, common.run, config.deadlines),
-            pool=pool,
-            tasks=stream,
-            changed=changed,
-        )
+        reporter = RunReporter(common, config, scheduler, status, recorder, engine=engine, calls=calls)
         evaluations = None
         if config.evaluation.every_steps:
-            evaluations = Evaluations(
-                pool=pool,
-                engine=engine,
-                workflow=workflow,
-                tasks=await tasks_of(config.evaluation.split),
-                config=config,
-                request_prefix=request_prefix,
-                status=status,
-                recorder=recorder,
-            )
-        reporter = RunReporter(
-            common=common,
-            config=config,
-            scheduler=scheduler,
-            status=status,
-            recorder=recorder,
-            pool=pool,
-            counts=engine.counts,
-            calls=calls,
-        )
+            held_out = await tasks_of(config.evaluation.split)
+            evaluations = Evaluations(config, pool, runner, held_out, reporter)
+        client = await stack.enter_async_context(TrainerClient(common.peers.trainer, common.security))
+        trainer = TrainerLink(client, common.run, config.deadlines)
+        dispatcher = Dispatcher(config, scheduler, journal, status, tasks, runner=runner, changed=changed)
+        training = Training(config, scheduler, journal, status, tasks, trainer=trainer, pool=pool, changed=changed)
         run = Run(
-            config=config,
-            journal=journal,
-            status=status,
-            pool=pool,
+            config,
+            journal,
+            status,
+            pool,
             dispatcher=dispatcher,
             training=training,
             evaluations=evaluations,
@@ -242,14 +209,7 @@ def _journal(common: CommonConfig, config: OrchestratorConfig) -> Journal:
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServiceServicer):
-    """Serves OrchestratorService for one run.
-
-    Args:
-        name: Name of the run.
-        run: The run.
-        status: Describes it.
-        pool: Where replicas announce themselves.
-    """
+    """Serves OrchestratorService for one run."""
 
     def __init__(self, name: str, run: Run, status: RunStatus, pool: ReplicaPool) -> None:
         self._name, self._run, self._status, self._pool = name, run, status, pool

@@ -24,46 +24,40 @@ class SamplingConfig(Section):
     max_tokens: int = Field(256, ge=1, description="Most tokens sampled per turn.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn; their tokens are kept.")
     ignore_eos: bool = Field(False, description="Ignore the tokens that end a turn and sample up to `max_tokens`.")
-    seeded: bool = Field(
-        False,
-        description="Send a seed with each request, derived from the run's seed, the group, the episode and the turn.",
-    )
+    seeded: bool = Field(False, description="Send seeds with requests, from the run's seed, group, episode and turn.")
 
 
 class RewardConfig(Section):
     """Scoring in worker processes. A reward whose scoring fails or is late is missing, never 0."""
 
-    time_limit_s: float = Field(
-        10.0, gt=0, description="Seconds to score one group; a worker that takes longer is killed."
-    )
+    time_limit_s: float = Field(10.0, gt=0, description="Seconds to score one group; then its worker is killed.")
     workers: int = Field(1, ge=1, description="Worker processes that score.")
-    retries: int = Field(
-        1, ge=0, description="Further attempts for each completion whose scoring failed, before it counts as missing."
-    )
+    retries: int = Field(1, ge=0, description="Further attempts to score a completion before its reward is missing.")
 
 
-class EvaluationConfig(Section):
-    """Evaluation inside the run, pinned to one version of the weights."""
+class AttemptsConfig(Section):
+    """What an evaluation attempts."""
 
-    every_steps: int = Field(0, ge=0, description="Steps between evaluations; 0 never evaluates.")
     split: str = Field("eval", description="Split of the environment that is evaluated.")
     prompts: int = Field(64, ge=1, description="Tasks per evaluation, the first ones of the split.")
     samples: int = Field(1, ge=0, description="Samples per task at `temperature`; 0 leaves them out.")
     temperature: float = Field(1.0, gt=0, description="Softmax temperature of the samples.")
     greedy: bool = Field(True, description="Also decode each task once without randomness.")
     concurrency: int = Field(16, ge=1, description="Tasks evaluated at a time.")
-    deadline_s: float = Field(
-        600.0, gt=0, description="Seconds that an evaluation may take; a longer one is given up and counted."
-    )
+    deadline_s: float = Field(600.0, gt=0, description="Seconds for one evaluation; a longer one is given up.")
+
+
+class EvaluationConfig(AttemptsConfig):
+    """Evaluation inside the run, pinned to one version of the weights."""
+
+    every_steps: int = Field(0, ge=0, description="Steps between evaluations; 0 never evaluates.")
 
 
 class CheckpointConfig(Section):
     """When the trainer is asked for checkpoints."""
 
     every_steps: int = Field(
-        25,
-        ge=0,
-        description="Steps between checkpoints, and the most steps that a crash of the trainer costs; 0 writes none before the end (see `final`).",
+        25, ge=0, description="Steps between checkpoints, the most that a crash of the trainer costs; 0: see `final`."
     )
     final: bool = Field(True, description="Write a checkpoint after the last step.")
     deadline_s: float = Field(1800.0, gt=0, description="Seconds that one checkpoint may take.")
@@ -75,37 +69,25 @@ class FilterConfig(Section):
     drop_degenerate: bool = Field(
         False, description="Drop groups whose rewards are all equal and draw others in their place (dynamic sampling)."
     )
-    min_reward_mean: float | None = Field(
-        None, description="Drop groups whose mean reward is below this, in reward units."
-    )
-    max_reward_mean: float | None = Field(
-        None, description="Drop groups whose mean reward is above this, in reward units."
-    )
-    max_in_a_row: int = Field(
-        1024, ge=1, description="Groups that may be dropped one after the other before the run fails."
-    )
+    min_reward_mean: float | None = Field(None, description="Drop groups whose mean reward is below this.")
+    max_reward_mean: float | None = Field(None, description="Drop groups whose mean reward is above this.")
+    max_in_a_row: int = Field(1024, ge=1, description="Groups dropped one after the other before the run fails.")
 
 
 class ReplicasConfig(Section):
     """How rollout replicas are found and watched."""
 
     poll_s: float = Field(0.5, gt=0, description="Seconds between two status requests to a replica.")
-    waiting_poll_s: float = Field(
-        0.02, gt=0, description="Seconds between them while dispatch waits for a newer version."
-    )
-    poll_deadline_s: float = Field(
-        5.0, gt=0, description="Seconds that a status request may take; a longer one has failed."
-    )
-    resolve_s: float = Field(
-        5.0, gt=0, description="Seconds between two look-ups of the replicas that are given by name."
-    )
+    waiting_poll_s: float = Field(0.02, gt=0, description="Seconds between them while dispatch awaits a newer version.")
+    poll_deadline_s: float = Field(5.0, gt=0, description="Seconds for one status request.")
+    resolve_s: float = Field(5.0, gt=0, description="Seconds between two look-ups of replicas given by name.")
     lease_s: float = Field(
-        30.0, gt=0, description="Seconds after its last heartbeat that a replica which announced itself is still used."
+        30.0, gt=0, description="Seconds that an announced replica is used after its last heartbeat."
     )
     evict_after: int = Field(
         2,
         ge=1,
-        description="Failed status requests in a row after which a replica gets no work until it answers again, and its calls are made elsewhere.",
+        description="Failed status requests in a row after which its work goes elsewhere until it answers again.",
     )
 
 
@@ -115,31 +97,25 @@ class DeadlinesConfig(Section):
     start_s: float = Field(
         900.0,
         gt=0,
-        description="Seconds at the start of the run for the environment to list its tasks, and for the trainer and one replica to answer.",
+        description="Seconds for the environment to list its tasks, and for the trainer and one replica to start.",
     )
     lost_s: float = Field(
-        600.0, gt=0, description="Seconds that the trainer or all replicas may be away during the run before it fails."
+        600.0, gt=0, description="Seconds that the trainer or all replicas may be away during the run."
     )
-    begin_epoch_s: float = Field(
-        900.0, gt=0, description="Seconds for the trainer to restore and publish its weights when an epoch begins."
-    )
+    begin_epoch_s: float = Field(900.0, gt=0, description="Seconds for the trainer to restore and publish its weights.")
     submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to submit a batch.")
     step_s: float = Field(
-        3600.0,
-        gt=0,
-        description="Seconds that the trainer may take for one batch, from its submission or the step before; a longer step ends the run, which can be continued.",
+        3600.0, gt=0, description="Seconds for the trainer to train one batch; then the run ends, and can be continued."
     )
     generate_s: float = Field(600.0, gt=0, description="Seconds for one generation request.")
     episode_s: float = Field(
-        900.0,
-        gt=0,
-        description="Seconds for a group of episodes, scoring included; a later group is dropped and counted.",
+        900.0, gt=0, description="Seconds for a group and its scoring; a later one is dropped and counted."
     )
     environment_s: float = Field(
         60.0, gt=0, description="Seconds for one call of the environment: messages, reset or step."
     )
     hold_s: float = Field(
-        600.0, gt=0, description="Time to live of the hold that pins a replica's version during evaluation, in seconds."
+        600.0, gt=0, description="Seconds after which a replica held for an evaluation is free again."
     )
     watchers_s: float = Field(3.0, ge=0, description="Seconds that watchers get to read the last event.")
 
@@ -147,14 +123,10 @@ class DeadlinesConfig(Section):
 class JournalConfig(Section):
     """The journal of draws, trajectories and batches, in the run's directory."""
 
-    fsync_interval_ms: float = Field(
-        5.0, ge=0, le=50, description="Milliseconds for which records are gathered before one fsync."
-    )
+    fsync_interval_ms: float = Field(5.0, ge=0, le=50, description="Milliseconds to gather records before one fsync.")
     segment_mb: int = Field(64, ge=1, description="Size at which a new segment file is begun, in MiB.")
     queue_records: int = Field(
-        100_000,
-        ge=1,
-        description="Records that may wait to be written; with more, the disk is too slow and the run fails.",
+        100_000, ge=1, description="Records that may wait for the disk; with more, it is too slow and the run fails."
     )
 
 
@@ -184,7 +156,7 @@ class OrchestratorConfig(Section):
     max_concurrent: int = Field(
         512,
         ge=1,
-        description="Most groups between dispatch and the end of their training, however much staleness is allowed.",
+        description="Most groups between dispatch and the end of their training, whatever the staleness allows.",
     )
     max_running: int = Field(64, ge=1, description="Most groups whose episodes are under way at a time.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training episodes are sampled.")
@@ -200,17 +172,15 @@ class OrchestratorConfig(Section):
         0.3,
         ge=0,
         le=1,
-        description="Share of a batch by which younger groups may pass an older unfinished one; 0 is strict first in, first out.",
+        description="Share of a batch by which younger groups may pass an older one; 0: first in, first out.",
     )
     max_failed_groups: int = Field(
-        64,
-        ge=1,
-        description="Groups that may fail, or end without any reward, one after the other before the run fails.",
+        64, ge=1, description="Groups that may fail or end without a reward, one after the other, before the run fails."
     )
     max_lost_epochs: int = Field(
         5,
         ge=1,
-        description="Times that the trainer may be lost without a batch applied in between before the run fails.",
+        description="Times that the trainer may be lost, with no batch applied in between, before the run fails.",
     )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring.")
     filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
@@ -222,9 +192,7 @@ class OrchestratorConfig(Section):
     existing_run: Literal["resume", "refuse"] = Field(
         "resume", description="What to do if the run's directory holds a journal: resume the run, or refuse to start."
     )
-    write_trajectories: bool = Field(
-        True, description="Write every trajectory with its text to trajectories/step_*.jsonl."
-    )
+    write_trajectories: bool = Field(True, description="Write trajectories, with text, to trajectories/step_*.jsonl.")
     load_report_s: float = Field(1.0, gt=0, description="Seconds between two reports of the load.")
     server: ServerConfig = Field(
         default_factory=lambda: ServerConfig(port=7104), description="Where the orchestrator listens."

@@ -18,11 +18,10 @@ import structlog
 from orchestrator_svc.config import FilterConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import Journal
-from orchestrator_svc.recovery import DrawnTask, GroupDamagedError, Recovery
-from orchestrator_svc.replicas import PolicyEngine, ReplicaPool
-from orchestrator_svc.scheduler import Accounting, Group, Reason, Scheduler, Stage, group_name
+from orchestrator_svc.recovery import GroupDamagedError, Recovery
+from orchestrator_svc.scheduler import Accounting, DrawnTask, Group, Reason, Scheduler, Stage, group_name
 from orchestrator_svc.status import RunStatus
-from orchestrator_svc.workflows import EpisodeData, RolloutWorkflow, Sampling
+from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version, sampled_tokens, versions_of
@@ -37,13 +36,6 @@ class TaskStream:
     """The endless stream of tasks: every task once per pass, each pass in another order.
 
     The same seed gives the same task at the same position, so that a restart finds it again. Tasks to draw again come first.
-
-    Args:
-        tasks: The tasks of a split.
-        seed: Seed of the orders.
-
-    Attributes:
-        next_position: Position of the next new task.
 
     Raises:
         ValueError: if there are no tasks.
@@ -116,33 +108,24 @@ class Dispatcher:
     """Draws tasks and runs their groups.
 
     Args:
-        config: Settings of the orchestrator.
-        scheduler: Says when a group may start.
-        journal: Records draws and outcomes.
-        status: Shows groups and waiting times.
-        pool: The replicas.
-        episodes: Runs the episodes of a group.
-        tasks: What to draw from.
         changed: Set at every change. A loop checks its condition, clears it and waits.
-
-    Attributes:
-        paused: Whether an operator stopped dispatch.
     """
 
     def __init__(
         self,
-        *,
         config: OrchestratorConfig,
         scheduler: Scheduler,
         journal: Journal,
         status: RunStatus,
-        pool: ReplicaPool,
-        episodes: EpisodeRunner,
         tasks: TaskStream,
+        *,
+        runner: GroupRunner,
         changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
-        self._pool, self._episodes, self._tasks, self._changed = pool, episodes, tasks, changed
+        self._runner, self._tasks, self._changed = runner, tasks, changed
+        self._pool = runner.engine.pool
+        self._sampling = Sampling(**config.sampling.model_dump())
         self.paused = False
         self._fruitless: Counter[str] = Counter()
         self._lost_since: float | None = None
@@ -215,7 +198,8 @@ class Dispatcher:
         scored = ScoredGroup()
         try:
             async with asyncio.timeout(self._config.deadlines.episode_s) as deadline:
-                scored = await self._episodes.run(task, name, version)
+                records = await self._runner.run(task, name, self._config.group_size, self._sampling, version)
+                scored = _sift(records, self._config.filter)
         except TimeoutError as error:
             if deadline.expired():
                 reason, problem = Reason.EPISODE_DEADLINE, f"not done in {self._config.deadlines.episode_s:g} s"
@@ -265,7 +249,7 @@ class Dispatcher:
             )
 
     def _journal_counts(self) -> None:
-        generated = self._episodes.counts.of_policy()
+        generated = self._runner.engine.counts.copy()
         self._journal.generated(generated - self._journaled)
         self._journaled = generated
 
@@ -283,48 +267,6 @@ class ScoredGroup:
     records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
-
-
-class EpisodeRunner:
-    """Runs the episodes of a group and filters them.
-
-    Args:
-        workflow: Runs and scores episodes.
-        engine: What it samples from.
-        config: Settings of the orchestrator.
-        seed: Seed of the run.
-        request_prefix: Begins the ids of all requests; unique to the run and this process.
-    """
-
-    def __init__(
-        self,
-        workflow: RolloutWorkflow,
-        engine: PolicyEngine,
-        config: OrchestratorConfig,
-        seed: int,
-        request_prefix: str,
-    ) -> None:
-        self.counts = engine.counts
-        self._workflow, self._engine, self._config = workflow, engine, config
-        self._seed, self._request_prefix = seed, request_prefix
-        self._sampling = Sampling(**config.sampling.model_dump())
-
-    async def run(self, task: Task, group_id: str, version: Version) -> ScoredGroup:
-        """Run and score one group; the caller sets the deadline.
-
-        Raises:
-            SluiceError: if the group as a whole could not be run.
-        """
-        data = EpisodeData(
-            task=task,
-            group_id=group_id,
-            episodes=self._config.group_size,
-            sampling=self._sampling,
-            version=version,
-            request_prefix=f"{self._request_prefix}/{group_id}",
-            seed=self._seed,
-        )
-        return _sift(await self._workflow.arun_episode(self._engine, data), self._config.filter)
 
 
 def _sift(records: list[orchestrator_pb2.TrajectoryRecord], rules: FilterConfig) -> ScoredGroup:

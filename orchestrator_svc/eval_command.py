@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
-from orchestrator_svc.config import OrchestratorConfig, ReplicasConfig, RewardConfig
+from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig, ReplicasConfig, RewardConfig
 from orchestrator_svc.envs.base import SingleTurnEnvironment
 from orchestrator_svc.envs.loading import check_there, load_environment, locate
-from sluice.config import Command, ConfigError, Section, SecurityConfig, load_command
+from sluice.config import Command, ConfigError, SecurityConfig, load_command
 from sluice.engines import EngineName
 from sluice.models import check_files, check_model
+from sluice.tasks import settle
 from sluice.telemetry import configure_logging
 from sluice.versions import BASE
 
@@ -53,7 +54,7 @@ _TAIL_LINES = 20
 """Lines of its log that are shown when it dies."""
 
 
-class EvalConfig(Section):
+class EvalConfig(AttemptsConfig):
     """What is evaluated, on what, and how."""
 
     model: str = Field("", description="Model directory or hub id; a replica is started for it and stopped afterwards.")
@@ -71,13 +72,10 @@ class EvalConfig(Section):
     environment_args: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the environment's class or function."
     )
-    split: str = Field("eval", description="Split of the environment.")
     workflow: str = Field("auto", description="How an episode runs; as orchestrator.workflow.")
     max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
     prompts: int = Field(200, ge=1, description="Tasks to evaluate, the first ones of the split.")
     samples: int = Field(4, ge=0, description="Samples per task at `temperature`; 0 leaves them out.")
-    temperature: float = Field(1.0, gt=0, description="Softmax temperature of the samples.")
-    greedy: bool = Field(True, description="Also decode each task once without randomness.")
     max_tokens: int = Field(256, ge=1, description="Most tokens sampled per turn.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a turn.")
     concurrency: int = Field(64, ge=1, description="Tasks evaluated at a time.")
@@ -88,9 +86,7 @@ class EvalConfig(Section):
         None, description="JSONL file for every attempt with its text; none writes none."
     )
     start_s: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds for the environment to list its tasks, and again for the replica of `model` to be ready.",
+        600.0, gt=0, description="Seconds to list the tasks, and again for the replica of `model` to be ready."
     )
     connect_s: float = Field(30.0, gt=0, description="Seconds for the server at `address` to answer.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for the evaluation itself.")
@@ -160,9 +156,9 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
     """
     # What follows brings gRPC and process pools: not for `--help`.
     from orchestrator_svc.envs.scoring import Scorer  # noqa: PLC0415
-    from orchestrator_svc.evaluation import EvalPlan, evaluate  # noqa: PLC0415
+    from orchestrator_svc.evaluation import evaluate  # noqa: PLC0415
     from orchestrator_svc.replicas import PolicyEngine, ReplicaPool  # noqa: PLC0415
-    from orchestrator_svc.workflows import EnvironmentCalls, choose_workflow, list_tasks  # noqa: PLC0415
+    from orchestrator_svc.workflows import EnvironmentCalls, GroupRunner, Sampling, choose_workflow, list_tasks  # noqa: PLC0415
 
     environment = load_environment(config.environment, config.environment_args)
     settings = OrchestratorConfig(workflow=config.workflow, max_turns=config.max_turns)
@@ -183,31 +179,19 @@ async def run_evaluation(config: EvalConfig) -> tuple[dict[str, float], str, lis
         target = replica.target if replica is not None else config.address
         pool = ReplicaPool([target], config.security, ReplicasConfig(poll_s=0.2), lambda _: None)
         polling = asyncio.create_task(pool.run())
-        stack.push_async_callback(_ended, polling)
+        stack.push_async_callback(settle, polling)
+        stack.callback(polling.cancel)
         await _wait_ready(pool, polling, replica, config.connect_s if replica is None else config.start_s)
         engine = PolicyEngine(pool, _RUN if replica is not None else "", _GENERATE_S)
-        plan = EvalPlan(
-            samples=config.samples,
-            temperature=config.temperature,
-            greedy=config.greedy,
-            max_tokens=config.max_tokens,
-            stop=tuple(config.stop),
-            concurrency=config.concurrency,
-            seed=config.seed,
-            name="",
-        )
+        runner = GroupRunner(workflow, engine, config.seed, request_prefix="")
+        sampling = Sampling(config.temperature, config.max_tokens, config.stop)
         try:
             async with asyncio.timeout(config.deadline_s):
-                result = await evaluate(engine, workflow, tasks, plan)
+                result = await evaluate(runner, tasks, config, sampling)
         except TimeoutError as error:
             raise ConfigError(f"the evaluation took more than {config.deadline_s:g} s (--deadline-s)") from error
         version = str(pool.replicas[0].version)
     return result.metrics(), version, [asdict(sample) for sample in result.samples]
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
 
 
 def _print(result: Mapping[str, Any]) -> None:
@@ -227,11 +211,7 @@ def _write(path: Path, text: str) -> None:
 
 
 class _StartedReplica:
-    """A running child.
-
-    Attributes:
-        target: Its address.
-    """
+    """A running child."""
 
     def __init__(self, process: asyncio.subprocess.Process, target: str, log_path: Path) -> None:
         self.target = target

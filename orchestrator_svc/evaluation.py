@@ -9,17 +9,16 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 import structlog
 
-from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.config import AttemptsConfig, OrchestratorConfig
 from orchestrator_svc.envs.base import Task
-from orchestrator_svc.replicas import PolicyEngine, Replica, ReplicaPool
-from orchestrator_svc.report import Recorder
-from orchestrator_svc.status import RunStatus
-from orchestrator_svc.workflows import EpisodeData, EpisodeEngine, RolloutWorkflow, Sampling
+from orchestrator_svc.replicas import Replica, ReplicaPool
+from orchestrator_svc.report import RunReporter
+from orchestrator_svc.workflows import GroupRunner, Sampling
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, rollout_pb2, tokens_pb2
 from sluice.versions import BASE, Version
@@ -42,16 +41,6 @@ class Evaluations:
     still takes training episodes as long as the staleness bound allows; with a single one all updates wait until the
     evaluation ends, and dispatch stops by the bound.
 
-    Args:
-        pool: The replicas.
-        engine: What samples, not yet pinned.
-        workflow: Runs and scores episodes.
-        tasks: Tasks of the evaluated split.
-        config: Settings of the orchestrator.
-        request_prefix: Begins the ids of all requests; unique to the run and this process.
-        status: Reports the results.
-        recorder: Records the results.
-
     Attributes:
         failed: Evaluations that failed or were left out.
         held_all_replicas: Whether one of them held the only replica.
@@ -59,21 +48,16 @@ class Evaluations:
 
     def __init__(
         self,
-        *,
-        pool: ReplicaPool,
-        engine: PolicyEngine,
-        workflow: RolloutWorkflow,
-        tasks: Sequence[Task],
         config: OrchestratorConfig,
-        request_prefix: str,
-        status: RunStatus,
-        recorder: Recorder,
+        pool: ReplicaPool,
+        runner: GroupRunner,
+        tasks: Sequence[Task],
+        reporter: RunReporter,
     ) -> None:
         self.failed = 0
         self.held_all_replicas = False
-        self._pool, self._engine, self._workflow = pool, engine, workflow
-        self._tasks, self._config, self._request_prefix = tasks[: config.evaluation.prompts], config, request_prefix
-        self._status, self._recorder = status, recorder
+        self._config, self._pool, self._runner, self._reporter = config, pool, runner, reporter
+        self._tasks = tasks[: config.evaluation.prompts]
         self._running: asyncio.Task[None] | None = None
 
     def after_step(self, version: Version, beside: asyncio.TaskGroup) -> None:
@@ -98,10 +82,7 @@ class Evaluations:
             self.failed += 1
             log.exception("evaluation failed unexpectedly", step=wanted.number)
             return
-        metrics = result.metrics()
-        self._status.evaluation_finished(version, self._config.environment, metrics)
-        await self._recorder.scalars(version.number, {f"eval/{name}": value for name, value in metrics.items()})
-        log.info("evaluation", version=str(version), **{name: round(value, 4) for name, value in metrics.items()})
+        await self._reporter.evaluation(version, result.metrics())
 
     async def _evaluate(self, wanted: Version) -> tuple[Version, EvalResult]:
         """Evaluate `wanted`, or what a replica serves after it.
@@ -115,18 +96,11 @@ class Evaluations:
             replica = await self._pool.choose(wanted)
             self.held_all_replicas |= len(self._pool.replicas) == 1
             async with self._held(replica) as version:
-                plan = EvalPlan(
-                    samples=settings.samples,
-                    temperature=settings.temperature,
-                    greedy=settings.greedy,
-                    max_tokens=self._config.sampling.max_tokens,
-                    stop=tuple(self._config.sampling.stop),
-                    concurrency=settings.concurrency,
-                    version=version,
-                    name=f"{self._request_prefix}/eval-{version}",
-                )
-                engine = self._engine.pinned(replica)
-                return version, await evaluate(engine, self._workflow, self._tasks, plan)
+                train = self._config.sampling
+                sampling = Sampling(settings.temperature, train.max_tokens, train.stop)
+                # Of any seed of the run, so that runs of different seeds are evaluated alike.
+                runner = replace(self._runner, engine=self._runner.engine.pinned(replica), seed=0)
+                return version, await evaluate(runner, self._tasks, settings, sampling, version)
 
     @contextlib.asynccontextmanager
     async def _held(self, replica: Replica) -> AsyncIterator[Version]:
@@ -149,33 +123,6 @@ class Evaluations:
 
 
 @dataclass(frozen=True, slots=True)
-class EvalPlan:
-    """What an evaluation samples.
-
-    Attributes:
-        samples: Samples per task at `temperature`; 0 leaves them out.
-        temperature: Softmax temperature of the samples.
-        greedy: Also decode each task once without randomness.
-        max_tokens: Most tokens per turn.
-        stop: Strings that end a turn.
-        concurrency: Tasks evaluated at a time.
-        version: Oldest version that may sample.
-        name: Begins the ids of its requests; empty lets the server choose them, so that nothing is answered from memory.
-        seed: Seed of environments' random numbers.
-    """
-
-    samples: int
-    temperature: float
-    greedy: bool
-    max_tokens: int
-    stop: tuple[str, ...] = ()
-    concurrency: int = 16
-    version: Version = BASE
-    name: str = "eval"
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class EvalSample:
     """One attempt; the reward is None where it is missing."""
 
@@ -189,12 +136,7 @@ class EvalSample:
 
 @dataclass
 class EvalResult:
-    """The outcome of an evaluation.
-
-    Attributes:
-        samples: All attempts.
-        failed_tasks: Tasks whose generation failed.
-    """
+    """The outcome of an evaluation."""
 
     samples: list[EvalSample] = field(default_factory=list)
     failed_tasks: int = 0
@@ -218,19 +160,25 @@ class EvalResult:
 
 
 async def evaluate(
-    engine: EpisodeEngine, workflow: RolloutWorkflow, tasks: Sequence[Task], plan: EvalPlan
+    runner: GroupRunner, tasks: Sequence[Task], settings: AttemptsConfig, sampling: Sampling, version: Version = BASE
 ) -> EvalResult:
-    """Attempt every task; the caller sets the deadline.
+    """Attempt every task, with `version` or a newer one; the caller sets the deadline.
 
     A task whose generation fails, or whose environment raises, is counted and left out.
     """
     result = EvalResult()
-    places = asyncio.Semaphore(plan.concurrency)
+    places = asyncio.Semaphore(settings.concurrency)
+    kinds = [(False, settings.samples, sampling)] * (settings.samples > 0)
+    kinds += [(True, 1, replace(sampling, temperature=0.0))] * settings.greedy
 
     async def one(index: int, task: Task) -> None:
         async with places:
             try:
-                samples = await _attempts(engine, workflow, task, index, plan)
+                samples = []
+                for greedy, episodes, how in kinds:
+                    group_id = f"eval-{version}-{'greedy' if greedy else 'sampled'}-{index}"
+                    records = await runner.run(task, group_id, episodes, how, version)
+                    samples += [_sample(task, record, greedy=greedy) for record in records]
             except Exception as error:  # noqa: BLE001 - an environment or a workflow may raise anything
                 log.warning("evaluation of a task failed", task=task.task_id, error=repr(error))
                 result.failed_tasks += 1
@@ -241,27 +189,6 @@ async def evaluate(
         for index, task in enumerate(tasks):
             group.create_task(one(index, task))
     return result
-
-
-async def _attempts(
-    engine: EpisodeEngine, workflow: RolloutWorkflow, task: Task, index: int, plan: EvalPlan
-) -> list[EvalSample]:
-    wanted = [(False, plan.samples, plan.temperature)] * (plan.samples > 0) + [(True, 1, 0.0)] * plan.greedy
-    samples = []
-    for greedy, episodes, temperature in wanted:
-        kind = "greedy" if greedy else "sampled"
-        data = EpisodeData(
-            task=task,
-            group_id=f"{plan.name}-{kind}-{index}",
-            episodes=episodes,
-            sampling=Sampling(temperature, plan.max_tokens, plan.stop),
-            version=plan.version,
-            request_prefix=f"{plan.name}/{kind}/{index}" if plan.name else "",
-            seed=plan.seed,
-        )
-        records = await workflow.arun_episode(engine, data)
-        samples += [_sample(task, record, greedy=greedy) for record in records]
-    return samples
 
 
 def _sample(task: Task, record: orchestrator_pb2.TrajectoryRecord, *, greedy: bool) -> EvalSample:

@@ -74,7 +74,6 @@ class Journal:
         run_dir: The run's directory: ``journal.sqlite`` and ``journal/`` lie in it.
         identity: What must not change between two starts, such as run, seed and environment.
         fsync_interval_s: Seconds that records are gathered before they are made durable.
-        segment_bytes: Size of a segment.
         queue_records: Records that may wait; more are an error.
 
     Attributes:
@@ -165,7 +164,7 @@ class Journal:
         self._record(lambda: self._connection.executemany(_COUNT, rows))
 
     def generated(self, counts: Mapping[str, int]) -> None:
-        """Record so many more requests, tokens and requests that span versions, by name."""
+        """Record what was generated since the last call, as `PolicyEngine.counts` names it."""
         rows = [("generated", name, amount) for name, amount in counts.items()]
         self._record(lambda: self._connection.executemany(_COUNT, rows))
 
@@ -282,12 +281,7 @@ class Journal:
         return self._live[number]
 
     async def read_group(self, number: int) -> list[orchestrator_pb2.TrajectoryRecord]:
-        """Read the trajectories of a group from disk.
-
-        Raises:
-            GroupDamagedError: if one of them is damaged.
-            JournalError: if nothing can be read now.
-        """
+        """Read the trajectories of a group from disk, with the errors of `trajectories`."""
 
         def read() -> list[orchestrator_pb2.TrajectoryRecord]:
             rows = self._run("SELECT segment, offset FROM trajectories WHERE number = ? ORDER BY ordinal", (number,))

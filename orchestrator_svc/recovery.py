@@ -6,7 +6,7 @@ import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
 
-from orchestrator_svc.scheduler import Accounting, Batch, Group, Stage
+from orchestrator_svc.scheduler import Accounting, Batch, DrawnTask, Group, Stage
 from sluice.versions import Version
 
 
@@ -18,27 +18,17 @@ class GroupDamagedError(JournalError):
     """What was written of one group cannot be read any more; the rest of the journal can be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnTask:
-    """A task that was drawn for a group and has no trajectories yet; group number 0: it has no group yet."""
-
-    number: int
-    position: int
-
-
 @dataclass
 class Recovery:
     """What earlier processes of a run left behind.
 
     Attributes:
         epochs: Epochs that trainers began, with the version each began from, ascending.
-        drawn: Tasks to draw again.
         ready: Groups that are in no batch.
         batches: Batches that were made and not pruned, with their groups, ascending; applied ones included.
         next_group: Number of the next group.
         next_position: Next place in the stream of tasks.
-        accounting: Counts so far.
-        generated: Requests, tokens and requests that span versions of earlier processes, by name.
+        generated: What earlier processes generated, as `PolicyEngine.counts` names it.
         elapsed_s: Seconds that earlier processes of the run lasted.
     """
 
@@ -126,15 +116,12 @@ def read_tables(connection: sqlite3.Connection) -> Recovery:
 def _accounting(connection: sqlite3.Connection) -> Accounting:
     accounting = Accounting()
     for kind, reason, amount in connection.execute("SELECT kind, reason, amount FROM counts"):
-        match kind:
-            case "accepted":
-                accounting.accept(amount)
-            case "dropped":
-                accounting.drop(reason, amount)
-            case "failed":
-                accounting.failed_groups[reason] += amount
-            case _:
-                pass
+        if kind == "accepted":
+            accounting.accept(amount)
+        elif kind == "dropped":
+            accounting.drop(reason, amount)
+        elif kind == "failed":
+            accounting.failed_groups[reason] += amount
     drops: dict[int, Counter[str]] = {}
     for sequence_no, reason, amount in connection.execute("SELECT * FROM batch_drops"):
         drops.setdefault(sequence_no, Counter())[reason] = amount

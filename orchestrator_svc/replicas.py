@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import ipaddress
 import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
 import structlog
 
 from orchestrator_svc.config import ReplicasConfig
-from orchestrator_svc.workflows import derived_seed
 from sluice.config import SecurityConfig
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import orchestrator_pb2, rollout_pb2, rollout_pb2_grpc, tokens_pb2
@@ -66,13 +65,7 @@ _LOOKUP_S = 5.0
 
 
 class Replica:
-    """One rollout replica: its channel, its last status, and whether it gets work.
-
-    Args:
-        target: Its address.
-        security: Tokens and TLS.
-        evict_after: Failed polls in a row after which it gets no work.
-    """
+    """One rollout replica: its channel, its last status, and whether it gets work."""
 
     def __init__(self, target: str, security: SecurityConfig, evict_after: int) -> None:
         self.target = target
@@ -169,8 +162,6 @@ class ReplicaPool:
 
     Args:
         addresses: Configured addresses. A name stands for all addresses that it resolves to, and is resolved again regularly.
-        security: Tokens and TLS.
-        config: Intervals and limits.
         on_change: Called when a replica's version or fitness changed.
     """
 
@@ -442,46 +433,28 @@ def _is_name(host: str) -> bool:
         return False
 
 
-@dataclass
-class GenerationCounts:
-    """Counts of what was generated so far.
-
-    Attributes:
-        requests: Answered requests.
-        spanning: Requests with a sample whose tokens carry more than one policy version.
-        tokens: Sampled tokens.
-        retried: Attempts that failed and were made again elsewhere.
-        continued: Samples that were interrupted and continued.
-    """
-
-    requests: int = 0
-    spanning: int = 0
-    tokens: int = 0
-    retried: int = 0
-    continued: int = 0
-
-    def of_policy(self) -> Counter[str]:
-        """Return requests, spanning requests and tokens by name."""
-        return Counter(requests=self.requests, spanning=self.spanning, tokens=self.tokens)
-
-
 class PolicyEngine:
     """Samples from the policy through the pool; what workflows are given.
 
     Args:
-        pool: The replicas.
         run: Name of the run; empty leaves it unchecked.
         deadline_s: Seconds for one request at one replica.
         only: Use this replica alone, for an evaluation that is pinned to one version.
+
+    Attributes:
+        counts: What this process generated: "requests" that were answered, those of them with a sample of several policy
+            versions ("spanning"), "tokens" sampled, attempts that failed and were made again elsewhere ("retried"), samples that
+            were interrupted and "continued".
     """
 
     def __init__(self, pool: ReplicaPool, run: str, deadline_s: float, only: Replica | None = None) -> None:
-        self.counts = GenerationCounts()
-        self._pool, self._run, self._deadline_s, self._only = pool, run, deadline_s, only
+        self.pool = pool
+        self.counts: Counter[str] = Counter()
+        self._run, self._deadline_s, self._only = run, deadline_s, only
 
     def pinned(self, replica: Replica) -> PolicyEngine:
         """Return the same engine restricted to one replica, with counts of its own."""
-        return PolicyEngine(self._pool, self._run, self._deadline_s, replica)
+        return PolicyEngine(self.pool, self._run, self._deadline_s, replica)
 
     async def agenerate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
         """Sample all continuations of a prompt; the caller sets the deadline of the whole.
@@ -493,19 +466,17 @@ class PolicyEngine:
         response = await self._generate(request)
         for sample in response.samples:
             await self._continue(request, response.prompt_token_ids, sample)
-        self.counts.requests += 1
-        self.counts.tokens += sum(len(sample.token_ids) for sample in response.samples)
-        self.counts.spanning += any(len(sample.version_spans) > 1 for sample in response.samples)
+        self.counts["requests"] += 1
+        self.counts["tokens"] += sum(len(sample.token_ids) for sample in response.samples)
+        self.counts["spanning"] += any(len(sample.version_spans) > 1 for sample in response.samples)
         return response
 
     async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
         """Return the token ids of text or messages, by the model's own tokenizer and template."""
-
-        async def call(replica: Replica) -> rollout_pb2.TokenizeResponse:
-            answer: rollout_pb2.TokenizeResponse = await replica.rollout.Tokenize(request, timeout=self._deadline_s)
-            return answer
-
-        return list((await self._anywhere(BASE, 0, call)).token_ids)
+        answer = await self._anywhere(
+            BASE, 0, lambda replica: replica.rollout.Tokenize(request, timeout=self._deadline_s)
+        )
+        return list(answer.token_ids)
 
     async def _generate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
         async def call(replica: Replica) -> rollout_pb2.GenerateResponse:
@@ -519,14 +490,14 @@ class PolicyEngine:
         """Make a call at one replica after the other until one answers."""
         avoid: frozenset[str] = frozenset()
         while True:
-            replica = self._only or await self._pool.choose(wanted, avoid)
+            replica = self._only or await self.pool.choose(wanted, avoid)
             try:
-                return await self._pool.call(replica, samples, call)
+                return await self.pool.call(replica, samples, call)
             except SluiceError as failure:
                 if not _retryable(failure):
                     raise
                 error = failure
-            self.counts.retried += 1
+            self.counts["retried"] += 1
             # One warning for a replica that fails, not one for each of its requests.
             tell = log.debug if replica.why_not() else log.warning
             tell("request is repeated at another replica", replica=replica.name, error=str(error))
@@ -544,7 +515,7 @@ class PolicyEngine:
         for _ in range(_CONTINUATIONS):
             if sample.finish_reason not in _INTERRUPTED:
                 return
-            self.counts.continued += 1
+            self.counts["continued"] += 1
             more = rollout_pb2.GenerateRequest()
             more.CopyFrom(request)
             more.n = 1
@@ -581,6 +552,12 @@ def newest_version(samples: Iterable[rollout_pb2.GeneratedSample]) -> Version:
     """Return the newest version among the tokens of some samples; (0, 0) if there are none."""
     versions = [Version.from_proto(s.policy_version) for sample in samples for s in sample.version_spans]
     return max(versions, default=Version(0, 0))
+
+
+def derived_seed(*parts: object) -> int:
+    """Return a seed of 47 bits that the parts determine; seeds of different parts have nothing in common."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def _retryable(error: SluiceError) -> bool:

@@ -21,12 +21,13 @@ import structlog
 
 from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.recovery import Recovery
-from orchestrator_svc.replicas import GenerationCounts, ReplicaPool
+from orchestrator_svc.replicas import PolicyEngine
 from orchestrator_svc.scheduler import Reason, Scheduler, Stage
 from orchestrator_svc.status import RunStatus
 from orchestrator_svc.workflows import EnvironmentCalls
 from sluice.config import CommonConfig
 from sluice.host_files import write_whole
+from sluice.tasks import discard_outcome
 from sluice.telemetry import MetricsWriter
 from sluice.threads import SerialThread
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
@@ -43,53 +44,39 @@ _DISK_S = 300.0
 _STALENESS_PREFIX = "staleness/tokens_at_"
 
 
-@dataclass(frozen=True, slots=True)
-class StepSummary:
-    """Counts and metrics of one applied batch.
-
-    Attributes:
-        trained: Trajectories that took part.
-        dropped: Those that did not, by reason.
-        stale_groups: Groups with a trajectory that was too old.
-        metrics: Scalars by name.
-    """
-
-    trained: int
-    dropped: Mapping[str, int]
-    stale_groups: frozenset[str]
-    metrics: Mapping[str, float]
-
-
 @dataclass(frozen=True)
 class AppliedStep:
     """A batch that the trainer applied.
 
     Attributes:
         version: The version that resulted.
-        summary: Counts and metrics.
+        trained: Trajectories that took part.
+        dropped: Those that did not, by reason.
+        stale_groups: Groups with a trajectory that was too old.
         records: Its trajectories, marked with their outcome.
         past: Whether it was applied while no orchestrator was there to see it.
     """
 
     version: Version
-    summary: StepSummary
+    trained: int
+    dropped: Mapping[str, int]
+    stale_groups: frozenset[str]
+    metrics: Mapping[str, float]
     records: list[orchestrator_pb2.TrajectoryRecord]
-    past: bool = False
+    past: bool
 
 
 def summarise(
     step: trainer_pb2.StepReport,
-    records: Sequence[orchestrator_pb2.TrajectoryRecord],
+    records: list[orchestrator_pb2.TrajectoryRecord],
     lineage: Lineage,
     max_staleness: int,
-) -> StepSummary:
-    """Mark each record with its outcome, and count.
+    *,
+    past: bool = False,
+) -> AppliedStep:
+    """Count what the trainer reports, and set outcome, reason and step of each record that can still be read.
 
-    Args:
-        step: The trainer's report.
-        records: The batch's trajectories, without those that can no longer be read; outcome, reason and step are set.
-        lineage: Where the epochs began.
-        max_staleness: Bound; older tokens of a trained trajectory were cut from the loss and are not counted.
+    Tokens of a trained trajectory that are older than `max_staleness` were cut from the loss and are not counted.
     """
     results = {result.trajectory_id: result for result in step.results}
     refused = [result for result in step.results if result.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED]
@@ -113,7 +100,8 @@ def summarise(
     metrics["tokens/trained"] = float(sum(result.trained_tokens for result in step.results))
     for name, value in step.metrics.items():  # `weights/` names are shared with the replicas
         metrics[name if name.startswith("weights/") else f"trainer/{name}"] = value
-    return StepSummary(len(step.results) - len(refused), dict(+dropped), frozenset(stale_groups), metrics)
+    version, trained = Version.from_proto(step.policy_version), len(step.results) - len(refused)
+    return AppliedStep(version, trained, dict(+dropped), frozenset(stale_groups), metrics, records, past)
 
 
 def _token_ages(trajectory: tokens_pb2.Trajectory, lineage: Lineage, consumed_at: int) -> Iterator[tuple[int, int]]:
@@ -164,33 +152,21 @@ def _age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
 
 
 class RunReporter:
-    """Shows and records the steps of a run, and writes its report.
-
-    Args:
-        common: Settings that all services of the run share.
-        config: Settings of the orchestrator.
-        scheduler: Counts trajectories.
-        status: Shows steps and waiting times, and keeps the last trajectories.
-        recorder: Writes the files.
-        pool: Knows what the replicas' updates cost.
-        counts: What was generated.
-        calls: Where the environment's code runs.
-    """
+    """Shows and records the steps and evaluations of a run, and writes its report."""
 
     def __init__(
         self,
-        *,
         common: CommonConfig,
         config: OrchestratorConfig,
         scheduler: Scheduler,
         status: RunStatus,
         recorder: Recorder,
-        pool: ReplicaPool,
-        counts: GenerationCounts,
+        *,
+        engine: PolicyEngine,
         calls: EnvironmentCalls,
     ) -> None:
         self._common, self._config, self._scheduler, self._status = common, config, scheduler, status
-        self._recorder, self._pool, self._counts, self._calls = recorder, pool, counts, calls
+        self._recorder, self._engine, self._calls = recorder, engine, calls
         self._generated_before: Counter[str] = Counter()
         self._last_step = time.monotonic()
         self._counted: Counter[str] = Counter()
@@ -203,19 +179,18 @@ class RunReporter:
 
     async def step(self, step: AppliedStep) -> None:
         """Show and record an applied batch."""
-        summary, version = step.summary, step.version
-        metrics = dict(summary.metrics)
+        version, metrics = step.version, dict(step.metrics)
         if not step.past:
-            metrics |= self._since_last_step() | self._pool.update_metrics(version)
+            metrics |= self._since_last_step() | self._engine.pool.update_metrics(version)
         self._status.history.add(step.records)
         self._status.step_finished(version, metrics)
         await self._recorder.step(version.number, metrics, step.records, self._scheduler.lineage)
         shown = {name: round(metrics[name], 4) for name in ("reward/mean", "staleness/mean") if name in metrics}
-        log.info("step", version=str(version), trained=summary.trained, dropped=dict(summary.dropped), **shown)
+        log.info("step", version=str(version), trained=step.trained, dropped=dict(step.dropped), **shown)
 
     def _since_last_step(self) -> dict[str, float]:
         """Return rates and counts of the time since the last applied batch."""
-        now, counts = time.monotonic(), self._counts.of_policy()
+        now, counts = time.monotonic(), self._engine.counts.copy()
         more, self._counted = counts - self._counted, counts
         idle, blocked, rollout_idle = (share.take(now) for share in self._shares)
         elapsed, self._last_step = now - self._last_step, now
@@ -230,6 +205,12 @@ class RunReporter:
             "load/rollout_idle": rollout_idle,
         }
 
+    async def evaluation(self, version: Version, metrics: Mapping[str, float]) -> None:
+        """Show and record an evaluation."""
+        self._status.evaluation_finished(version, self._config.environment, metrics)
+        await self._recorder.scalars(version.number, {f"eval/{name}": value for name, value in metrics.items()})
+        log.info("evaluation", version=str(version), **{name: round(value, 4) for name, value in metrics.items()})
+
     async def report(self, state: str, facts: Mapping[str, Any]) -> None:
         """Write the report.
 
@@ -239,7 +220,7 @@ class RunReporter:
         """
         scheduler, accounting = self._scheduler, self._scheduler.accounting
         dropped = accounting.dropped
-        generated = self._generated_before + self._counts.of_policy()
+        generated = self._generated_before + self._engine.counts
         if state == "succeeded":
             # Nothing will train them; a continued run would.
             left = sum(each.trajectories for each in scheduler.groups.values() if each.stage is not Stage.RUNNING)
@@ -263,9 +244,9 @@ class RunReporter:
                 "tokens_generated": generated["tokens"],
                 "requests": generated["requests"],
                 "requests_spanning_versions": generated["spanning"],
-                "generation_retries": self._counts.retried,
-                "samples_continued": self._counts.continued,
-                "environment_calls_hung": self._calls.threads.hung,
+                "generation_retries": generated["retried"],
+                "samples_continued": generated["continued"],
+                "environment_calls_hung": self._calls.hung,
                 **facts,
             }
         )
@@ -273,12 +254,7 @@ class RunReporter:
 
 
 class Recorder:
-    """Writes files in a thread while the run continues.
-
-    Args:
-        run_dir: The run's directory.
-        write_text: Also write the trajectories.
-    """
+    """Writes files in a thread while the run continues."""
 
     def __init__(self, run_dir: Path, *, write_text: bool) -> None:
         self._run_dir, self._write_text = run_dir, write_text
@@ -337,7 +313,10 @@ class Recorder:
 
         self._waiting.append(self._thread.submit(close))
         self._thread.end()
-        await self._drain(0)
+        try:
+            await self._drain(0)
+        finally:
+            discard_outcome(*self._waiting)
 
     def _metrics(self) -> MetricsWriter:
         if self._writer is None:
@@ -421,11 +400,9 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 
 
 def build_report(steps: Mapping[int, Mapping[str, float]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report of a run, folded from its metrics, so that it also covers earlier processes of the run.
+    """Return the report of a run, folded from the metrics of its steps, so that it also covers earlier processes of the run.
 
-    Args:
-        steps: Metrics by step.
-        facts: What the metrics do not hold: run, seed, state, steps, wall_s, counts of trajectories.
+    `facts` is what the metrics do not hold: run, seed, state, steps, wall_s, counts of trajectories.
     """
     trained = {step: values for step, values in sorted(steps.items()) if 0 < step <= int(facts["steps"])}
     ages: Counter[int] = Counter()

@@ -31,23 +31,17 @@ class Run:
     """One run, or the rest of one that an earlier process began.
 
     Args:
-        config: Settings of the orchestrator.
-        journal: What survives a crash.
-        status: What operators see.
         pool: The replicas; `run` polls them.
-        dispatcher: Turns tasks into scored groups.
-        training: Turns scored groups into applied batches, and asks for checkpoints.
         evaluations: Evaluates between steps; None if the run never does.
-        reporter: Shows and records steps, and writes the report.
     """
 
     def __init__(
         self,
-        *,
         config: OrchestratorConfig,
         journal: Journal,
         status: RunStatus,
         pool: ReplicaPool,
+        *,
         dispatcher: Dispatcher,
         training: Training,
         evaluations: Evaluations | None,

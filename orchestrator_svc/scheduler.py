@@ -43,8 +43,6 @@ class Group:
         number: Order of dispatch; also its name.
         position: Place of its task in the stream of tasks.
         versions: While it runs: the version that its replica served at dispatch, a lower bound. Then: those of its tokens.
-        stage: Where it stands.
-        trajectories: Accepted trajectories.
         passed: Younger groups that were batched while it was running.
         last_batch: The last batch that may train it; kept by the scheduler.
     """
@@ -56,6 +54,14 @@ class Group:
     trajectories: int = 0
     passed: int = 0
     last_batch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTask:
+    """A task that was drawn for a group and has no trajectories yet; group number 0: it has no group yet."""
+
+    number: int
+    position: int
 
 
 def group_name(number: int) -> str:
@@ -143,7 +149,6 @@ class StalenessBound:
 
     Attributes:
         max_staleness: Most versions that a trained token may lag behind the weights that consume it.
-        batch_groups: Groups per batch.
         max_concurrent: Most live groups, whatever the staleness allows.
     """
 
@@ -175,11 +180,8 @@ class Scheduler:
     """Decides on dispatch and batches.
 
     Args:
-        bound: The staleness bound.
         window_fraction: Share of a batch by which younger groups may pass an older unfinished one.
         on_stale: What happens to groups that are too old for every batch to come.
-        max_steps: Batches to make in all.
-        max_running: Most groups that run at a time.
     """
 
     def __init__(
@@ -313,12 +315,9 @@ class Scheduler:
         return batch
 
     def recover(self, epochs: Iterable[tuple[int, Version]], ready: Iterable[Group], accounting: Accounting) -> None:
-        """Take over what an earlier process left; `open_epoch` or `rejoin_epoch` follows and brings the batches.
+        """Take over the epochs of earlier processes, with the versions that they began from, and the groups in no batch.
 
-        Args:
-            epochs: Earlier epochs with the versions that they began from.
-            ready: Groups that are in no batch.
-            accounting: Counts so far.
+        `open_epoch` or `rejoin_epoch` follows and brings the batches.
         """
         for epoch, origin in epochs:
             self.lineage = self.lineage.begin(epoch, origin)
@@ -327,13 +326,7 @@ class Scheduler:
         self.accounting = accounting
 
     def open_epoch(self, epoch: int, origin: Version, lost: Iterable[tuple[Batch, Iterable[Group]]]) -> None:
-        """Begin an epoch of the trainer: the batches after the version that it restored have to be applied (again).
-
-        Args:
-            epoch: The new epoch.
-            origin: The version it began from.
-            lost: All batches that were made after it, with their groups.
-        """
+        """Begin an epoch of the trainer from version `origin`; the batches after it, `lost`, have to be applied (again)."""
         self.lineage = self.lineage.begin(epoch, origin)
         self.accounting.roll_back(origin.number)
         self.rejoin_epoch(epoch, origin.number, lost)
@@ -345,13 +338,10 @@ class Scheduler:
         lost: Iterable[tuple[Batch, Iterable[Group]]],
         held: Iterable[tuple[Batch, Iterable[Group]]] = (),
     ) -> None:
-        """Continue an epoch that the trainer was given before.
+        """Continue an epoch that the trainer was given before, in which the batches up to `applied` are known to be applied.
 
-        Args:
-            epoch: The epoch.
-            applied: Batches that are known to be applied.
-            lost: Later batches that the trainer lacks, with those of their groups that are left.
-            held: Later batches that the trainer has: it will apply them as they are.
+        Of the later batches the trainer lacks `lost`, given with those of their groups that are left, and has `held`, which it
+        will apply as they are.
         """
         self.epoch, self.applied, self.is_open = epoch, applied, True
         for batch in self.batches.values():

@@ -38,13 +38,6 @@ _PAGE_BYTES = 3 << 20
 class RunStatus:
     """Keeps the run's state and appends its events.
 
-    Args:
-        run: Name of the run.
-        config: Settings of the orchestrator.
-        scheduler: Its groups and batches.
-        pool: Its replicas.
-        events: Where events are appended.
-
     Attributes:
         history: The last trajectories whose outcome is known.
         trainer_idle: Time in which the trainer had no batch.
@@ -291,11 +284,7 @@ def _matches(record: orchestrator_pb2.TrajectoryRecord, request: orchestrator_pb
 
 
 class HeldTime:
-    """Adds up the seconds for which a condition held. It has no clock: the caller passes the time.
-
-    Args:
-        now: Monotonic seconds.
-    """
+    """Adds up the seconds for which a condition held. It has no clock: the caller passes the time in monotonic seconds."""
 
     def __init__(self, now: float) -> None:
         self._holds = False
@@ -313,12 +302,7 @@ class HeldTime:
 
 
 class ShareSince:
-    """The share of time in which a condition held since the share was taken last.
-
-    Args:
-        held: What is measured.
-        now: Monotonic seconds.
-    """
+    """The share of time in which a condition held since the share was taken last."""
 
     def __init__(self, held: HeldTime, now: float) -> None:
         self._held = held

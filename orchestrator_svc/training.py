@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -58,11 +59,6 @@ class Training:
     """Feeds one trainer until the last batch is applied.
 
     Args:
-        config: Settings of the orchestrator.
-        scheduler: Makes batches.
-        journal: Records batches and epochs, and has the trajectories of live groups.
-        status: Shows the time in which the trainer had nothing to do, and checkpoints.
-        trainer: The trainer.
         pool: Knows the tokenizer and the precision of the replicas.
         tasks: Where tasks are put that have to be drawn again.
         changed: Set at every change. A loop checks its condition, clears it and waits.
@@ -70,14 +66,14 @@ class Training:
 
     def __init__(
         self,
-        *,
         config: OrchestratorConfig,
         scheduler: Scheduler,
         journal: Journal,
         status: RunStatus,
+        tasks: TaskStream,
+        *,
         trainer: TrainerLink,
         pool: ReplicaPool,
-        tasks: TaskStream,
         changed: asyncio.Event,
     ) -> None:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
@@ -122,10 +118,7 @@ class Training:
         self._changed.set()
 
     async def run(self, on_step: OnStep) -> None:
-        """Open epochs and train until the last batch is applied.
-
-        Args:
-            on_step: Called for each applied batch, in order.
+        """Open epochs and train until the last batch is applied; call `on_step` for each, in order.
 
         Raises:
             SluiceError: if the trainer is lost again and again, or refuses.
@@ -204,7 +197,8 @@ class Training:
 
     async def _account_for_past(self, recovery: Recovery, on_step: OnStep) -> None:
         """Count the batches that the weights already hold although no process lived to note their outcome."""
-        batches = recovery.unreported(self._scheduler.applied)
+        scheduler = self._scheduler
+        batches = recovery.unreported(scheduler.applied)
         if not batches:
             return
         steps = await self._trainer.past_steps(batches[0].sequence_no, batches[-1].sequence_no)
@@ -212,13 +206,13 @@ class Training:
             records = await self._readable_records(batch)
             step = steps.get(batch.sequence_no)
             if step is not None:
-                summary = summarise(step, records, self._scheduler.lineage, self._scheduler.bound.max_staleness)
-                trained, dropped = summary.trained, summary.dropped
-                await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records, past=True))
+                applied = summarise(step, records, scheduler.lineage, scheduler.bound.max_staleness, past=True)
+                trained, dropped = applied.trained, applied.dropped
+                await on_step(applied)
             else:
                 trained, dropped = 0, {Reason.REPORT_LOST: len(records)}
                 log.warning("the trainer no longer knows the outcome of a batch that it applied", batch=batch.batch_id)
-            self._scheduler.accounting.apply(batch.sequence_no, trained, dropped)
+            scheduler.accounting.apply(batch.sequence_no, trained, dropped)
             self._journal.apply_batch(batch, trained, dropped, self._status.elapsed_s)
 
     # Out: batches.
@@ -354,18 +348,18 @@ class Training:
         if batch is None:
             raise EpochLostError(f"the trainer applied batch {step.sequence_no}, which this run has not made")
         records = await self._readable_records(batch)
-        summary = summarise(step, records, scheduler.lineage, scheduler.bound.max_staleness)
+        applied = summarise(step, records, scheduler.lineage, scheduler.bound.max_staleness)
         positions = {group_name(number): scheduler.groups[number].position for number in batch.groups}
-        scheduler.apply(step.sequence_no, summary.trained, summary.dropped)
-        self._journal.apply_batch(batch, summary.trained, summary.dropped, self._status.elapsed_s)
+        scheduler.apply(step.sequence_no, applied.trained, applied.dropped)
+        self._journal.apply_batch(batch, applied.trained, applied.dropped, self._status.elapsed_s)
         if self._config.on_stale == OnStale.REQUEUE.value:
-            for name in sorted(summary.stale_groups):
+            for name in sorted(applied.stale_groups):
                 self._tasks.draw_again(positions[name])
         self._at_trainer.discard(step.sequence_no)
         self._note_load()
         self._reporting = True
         try:
-            await on_step(AppliedStep(Version.from_proto(step.policy_version), summary, records))
+            await on_step(applied)
         finally:
             self._reporting = False
             self._step_began = None
@@ -408,7 +402,7 @@ def _give_advantages(estimator: str, records: Sequence[orchestrator_pb2.Trajecto
     except ValueError as error:
         raise SluiceError.failed_precondition("REWARDS_UNFIT", f"orchestrator.advantage: {error}") from error
     for record in records:
-        value = advantages.by_episode.get(record.trajectory.episode_id)
+        value = advantages.get(record.trajectory.episode_id)
         record.trajectory.advantages[:] = [] if value is None else [value]
 
 
@@ -417,13 +411,7 @@ class EpochLostError(Exception):
 
 
 class TrainerLink:
-    """Calls one trainer, and waits for it while it is away.
-
-    Args:
-        client: Its client.
-        run: Name of the run.
-        deadlines: How long to wait.
-    """
+    """Calls one trainer, and waits for it while it is away."""
 
     def __init__(self, client: TrainerClient, run: str, deadlines: DeadlinesConfig) -> None:
         self._client, self.run, self._deadlines = client, run, deadlines
@@ -470,11 +458,9 @@ class TrainerLink:
         Raises:
             SluiceError: if it refuses, or cannot be reached in time.
         """
-
-        async def ask() -> trainer_pb2.BeginEpochResponse:
-            return await self._client.begin_epoch(self.run, epoch, timeout_s=self._deadlines.begin_epoch_s)
-
-        return await self._persist(ask, self._deadlines.begin_epoch_s, f"the trainer does not begin epoch {epoch}")
+        limit = self._deadlines.begin_epoch_s
+        ask = partial(self._client.begin_epoch, self.run, epoch, timeout_s=limit)
+        return await self._persist(ask, limit, f"the trainer does not begin epoch {epoch}")
 
     async def submit(
         self, header: trainer_pb2.BatchHeader, trajectories: Sequence[tokens_pb2.Trajectory]
@@ -518,11 +504,7 @@ class TrainerLink:
             await asyncio.sleep(_RETRY_S)
 
     async def past_steps(self, first: int, last: int) -> dict[int, trainer_pb2.StepReport]:
-        """Return the reports of applied batches by number, without those that the trainer no longer keeps.
-
-        Args:
-            first: Number of the first batch.
-            last: Number of the last one; the weights hold it.
+        """Return the reports of the applied batches `first` to `last` by number, without those that the trainer no longer keeps.
 
         Raises:
             EpochLostError: if the trainer went away meanwhile.

@@ -7,7 +7,6 @@ other class with `arun_episode`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.envs.base import Environment, Episode, Message, MultiTurnEnvironment, SingleTurnEnvironment, Task
 from orchestrator_svc.envs.loading import load_attribute
 from orchestrator_svc.envs.scoring import Scorer
+from orchestrator_svc.replicas import PolicyEngine, derived_seed
 from sluice.config import ConfigError
 from sluice.rpc import SluiceError
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
@@ -30,18 +30,6 @@ log = structlog.get_logger(__name__)
 _Answer = TypeVar("_Answer")
 
 
-class EpisodeEngine(Protocol):
-    """What a workflow samples from."""
-
-    async def agenerate(self, request: rollout_pb2.GenerateRequest) -> rollout_pb2.GenerateResponse:
-        """Sample; if a replica fails, another one continues."""
-        ...
-
-    async def tokenize(self, request: rollout_pb2.TokenizeRequest) -> list[int]:
-        """Return the token ids of text or messages, or of messages that continue given ids."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How an episode is sampled.
@@ -49,9 +37,6 @@ class Sampling:
     Attributes:
         temperature: Softmax temperature; 0 is greedy, for evaluation only.
         max_tokens: Most tokens per turn, where the task does not set its own limit.
-        stop: Strings that end a turn.
-        ignore_eos: Whether a turn continues past the token that ends it.
-        seeded: Whether requests carry a seed.
     """
 
     temperature: float
@@ -87,7 +72,7 @@ class EpisodeData:
 class RolloutWorkflow(Protocol):
     """Runs the episodes of one task."""
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run `data.episodes` attempts.
 
         Returns:
@@ -101,13 +86,7 @@ class RolloutWorkflow(Protocol):
 
 
 async def list_tasks(environment: Environment, split: str, seed: int, limit: tuple[float, str]) -> Sequence[Task]:
-    """Let the environment list the tasks of a split.
-
-    Args:
-        environment: The environment.
-        split: The split.
-        seed: Seed of the tasks' order.
-        limit: Seconds that it may take, and the setting that says so.
+    """Let the environment list the tasks of a split; `limit` is the seconds that it may take, and the setting that says so.
 
     Raises:
         ConfigError: if it does not end in time.
@@ -130,11 +109,7 @@ def choose_workflow(
 ) -> RolloutWorkflow:
     """Return the workflow that the settings name; ``auto`` chooses by what the environment can do.
 
-    Args:
-        config: Settings of the orchestrator.
-        environment: Whose episodes it runs.
-        calls: Runs the environment's code.
-        scorer: Scores episodes that come without a reward; None where the environment rewards turns by itself.
+    `scorer` scores episodes that come without a reward; it is None where the environment rewards turns by itself.
 
     Raises:
         ConfigError: if the workflow does not fit the environment, or is not found.
@@ -157,18 +132,41 @@ def choose_workflow(
     return workflow if scorer is None else Scored(workflow, scorer)
 
 
-class Scored:
-    """Runs episodes with another workflow and scores those that come without a reward; a failed scoring leaves it missing.
+@dataclass(frozen=True, slots=True)
+class GroupRunner:
+    """Runs groups of episodes, for training and for evaluation.
 
-    Args:
-        workflow: Runs the episodes.
-        scorer: Scores the last message of each.
+    Attributes:
+        seed: Seed of the environments' and the requests' random numbers.
+        request_prefix: Begins the ids of all requests, unique to the run and this process; empty lets the server choose the ids,
+            so that nothing is answered from memory.
     """
+
+    workflow: RolloutWorkflow
+    engine: PolicyEngine
+    seed: int
+    request_prefix: str
+
+    async def run(
+        self, task: Task, group_id: str, episodes: int, sampling: Sampling, version: Version
+    ) -> list[orchestrator_pb2.TrajectoryRecord]:
+        """Run so many attempts at a task, sampled by `version` or newer ones; the caller sets the deadline.
+
+        Raises:
+            SluiceError: if the group as a whole cannot be run.
+        """
+        prefix = f"{self.request_prefix}/{group_id}" if self.request_prefix else ""
+        data = EpisodeData(task, group_id, episodes, sampling, version, prefix, self.seed)
+        return await self.workflow.arun_episode(self.engine, data)
+
+
+class Scored:
+    """Runs episodes with another workflow and scores those that come without a reward; a failed scoring leaves it missing."""
 
     def __init__(self, workflow: RolloutWorkflow, scorer: Scorer) -> None:
         self._workflow, self._scorer = workflow, scorer
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run and score all episodes."""
         records = await self._workflow.arun_episode(engine, data)
         unscored = [each for each in records if not each.trajectory.HasField("reward")]
@@ -184,7 +182,7 @@ _MOST_HUNG = 256
 """Threads that may hang at a time: each costs memory, and an environment that hangs so often will not recover."""
 
 
-class EnvironmentCalls:
+class EnvironmentCalls(DeadlineThreads):
     """Runs an environment's code in threads of its own, each call with a deadline; use it from one event loop.
 
     Args:
@@ -194,7 +192,7 @@ class EnvironmentCalls:
     """
 
     def __init__(self, threads: int, deadline_s: float, most_hung: int = _MOST_HUNG) -> None:
-        self.threads = DeadlineThreads("environment", threads, deadline_s, most_hung)
+        super().__init__("environment", threads, deadline_s, most_hung)
 
     async def run(self, function: Callable[..., _Answer], *arguments: Any) -> _Answer:  # noqa: ANN401 - those of any function
         """Call a function in a thread and return its answer.
@@ -205,14 +203,14 @@ class EnvironmentCalls:
             Exception: whatever the function raises.
         """
         try:
-            return await self.threads.run(function, *arguments)
+            return await super().run(function, *arguments)
         except CallHungError as error:
-            log.warning("a call of the environment hangs", error=str(error), hanging=self.threads.hanging)
+            log.warning("a call of the environment hangs", error=str(error), hanging=self.hanging)
             raise
         except TooManyHungError as error:
             raise SluiceError.aborted(
                 "ENVIRONMENT_HANGS",
-                f"{self.threads.hanging} calls of the environment have not ended by their deadline"
+                f"{self.hanging} calls of the environment have not ended by their deadline"
                 " (orchestrator.deadlines.environment_s): repair the environment, or raise the deadline",
             ) from error
 
@@ -221,16 +219,12 @@ class SingleTurn:
     """Asks once and takes every sample as an episode; the environment scores them.
 
     The whole group travels in one request, so that the replica shares the prompt among its samples.
-
-    Args:
-        environment: Poses the messages.
-        calls: Runs the environment's code, each call with a deadline.
     """
 
     def __init__(self, environment: SingleTurnEnvironment, calls: EnvironmentCalls) -> None:
         self._environment, self._calls = environment, calls
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Sample all episodes at once."""
         messages = chat_messages(await self._calls.run(self._environment.messages, data.task))
         response = await engine.agenerate(
@@ -265,15 +259,13 @@ class MultiTurn:
     Sampled ids are kept: what follows is appended to them, they are never encoded again.
 
     Args:
-        environment: Opens episodes and answers turns.
         max_turns: Most assistant turns; an episode that needs more is truncated.
-        calls: Runs the environment's code, each call with a deadline.
     """
 
     def __init__(self, environment: MultiTurnEnvironment, max_turns: int, calls: EnvironmentCalls) -> None:
         self._environment, self._max_turns, self._calls = environment, max_turns, calls
 
-    async def arun_episode(self, engine: EpisodeEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
+    async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run all episodes; those that fail are left out."""
         outcomes = await asyncio.gather(
             *(self._attempt(engine, data, index) for index in range(data.episodes)), return_exceptions=True
@@ -290,7 +282,7 @@ class MultiTurn:
             raise SluiceError.aborted("EPISODES_FAILED", f"every episode of group {data.group_id} failed; see the log")
         return records
 
-    async def _attempt(self, engine: EpisodeEngine, data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRecord:
+    async def _attempt(self, engine: PolicyEngine, data: EpisodeData, index: int) -> orchestrator_pb2.TrajectoryRecord:
         episode = await self._calls.run(self._environment.reset, data.task, data.seed + index)
         transcript = _Transcript(data, index)
         await transcript.append_messages(engine, episode.messages)
@@ -301,7 +293,7 @@ class MultiTurn:
         return transcript.record()
 
     async def _ended(
-        self, engine: EpisodeEngine, transcript: _Transcript, episode: Episode, text: str, turn: int
+        self, engine: PolicyEngine, transcript: _Transcript, episode: Episode, text: str, turn: int
     ) -> bool:
         """Let the environment answer a turn; return whether the episode has ended."""
         answer = await self._calls.run(episode.step, text)
@@ -331,7 +323,7 @@ class _Transcript:
     messages: list[tokens_pb2.ChatMessage] = field(default_factory=list)
     finish_reason: tokens_pb2.FinishReason.ValueType = tokens_pb2.FINISH_REASON_UNSPECIFIED
 
-    async def append_messages(self, engine: EpisodeEngine, messages: Iterable[Message]) -> None:
+    async def append_messages(self, engine: PolicyEngine, messages: Iterable[Message]) -> None:
         """Append messages of the environment, up to where the assistant begins."""
         new = chat_messages(messages)
         request = rollout_pb2.TokenizeRequest(
@@ -349,7 +341,7 @@ class _Transcript:
         self.ids = ids
         self.messages.extend(new)
 
-    async def sample_turn(self, engine: EpisodeEngine, turn: int) -> str:
+    async def sample_turn(self, engine: PolicyEngine, turn: int) -> str:
         """Sample one turn of the assistant and append it; return its text."""
         response = await engine.agenerate(
             rollout_pb2.GenerateRequest(
@@ -420,12 +412,6 @@ def sampling_params(data: EpisodeData, turn: int, episode: int = 0) -> tokens_pb
     if data.sampling.seeded:
         params.seed = derived_seed(data.seed, data.group_id, episode, turn)
     return params
-
-
-def derived_seed(*parts: object) -> int:
-    """Return a seed of 47 bits that the parts determine; seeds of different parts have nothing in common."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=6).digest()
-    return int.from_bytes(digest) >> 1
 
 
 _MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}

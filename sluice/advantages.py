@@ -58,25 +58,6 @@ class Episode:
     sampled_tokens: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Advantages:
-    """Advantages of a batch, and counts of groups and rewards to report.
-
-    Attributes:
-        by_episode: Advantage per episode, for all of its sampled tokens. Episodes without a reward are absent.
-        groups: Groups with at least one reward.
-        degenerate_groups: Groups without a signal: one episode survived, or all rewards are equal.
-        single_survivors: Groups with a single reward; they count as degenerate too.
-        missing_rewards: Episodes without a reward.
-    """
-
-    by_episode: Mapping[str, float]
-    groups: int
-    degenerate_groups: int
-    single_survivors: int
-    missing_rewards: int
-
-
 def grpo(rewards: Rewards, lengths: Rewards) -> Rewards:
     """(R - mean) / (std + 1e-6), std unbiased (arXiv 2402.03300)."""
     return (rewards - float(rewards.mean())) / (float(rewards.std(ddof=1)) + STD_OFFSET)
@@ -149,8 +130,8 @@ BATCH_SCALES: Mapping[str, BatchScale] = MappingProxyType(
 """Scales that follow over the whole batch, from its advantages, rewards and sampled lengths."""
 
 
-def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:
-    """Return the advantage of every episode that has a reward, computed within its group.
+def estimate(name: str, episodes: Sequence[Episode]) -> Mapping[str, float]:
+    """Return for every episode that has a reward the advantage of all its sampled tokens, computed within its group.
 
     Args:
         name: An estimator of `ESTIMATORS`.
@@ -166,22 +147,16 @@ def estimate(name: str, episodes: Sequence[Episode]) -> Advantages:
     if name not in ESTIMATORS:
         raise ValueError(f"there is no advantage estimator {name!r}; choose one of {', '.join(ESTIMATORS)}")
     groups = _by_group(episodes)
-    scored = [episode for members in groups.values() for episode in members]
-    within = [_within_group(name, members) for members in groups.values()]
+    scored = [episode for members in groups for episode in members]
+    within = [_within_group(name, members) for members in groups]
     advantages = np.concatenate(within) if within else np.zeros(0)
     if name in BATCH_SCALES and scored:
         advantages = BATCH_SCALES[name](advantages, *_columns(scored))
-    alone = {members[0].episode_id for members in groups.values() if len(members) == 1}
-    return Advantages(
-        by_episode={
-            episode.episode_id: 0.0 if episode.episode_id in alone else float(value)
-            for episode, value in zip(scored, advantages, strict=True)
-        },
-        groups=len(groups),
-        degenerate_groups=sum(len({episode.reward for episode in members}) == 1 for members in groups.values()),
-        single_survivors=len(alone),
-        missing_rewards=sum(episode.reward is None for episode in episodes),
-    )
+    alone = {members[0].episode_id for members in groups if len(members) == 1}
+    return {
+        episode.episode_id: 0.0 if episode.episode_id in alone else float(value)
+        for episode, value in zip(scored, advantages, strict=True)
+    }
 
 
 def _within_group(name: str, members: Sequence[Episode]) -> Rewards:
@@ -198,7 +173,7 @@ def _columns(episodes: Sequence[Episode]) -> tuple[Rewards, Rewards]:
     return rewards, np.array([episode.sampled_tokens for episode in episodes], dtype=np.float64)
 
 
-def _by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
+def _by_group(episodes: Sequence[Episode]) -> list[list[Episode]]:
     groups: dict[str, list[Episode]] = defaultdict(list)
     seen: set[str] = set()
     for episode in episodes:
@@ -214,4 +189,4 @@ def _by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
                 f"the reward of episode {episode.episode_id!r} is {episode.reward}: give a finite one, or None where it is missing"
             )
         groups[episode.group_id].append(episode)
-    return groups
+    return list(groups.values())

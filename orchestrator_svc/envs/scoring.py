@@ -35,10 +35,7 @@ class Scorer:
 
     Args:
         environment: Reference of the environment whose `score` is called.
-        arguments: Its keyword arguments.
-        workers: Processes that score.
         time_limit_s: Seconds for one call of a worker, which is killed when they are over.
-        retries: Further attempts for each completion whose scoring failed.
 
     Attributes:
         failures: Failed scorings by kind: "timeout", "crash", "error"; "missing" counts the rewards that were given up.

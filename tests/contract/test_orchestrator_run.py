@@ -569,7 +569,7 @@ async def test_a_change_while_the_last_step_is_reported_does_not_cut_its_report_
 
     async def interrupted(self: RunReporter, step: AppliedStep) -> None:
         if step.version.number == 4:
-            self._pool._on_change(self._pool.replicas[0])
+            self._engine.pool._on_change(self._engine.pool.replicas[0])
             for _ in range(10):
                 await asyncio.sleep(0)
         await report_step(self, step)
@@ -749,7 +749,7 @@ async def test_a_trainer_that_is_lost_while_a_step_is_reported_does_not_cut_the_
 
     async def slow(self: RunReporter, step: AppliedStep) -> None:
         if step.version.number == 1:
-            self._pool._on_change(self._pool.replicas[0])
+            self._engine.pool._on_change(self._engine.pool.replicas[0])
             await gone.wait()
             for _ in range(20):
                 await asyncio.sleep(0)

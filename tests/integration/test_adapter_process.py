@@ -172,7 +172,7 @@ async def test_a_sample_outlives_its_adapter_version(running):
         response = await generating
     polling.cancel()
     await asyncio.gather(polling, return_exceptions=True)
-    assert engine.counts.continued == 2
+    assert engine.counts["continued"] == 2
     for sample in response.samples:
         versions = [Version.from_proto(span.policy_version) for span in sample.version_spans]
         assert versions == [Version(1, 1), Version(1, 3)]

@@ -34,7 +34,7 @@ async def hang(calls: EnvironmentCalls, stuck: threading.Event, count: int) -> N
 async def test_hung_calls_stop_neither_later_calls_nor_the_resolver(stuck) -> None:
     calls = EnvironmentCalls(threads=2, deadline_s=0.05)
     await hang(calls, stuck, 64)
-    assert calls.threads.hung == 64
+    assert calls.hung == 64
     async with asyncio.timeout(DEADLINE_S):
         assert await calls.run(lambda: "answer") == "answer"
         assert await asyncio.get_running_loop().getaddrinfo("localhost", 1, type=socket.SOCK_STREAM)
@@ -65,7 +65,7 @@ async def test_an_environment_that_keeps_hanging_is_given_up_with_the_setting_to
         await calls.run(lambda: None)
     stuck.set()
     async with asyncio.timeout(DEADLINE_S):
-        while calls.threads.hanging:  # noqa: ASYNC110 - the threads end on their own
+        while calls.hanging:  # noqa: ASYNC110 - the threads end on their own
             await asyncio.sleep(0.01)
     assert await calls.run(lambda: 1) == 1
 
@@ -111,7 +111,7 @@ async def test_a_question_of_a_single_turn_environment_runs_in_a_thread_and_is_g
     calls = EnvironmentCalls(1, 0.05)
     with pytest.raises(TimeoutError):
         await ask(lambda: stuck.wait(DEADLINE_S), calls)
-    assert calls.threads.hung == 1
+    assert calls.hung == 1
 
 
 async def test_what_the_environment_raises_reaches_the_caller() -> None:
@@ -127,4 +127,4 @@ async def test_what_the_environment_raises_reaches_the_caller() -> None:
         await calls.run(wrong)
     with pytest.raises(RuntimeError, match="SystemExit"):
         await calls.run(leave)
-    assert calls.threads.hung == 0
+    assert calls.hung == 0

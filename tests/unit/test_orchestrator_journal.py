@@ -17,8 +17,8 @@ from orchestrator_svc.config import OrchestratorConfig
 from orchestrator_svc.dispatch import TaskStream, readable_groups
 from orchestrator_svc.envs.base import Task
 from orchestrator_svc.journal import Journal, SegmentError, SegmentWriter, read_record, segment_numbers, segment_path
-from orchestrator_svc.recovery import DrawnTask, GroupDamagedError, JournalError
-from orchestrator_svc.scheduler import Batch, Reason
+from orchestrator_svc.recovery import GroupDamagedError, JournalError
+from orchestrator_svc.scheduler import Batch, DrawnTask, Reason
 from orchestrator_svc.training import Training
 from sluice.v1 import orchestrator_pb2, tokens_pb2
 from sluice.versions import BASE, Version

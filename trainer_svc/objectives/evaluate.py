@@ -323,7 +323,7 @@ def _estimated(case: Case, rows: list[Sequence], estimator: str) -> list[Sequenc
     if any(each.reward is None for each in case.sequences):
         raise ValueError("give every sequence an advantage, or every one a reward to compute it from")
     episodes = [Episode(row.episode_id, row.group_id, row.reward, int(row.loss_mask.sum())) for row in rows]
-    values = estimate(estimator, episodes).by_episode
+    values = estimate(estimator, episodes)
     return [replace(row, advantages=torch.full_like(row.advantages, values[row.episode_id])) for row in rows]
 
 

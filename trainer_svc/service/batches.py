@@ -419,7 +419,7 @@ def judge(
         metrics |= _group_metrics(fresh)
         shrunk = {each.sample.sequence.group_id for each in decisions if each.reason in (STALE, RETIRED_EPOCH)}
         if shrunk or not all(sample.has_advantages for sample in fresh):
-            by_episode = estimate(header.advantage_estimator, _episodes(fresh)).by_episode
+            by_episode = estimate(header.advantage_estimator, _episodes(fresh))
             decisions = [_with_advantages(each, by_episode, shrunk) for each in decisions]
     rows = [decision.sequence for decision in decisions if decision.sequence is not None]
     return Batch(
