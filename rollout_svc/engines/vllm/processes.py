@@ -9,13 +9,10 @@ import gc
 import json
 import multiprocessing.util  # at exit it waits for children; imported first, it does so after `OwnerThread` has ended them
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, TypeVar
 
 import structlog
@@ -26,6 +23,7 @@ from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.vllm import check_names, lora_arguments
 from rollout_svc.engines.vllm.requests import Llm, LoadRecorder, ModelConfig, VllmConfig
 from sluice.tasks import settle
+from sluice.threads import SerialThread
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
 
 TESTED_VERSIONS = ("0.32.0",)
@@ -51,39 +49,15 @@ _OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
 """The objects that own the threads of gRPC: every channel, server, stub and call holds one of these."""
 
 
-class OwnerThread:
-    """Runs one function after the other in a thread that lives until `end`.
+class OwnerThread(SerialThread):
+    """The thread that starts and ends the processes of vLLM.
 
-    The kernel ends the processes of vLLM when the thread that started them ends. The interpreter waits at its exit for the threads
-    of an executor, and so for a start or a shutdown of vLLM that hangs. This thread is a daemon: if it hangs, `kill` ends its processes.
+    The kernel ends these processes when the thread that started them ends. If the thread hangs, `kill` ends them.
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="vllm-owner", daemon=True)
-        self._thread.start()
+        super().__init__("vllm-owner")
         atexit.register(self._exit)
-
-    def submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:  # noqa: ANN401 - those of any function
-        """Call a function in the thread, after those before it."""
-        answer: Future[T] = Future()
-
-        def call() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(*arguments)
-            except BaseException as error:  # noqa: BLE001 - the caller gets it
-                answer.set_exception(error)
-            else:
-                answer.set_result(result)
-
-        self._calls.put(call)
-        return asyncio.wrap_future(answer)
-
-    def end(self) -> None:
-        """End the thread, and with it its processes, after the calls before. Does not wait."""
-        self._calls.put(None)
 
     def kill(self) -> None:
         """Kill the processes that the thread started, unless it has ended."""
@@ -94,9 +68,7 @@ class OwnerThread:
                     process.kill()
 
     def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call  # what it answered is the caller's to keep
+        super()._run()
         atexit.unregister(self._exit)
 
     def _exit(self) -> None:
