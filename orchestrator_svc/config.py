@@ -12,7 +12,6 @@ from sluice.config import CommonConfig, Section, ServerConfig
 NO_ADVANTAGE = "none"
 """Value of `advantage` with which batches bring no advantages and name no estimator."""
 
-
 WORKFLOWS = ("auto", "single_turn", "multi_turn")
 """Workflows that come with Sluice; others are named by their import path."""
 

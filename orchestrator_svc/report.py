@@ -175,7 +175,7 @@ class RunReporter:
     def continue_from(self, recovery: Recovery) -> None:
         """Add what earlier processes of the run generated, and how long they lasted."""
         self._generated_before = recovery.generated
-        self._status.continue_from(recovery.elapsed_s)
+        self._status.elapsed_before_s = recovery.elapsed_s
 
     async def step(self, step: AppliedStep) -> None:
         """Show and record an applied batch."""

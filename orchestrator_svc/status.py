@@ -22,7 +22,6 @@ RunState: TypeAlias = orchestrator_pb2.RunState.ValueType
 KEPT = 10_000
 """Events kept, as the contract says."""
 
-
 _NUMBERS_PER_START = 1 << 32
 """Sequence numbers of one process: more than it can emit, so that those of the next process are all greater."""
 
@@ -40,6 +39,7 @@ class RunStatus:
 
     Attributes:
         history: The last trajectories whose outcome is known.
+        elapsed_before_s: Seconds that earlier processes of the run lasted.
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, or a version that no replica serves yet, stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
@@ -55,7 +55,7 @@ class RunStatus:
         self.max_staleness_seen = 0
         now = time.monotonic()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
-        self._began, self._elapsed_before_s = now, 0.0
+        self._began, self.elapsed_before_s = now, 0.0
         self._load_shares = self.shares()
         self._run, self._config, self._scheduler, self._pool = run, config, scheduler, pool
         self._started = Timestamp()
@@ -63,14 +63,10 @@ class RunStatus:
         self._bottleneck = ""
         self._last_load = (now, 0)
 
-    def continue_from(self, elapsed_s: float) -> None:
-        """Add the seconds that earlier processes of the run lasted."""
-        self._elapsed_before_s = elapsed_s
-
     @property
     def elapsed_s(self) -> float:
         """Seconds that the run has lasted, earlier processes included."""
-        return self._elapsed_before_s + time.monotonic() - self._began
+        return self.elapsed_before_s + time.monotonic() - self._began
 
     def shares(self) -> tuple[ShareSince, ShareSince, ShareSince]:
         """Return the shares of time since each was taken last: trainer idle, dispatch blocked, rollout idle."""

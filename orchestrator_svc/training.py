@@ -51,7 +51,6 @@ _STALE_POLICIES: Mapping[str, trainer_pb2.StalePolicy.ValueType] = {
     OnStale.REQUEUE.value: trainer_pb2.STALE_POLICY_REQUEUE,
 }
 
-
 OnStep = Callable[[AppliedStep], Awaitable[None]]
 
 
@@ -106,8 +105,10 @@ class Training:
             SluiceError: if it cannot be written.
         """
         await self._journal.durable()
-        saved = await self._trainer.save_checkpoint(self._journal.position, self._config.checkpoint.deadline_s)
-        version = Version.from_proto(saved.policy_version)
+        answer = await self._trainer.client.save_checkpoint(
+            self._trainer.run, self._journal.position, timeout_s=self._config.checkpoint.deadline_s
+        )
+        saved, version = answer.checkpoint, Version.from_proto(answer.checkpoint.policy_version)
         self._journal.cover(version.number)
         self._status.checkpoint_written(saved.name, version)
         log.info("checkpoint", name=saved.name, version=str(version))
@@ -414,7 +415,7 @@ class TrainerLink:
     """Calls one trainer, and waits for it while it is away."""
 
     def __init__(self, client: TrainerClient, run: str, deadlines: DeadlinesConfig) -> None:
-        self._client, self.run, self._deadlines = client, run, deadlines
+        self.client, self.run, self._deadlines = client, run, deadlines
 
     async def wait_until_there(self, deadline_s: float) -> trainer_pb2.GetTrainerStateResponse:
         """Wait until the trainer has loaded its model.
@@ -424,7 +425,7 @@ class TrainerLink:
         """
 
         async def ask() -> trainer_pb2.GetTrainerStateResponse:
-            state = await self._client.state(self.run)
+            state = await self.client.state(self.run)
             if state.phase == trainer_pb2.TRAINER_PHASE_STARTING:
                 raise SluiceError.unavailable("STARTING", "the trainer is still loading its model")
             return state
@@ -459,7 +460,7 @@ class TrainerLink:
             SluiceError: if it refuses, or cannot be reached in time.
         """
         limit = self._deadlines.begin_epoch_s
-        ask = partial(self._client.begin_epoch, self.run, epoch, timeout_s=limit)
+        ask = partial(self.client.begin_epoch, self.run, epoch, timeout_s=limit)
         return await self._persist(ask, limit, f"the trainer does not begin epoch {epoch}")
 
     async def submit(
@@ -473,7 +474,7 @@ class TrainerLink:
         """
         while True:
             try:
-                return await self._client.submit_batch(header, trajectories, timeout_s=self._deadlines.submit_s)
+                return await self.client.submit_batch(header, trajectories, timeout_s=self._deadlines.submit_s)
             except SluiceError as error:
                 if error.code is grpc.StatusCode.RESOURCE_EXHAUSTED:
                     await asyncio.sleep(error.retry_after_s or _RETRY_S)
@@ -492,7 +493,7 @@ class TrainerLink:
         number = from_number
         while True:
             try:
-                async for answer in self._client.watch_steps(self.run, number):
+                async for answer in self.client.watch_steps(self.run, number):
                     if answer.step.policy_version.epoch != epoch:
                         raise EpochLostError(f"the trainer is in epoch {answer.step.policy_version.epoch}")
                     number = answer.step.policy_version.number + 1
@@ -511,10 +512,10 @@ class TrainerLink:
         """
         found: dict[int, trainer_pb2.StepReport] = {}
         try:
-            oldest = (await self._client.state(self.run)).oldest_reported_number
+            oldest = (await self.client.state(self.run)).oldest_reported_number
             if oldest > last:
                 return found
-            reports = self._client.watch_steps(self.run, max(first, oldest), timeout_s=self._deadlines.lost_s)
+            reports = self.client.watch_steps(self.run, max(first, oldest), timeout_s=self._deadlines.lost_s)
             async for answer in reports:
                 found[answer.step.policy_version.number] = answer.step
                 if answer.step.policy_version.number >= last:
@@ -523,14 +524,6 @@ class TrainerLink:
             if error.code is not grpc.StatusCode.NOT_FOUND:
                 raise EpochLostError(error.message) from error
         return found
-
-    async def save_checkpoint(self, position: int, deadline_s: float) -> trainer_pb2.Checkpoint:
-        """Write a checkpoint.
-
-        Raises:
-            SluiceError: if it cannot be written.
-        """
-        return (await self._client.save_checkpoint(self.run, position, timeout_s=deadline_s)).checkpoint
 
     async def _explain(self, error: SluiceError, epoch: int) -> None:
         """Find out whether a failure means that the epoch is over.
