@@ -78,6 +78,7 @@ class Training:
         self._config, self._scheduler, self._journal, self._status = config, scheduler, journal, status
         self._trainer, self._pool, self._tasks, self._changed = trainer, pool, tasks, changed
         self._at_trainer: set[int] = set()
+        self._submitting = False
         self._step_began: float | None = None  # when the trainer had to begin the step that is due; None if none is due
         self._reporting = False
 
@@ -160,7 +161,7 @@ class Training:
         scheduler = self._scheduler
         version = Version(scheduler.epoch, scheduler.applied)
         log.info("training from", version=str(version), batches_to_send=len(scheduler.batches) - len(self._at_trainer))
-        self._step_began = None
+        self._submitting, self._step_began = False, None
         self._note_load()
         return scheduler.epoch
 
@@ -251,11 +252,11 @@ class Training:
             )
         return left
 
-    def _note_load(self, *, submitting: bool = False) -> None:
+    def _note_load(self) -> None:
         """Note whether the trainer has something to do."""
         now = time.monotonic()
         self._status.trainer_idle.set(not self._at_trainer, now)
-        self._step_began = (self._step_began or now) if self._at_trainer or submitting else None
+        self._step_began = (self._step_began or now) if self._at_trainer or self._submitting else None
         self._changed.set()
 
     @property
@@ -327,8 +328,10 @@ class Training:
         )
         # The trainer gets only what the journal can give it again.
         await self._journal.durable()
-        self._note_load(submitting=True)
+        self._submitting = True
+        self._note_load()
         await self._trainer.submit(header, [record.trajectory for record in records])
+        self._submitting = False
         # The report may have come before the answer.
         if batch.sequence_no > self._scheduler.applied:
             self._at_trainer.add(batch.sequence_no)
