@@ -445,6 +445,7 @@ def read_record(directory: Path, location: Location) -> bytes:
 
     Raises:
         SegmentError: if the record is torn, damaged or gone.
+        JournalError: if the disk or the system does not let it be read.
     """
     path = segment_path(directory, location.segment)
     try:
@@ -455,8 +456,12 @@ def read_record(directory: Path, location: Location) -> bytes:
                 raise SegmentError(f"{path} ends before the record at {location.offset}")
             length, checksum = _HEADER.unpack(header)
             payload = file.read(length)
+    except FileNotFoundError as error:
+        raise SegmentError(f"{path} is gone") from error
     except OSError as error:
-        raise SegmentError(f"cannot read {path}: {error.strerror}") from error
+        raise JournalError(
+            f"cannot read {path}, which may not be damaged: {error.strerror}; check the disk and the limit of open files"
+        ) from error
     if len(payload) < length or google_crc32c.value(payload) != checksum:
         raise SegmentError(f"the record at {location.offset} of {path} is damaged")
     return payload

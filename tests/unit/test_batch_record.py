@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from io import FileIO
 from pathlib import Path
 
@@ -120,3 +122,19 @@ def test_the_digest_is_one_of_content_and_order() -> None:
     changed = tokens_pb2.Trajectory(trajectory_id="b", token_ids=[1, 3])
     digests = {content_digest(rows) for rows in ([one, two], [two, one], [one, changed], [one], [])}
     assert len(digests) == 5
+
+
+def test_a_disk_that_fails_is_no_end_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many open files, or a bad sector: the batches may all be there, so none is reported as unknown."""
+    written(tmp_path, 1, 2)
+    again = BatchRecordFiles(tmp_path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", fails)
+        with pytest.raises(SluiceError, match="Too many open files") as failed:
+            again.held_by(Version(1, 2), FIRST_EPOCH, 10)
+    assert failed.value.reason == "BATCH_RECORD_UNREADABLE"
+    assert ids(again.held_by(Version(1, 2), FIRST_EPOCH, 10)) == ["e1b1", "e1b2"]

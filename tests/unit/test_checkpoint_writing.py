@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -288,6 +290,30 @@ def test_what_is_damaged_or_not_whole_is_refused_before_it_is_read(model: Path, 
     with pytest.raises(CheckpointDamagedError, match="not a complete checkpoint"):
         checkpoints.load(tmp_path / "x")
     assert_same(policy.state_tensors(), before)
+
+
+def test_a_disk_that_fails_on_one_rank_damages_no_checkpoint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    EngineCheckpoints(engine(model)).save(tmp_path / "x")
+    digest = saver._digest
+
+    def fails(path: Path) -> str:
+        if threading.current_thread().name == "failing":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return digest(path)
+
+    def load(name: str, ranks: ThreadRanks) -> OSError | None:
+        threading.current_thread().name = name
+        try:
+            Saver(ranks).load(tmp_path / "x", {})
+        except OSError as error:
+            return error
+        return None
+
+    monkeypatch.setattr(saver, "_digest", fails)
+    errors = on_ranks(["failing", "whole"], load)
+    assert all("Input/output error" in str(error) for error in errors)
 
 
 @st.composite

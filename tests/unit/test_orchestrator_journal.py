@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -426,3 +428,22 @@ def test_a_record_that_is_cut_off_is_told_apart_from_a_whole_one(tmp_path) -> No
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(SegmentError, match="damaged"):
         read_record(tmp_path, second)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE])
+def test_a_disk_that_fails_damages_no_record(tmp_path, monkeypatch, code) -> None:
+    writer = SegmentWriter(tmp_path, 1 << 20)
+    location = writer.append(b"one")
+    writer.close()
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", fails)
+        with pytest.raises(JournalError, match="which may not be damaged") as failed:
+            read_record(tmp_path, location)
+    assert not isinstance(failed.value, GroupDamagedError)
+    segment_path(tmp_path, 1).unlink()
+    with pytest.raises(SegmentError, match="is gone"):
+        read_record(tmp_path, location)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickletools
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from sluice.config import CommonConfig
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version
-from trainer_svc.checkpoint import checkpoints
+from trainer_svc.checkpoint import checkpoints, saver
 from trainer_svc.checkpoint.checkpoints import surplus
 from trainer_svc.checkpoint.saver import CheckpointDamagedError
 from trainer_svc.config import TrainerConfig
@@ -183,6 +185,21 @@ def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path
     with pytest.raises(SluiceError) as error:
         policy.restore(2, "")
     assert error.value.reason == "CHECKPOINT_DAMAGED"
+
+
+def test_a_disk_that_fails_damages_no_checkpoint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    train(policy, 1)
+    policy.begin_save(0).result()
+
+    def fails(_: Path) -> str:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(saver, "_digest", fails)
+    with pytest.raises(SluiceError, match="Too many open files") as error:
+        policy.restore(2, "")
+    assert (error.value.code.name, error.value.reason) == ("UNAVAILABLE", "CHECKPOINT_UNREADABLE")
 
 
 def test_saving_a_version_twice_keeps_the_files_and_the_later_journal_position(model: Path, tmp_path: Path) -> None:

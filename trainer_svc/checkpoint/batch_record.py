@@ -103,17 +103,24 @@ class BatchRecordFiles:
         )
 
     def held_by(self, version: Version, lineage: Lineage, most: int) -> list[checkpoint_pb2.BatchRecord]:
-        """Return the newest batches that the weights of a version contain, oldest first and without a gap.
+        """Return the newest batches, at most `most`, that the weights of a version contain: oldest first, without a gap.
 
-        Args:
-            version: The weights.
-            lineage: The epochs of the run.
-            most: How many batches to return at most.
+        Raises:
+            SluiceError: UNAVAILABLE if a file cannot be read.
         """
         found: dict[int, checkpoint_pb2.BatchRecord] = {}
         oldest_wanted = max(1, version.number - most + 1)
         for path in reversed(self._paths()):
-            for record in read_records(path):
+            try:
+                records = list(read_records(path))
+            except OSError as error:
+                raise SluiceError.unavailable(
+                    "BATCH_RECORD_UNREADABLE",
+                    f"the record of applied batches, which may not be damaged, cannot be read ({error}): check the disk and"
+                    " the limit of open files, then begin the epoch again",
+                    retry_after_s=10.0,
+                ) from error
+            for record in records:
                 applied = Version.from_proto(record.policy_version)
                 if oldest_wanted <= applied.number <= version.number and not lineage.is_retired(applied, version):
                     found[applied.number] = record

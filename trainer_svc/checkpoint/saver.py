@@ -65,15 +65,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What one rank writes of a checkpoint.
+    """What one rank writes of a checkpoint; the fields are arguments of `Saver.begin`, except these.
 
     Attributes:
-        target: The checkpoint's directory.
-        manifest: All facts except the files and the size.
-        slices: What it writes, in host memory: copies, and state that stays as it is until it was read.
+        slices: What the rank writes, in host memory: copies, and state that stays as it is until it was read.
         read: Set when the slices are written, or cannot be.
-        export: Makes the Hugging Face directory.
-        after: Called when everything is in place.
     """
 
     target: Path
@@ -180,26 +176,26 @@ class Saver:
 
         Raises:
             CheckpointDamagedError: if a file is missing or not as it was written; nothing has changed then.
+            OSError: if a rank cannot read one; nothing has changed then.
             ValueError: if it is of other engines, models or optimizers; the state is undefined then.
         """
 
-        def check() -> None:
+        def damage() -> str:
             manifest = read_manifest(directory / MANIFEST)
             if manifest is None:
-                raise CheckpointDamagedError(f"{directory} has no readable {MANIFEST}: it is not a complete checkpoint")
+                return f"{directory} has no readable {MANIFEST}: it is not a complete checkpoint"
             files = [file for file in manifest.files if file.path.startswith(f"{STATE}/")]
-            check_files(files[self._ranks.index :: self._ranks.size], directory)
+            return damaged(files[self._ranks.index :: self._ranks.size], directory)
 
         def first_recovers() -> None:
             self.wait()
             if self._ranks.index == 0:
                 recover(directory)
 
-        try:
-            agree(self._ranks, first_recovers)  # before anyone looks for the manifest
-            agree(self._ranks, check)
-        except OtherRankError as error:
-            raise CheckpointDamagedError(str(error)) from error
+        _agreed(self._ranks, first_recovers)  # before anyone looks for the manifest
+        for found in self._ranks.exchange(_agreed(self._ranks, damage).encode()):
+            if found:
+                raise CheckpointDamagedError(found.decode())
         restore_state(engines, directory / STATE, self._ranks.index)
 
     def _assigned(self, target: Path, state: LiveState, before: Callable[[], None]) -> dict[TensorSlice, torch.Tensor]:
@@ -321,14 +317,7 @@ def recover(target: Path) -> None:
 
 
 def export_state(engine: TrainEngine, state: Path, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face directory of the policy's weights in a checkpoint; any thread may call it.
-
-    Args:
-        engine: What is trained.
-        state: Directory of the checkpoint's tensors.
-        directory: What to write.
-        dtype: Precision of floating-point tensors; None keeps float32.
-    """
+    """Write a Hugging Face directory of the policy's weights in a checkpoint (directory `state`); any thread may call it."""
     engine.export_weights(read_below(f"{POLICY}.model.", state), directory, dtype)
 
 
@@ -404,12 +393,7 @@ def write_manifest(manifest: CheckpointManifest, directory: Path) -> None:
 
 
 def describe_files(paths: Iterable[Path], directory: Path) -> list[CheckpointFile]:
-    """Sync files to disk and take their digests.
-
-    Args:
-        paths: The files.
-        directory: The checkpoint's directory, above the files.
-    """
+    """Sync files below the checkpoint's directory to disk, and take their digests."""
     described = []
     for path in sorted(paths):
         with path.open("rb") as file:
@@ -421,18 +405,15 @@ def describe_files(paths: Iterable[Path], directory: Path) -> list[CheckpointFil
     return described
 
 
-def check_files(files: Iterable[CheckpointFile], directory: Path) -> None:
-    """Compare files with their digests in the manifest.
-
-    Raises:
-        CheckpointDamagedError: if one is missing or not as it was written.
-    """
+def damaged(files: Iterable[CheckpointFile], directory: Path) -> str:
+    """Compare files with their digests in the manifest. Return what is wrong with the first that differs; empty if none does."""
     for file in files:
         path = directory / file.path
         if not path.is_file() or _digest(path) != file.digest:
-            raise CheckpointDamagedError(
+            return (
                 f"{path} is missing or was changed after it was written: restore another checkpoint, and check the disk"
             )
+    return ""
 
 
 def _digest(path: Path) -> str:

@@ -464,6 +464,13 @@ class Learner:
             self.checkpoints.load(manifest, self.update.engines)
         except CheckpointDamagedError as error:
             raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
+        except OSError as error:
+            raise SluiceError.unavailable(
+                "CHECKPOINT_UNREADABLE",
+                f"checkpoint {manifest.checkpoint.name}, which may not be damaged, cannot be read ({error}): check the disk and the"
+                " limit of open files, then begin the epoch again",
+                retry_after_s=10.0,
+            ) from error
         except ValueError as error:
             raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
 
