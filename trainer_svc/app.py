@@ -42,14 +42,19 @@ async def serve(common: CommonConfig, config: TrainerConfig) -> None:
     """
     compute = ComputeThread()
     deadlines = config.deadlines
-    mesh, link = await compute.run(partial(_join, config), deadline_s=deadlines.load_s, what="joining the other ranks")
+    link, joining = None, int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
+        join_ranks = partial(_join, config)
+        mesh, link = await compute.run(join_ranks, deadline_s=deadlines.load_s, what="joining the other ranks")
+        joining = False
         if mesh.rank == 0:
             await _lead(common, config, compute, mesh, link)
         else:
             await _follow(common, config, compute, mesh, link)
     except BaseException as error:
-        if link is not None:
+        if joining and isinstance(error, asyncio.CancelledError):
+            log.info("stopped while starting")
+        if joining or link is not None:
             _end(error)
         raise
     if link is not None:
