@@ -105,7 +105,7 @@ def test_a_run_resumed_within_the_warm_up_is_the_uninterrupted_one(model: Path, 
     fresh = everything(uninterrupted)["policy"]
     applied = [train(uninterrupted, number) for number in (1, 2, 3)]
     assert [each.metrics.measured["critic/warmup"] for each in applied] == [1, 1, 0]
-    told = [{(result.outcome, result.reason) for result in each.results} for each in applied]
+    told = [{(result.outcome, result.reason) for result in each.record.results} for each in applied]
     warmup = (tokens_pb2.TRAJECTORY_OUTCOME_DROPPED, "CRITIC_WARMUP")
     trained = (tokens_pb2.TRAJECTORY_OUTCOME_TRAINED, "")
     assert told == [{warmup}, {warmup}, {trained}], "only the third batch changed the policy"

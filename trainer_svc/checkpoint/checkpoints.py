@@ -143,16 +143,10 @@ class Checkpoints:
 def surplus(
     complete: Sequence[checkpoint_pb2.CheckpointManifest], written: Version, known: Lineage, keep: int
 ) -> list[checkpoint_pb2.CheckpointManifest]:
-    """Return the checkpoints to remove. Pure.
+    """Return those of the complete checkpoints (newest first) to remove, after one was written. Pure.
 
     Keep the newest ones that the written version descends from. Keep those that a rollback left behind only while there
     are fewer than `keep` others.
-
-    Args:
-        complete: All complete checkpoints, newest first.
-        written: Version of the checkpoint that was just written.
-        known: The epochs of the run.
-        keep: How many stay.
     """
     return sorted(complete, key=lambda each: known.is_retired(origin_of(each), written))[keep:]
 

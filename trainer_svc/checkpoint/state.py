@@ -35,12 +35,7 @@ SCALARS = "scalars"
 
 
 class LiveState(dict[str, torch.Tensor]):
-    """The live tensors that a process has to save, by name.
-
-    Args:
-        tensors: The tensors.
-        engines: Their engines, by the first part of the names.
-    """
+    """The live tensors that a process has to save, by name; `engines` are theirs, by the first part of the names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], engines: Mapping[str, TrainEngine]) -> None:
         super().__init__(tensors)
@@ -52,12 +47,7 @@ class LiveState(dict[str, torch.Tensor]):
 
 
 def training_state(engines: Mapping[str, TrainEngine], rank: int) -> LiveState:
-    """Return the live tensors that a process has to save; the next step changes them.
-
-    Args:
-        engines: Engines by name, such as ``policy`` and ``critic``; a name has no dot.
-        rank: Number of this process; its random state is saved under it.
-    """
+    """Return the live tensors that a process has to save; the next step changes them. Names of engines have no dot."""
     state: dict[str, torch.Tensor] = {}
     for prefix, engine in engines.items():
         state |= {f"{prefix}.{name}": tensor for name, tensor in engine.state_tensors().items()}
@@ -68,12 +58,7 @@ def training_state(engines: Mapping[str, TrainEngine], rank: int) -> LiveState:
 def restore_state(engines: Mapping[str, TrainEngine], directory: Path, rank: int) -> None:
     """Restore the state, whatever number of ranks and layout wrote it.
 
-    A rank whose random state is not in the checkpoint keeps its own.
-
-    Args:
-        engines: Engines by name; further engines in the checkpoint are not read.
-        directory: Holds the tensors.
-        rank: This process.
+    A rank whose random state is not in the checkpoint keeps its own. Further engines in the checkpoint are not read.
 
     Raises:
         ValueError: if the state is of other engines, models or optimizers; the state is undefined then.
@@ -128,7 +113,6 @@ class TensorSlice:
     """A box of a tensor, as one rank holds it.
 
     Attributes:
-        name: The tensor's name.
         shape: Shape of the whole tensor.
         offsets: Where the box begins, per dimension.
         sizes: Its extent, per dimension.
@@ -223,15 +207,7 @@ FILE_BYTES = 4 << 30
 
 
 def write_slices(slices: Mapping[TensorSlice, torch.Tensor], directory: Path, rank: int) -> list[Path]:
-    """Write the slices of one process.
-
-    Args:
-        slices: Contiguous CPU tensors.
-        directory: An existing directory that all ranks share.
-        rank: Number of this process; its files' names begin with it.
-
-    Returns:
-        The files.
+    """Write the slices of one process, contiguous CPU tensors, into a directory that all ranks share. Return the files.
 
     Raises:
         OSError: if the disk is full or not writable.
@@ -270,12 +246,7 @@ def stored_tensors(directory: Path) -> dict[str, tuple[torch.Size, torch.dtype]]
 
 
 def read_tensors(directory: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Read each tensor, or the range of it that this rank holds, into its memory.
-
-    Args:
-        directory: A directory that `write_slices` filled, in any layout.
-        into: Plain tensors or DTensors by name; other tensors in the directory are not read.
-    """
+    """Read each tensor, plain or DTensor, or the range of it that this rank holds, from files of `write_slices` in any layout."""
     dcp.load(dict(into), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
 
 

@@ -160,25 +160,16 @@ class ObjectiveConfig(Section):
 class ResolvedObjective:
     """One objective, complete and free of contradictions.
 
+    The settings of `ObjectiveConfig` describe the attributes of the same names.
+
     Attributes:
         name: The preset's name, or the import path of the user's own loss.
-        preset: The preset's row of the table.
         parameters: Keyword arguments of the surrogate.
         other_parameters: Parameters that the selection of tokens or the critic reads.
         advantage: The advantage estimator; "" if none is read.
         estimator_parameters: Parameters of that estimator, if the trainer runs it.
-        process_scale: What the advantages of `process` are whitened over.
-        proximal: Where log o comes from.
-        correction: Name of f(rho).
-        bounds: Bounds of f(rho).
-        veto: Drop sequences with a token of smaller rho; None: off.
-        off_policy_mask: Largest mean log b - log t at a negative advantage, in nats; None: off.
-        kl_coef: Weight of the KL term; 0: none.
-        kl_kind: Estimator of the KL term.
-        kl_where: Whether the KL term is part of the loss or of the reward.
-        entropy_coef: Weight of the entropy bonus.
-        aggregation: How token losses become one number.
-        max_tokens: Divisor of aggregation `constant`.
+        correction: Name of f(rho), and `bounds` its bounds.
+        off_policy_mask: `correction.off_policy_sequence_mask`.
     """
 
     name: str
@@ -205,8 +196,8 @@ class ResolvedObjective:
         """Fill in the preset's defaults.
 
         Args:
-            given: The settings of `ObjectiveConfig` that the user set.
-            correction: Those of its table `correction`.
+            given: The settings that the user set.
+            correction: Those of the table `correction`.
 
         Raises:
             ValueError: with the reason and the remedy, if settings contradict each other.
@@ -275,11 +266,6 @@ class ResolvedObjective:
         return self.advantage == "gae"
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss has an entropy term."""
-        return self.entropy_coef > 0
-
-    @property
     def loss_kl_coef(self) -> float:
         """Weight of the KL term in the loss; 0 if there is none or it is part of the reward."""
         return self.kl_coef if self.kl_where == "loss" else 0.0
@@ -303,7 +289,7 @@ class ResolvedObjective:
     @property
     def vanishes_without_advantage(self) -> bool:
         """Whether tokens of advantage 0 have neither loss nor gradient, so that they need no forward pass."""
-        return self.needs_behaviour and not self.is_own and self.loss_kl_coef == 0 and not self.needs_entropy
+        return self.needs_behaviour and not self.is_own and self.loss_kl_coef == 0 and self.entropy_coef == 0
 
     def _refuse_contradictions(self) -> None:
         if self.aggregation == "constant" and self.max_tokens is None:
@@ -345,7 +331,7 @@ def _find_preset(name: str, params: Mapping[str, Any]) -> Preset:
     if ":" in name:
         if not _IMPORT_PATH.fullmatch(name):
             raise ValueError(f"preset {name!r} is not an import path: write package.module:function")
-        return Preset(surrogate=None, advantage="centered", parameters=dict(params), source=name)
+        return Preset(None, "centered", parameters=dict(params))
     if name not in PRESETS:
         raise ValueError(
             f"there is no objective {name!r}; choose one of {', '.join(PRESETS)}, or give your own as package.module:function"

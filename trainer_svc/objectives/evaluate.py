@@ -243,7 +243,7 @@ def evaluate(case: Case) -> dict[str, Any]:
     entropy = [_column(each.entropy) for each in case.sequences]
     (batch,) = pack(kept, token_budget=1 << 40, fold=False)
     has_entropy = all(each.entropy is not None for each in case.sequences)
-    if settings.needs_entropy and not has_entropy:
+    if settings.entropy_coef > 0 and not has_entropy:
         raise ValueError("entropy_coef is above 0: give every sequence its entropy, one number per token")
     outputs = Outputs(_packed(logp, batch), _packed(entropy, batch) if has_entropy else None)
     summed, sums = objective.loss(outputs, batch)

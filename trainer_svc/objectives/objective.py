@@ -65,7 +65,7 @@ class Objective:
     @property
     def entropy(self) -> Entropy:
         """How the entropy must be computed: with a gradient, or only for the report."""
-        return "train" if self.resolved.needs_entropy else "measure"
+        return "train" if self.resolved.entropy_coef > 0 else "measure"
 
     def contributes(self, sequence: Sequence) -> bool:
         """Return whether a sequence can have a gradient."""
@@ -103,7 +103,7 @@ class Objective:
             sums["kl"] = kl.detach().sum()
         if terms.entropy is not None:
             sums["entropy"] = terms.entropy.detach().sum()
-        if settings.needs_entropy:
+        if settings.entropy_coef > 0:
             if terms.entropy is None:
                 raise ValueError("entropy_coef is above 0 but the entropy was not computed")
             loss = loss - settings.entropy_coef * terms.entropy
@@ -165,10 +165,6 @@ class Objective:
 
 def _own_surrogate(name: str, parameters: Mapping[str, object]) -> Surrogate:
     """Import the user's own loss, and check that it takes these parameters: at the start of the run, not in its first step.
-
-    Args:
-        name: `package.module:function`. Python must find the module: install it, or put its directory on PYTHONPATH.
-        parameters: The keyword arguments that the function will be called with.
 
     Raises:
         ValueError: if it cannot be imported, or cannot be called with these parameters.
@@ -481,7 +477,7 @@ def bypass_warning(
 
     Args:
         objective: What is minimised.
-        measured: Metrics of a step, with its clip fractions.
+        measured: Metrics of a step.
         bf16: Whether engine or trainer compute in bfloat16.
         staleness: The largest age of a trained token, in versions.
     """
@@ -498,12 +494,7 @@ def bypass_warning(
 
 
 def estimator_warning(objective: ResolvedObjective, estimator: str) -> str | None:
-    """Return a warning if a batch's advantages come from another estimator than the preset was published with.
-
-    Args:
-        objective: What is minimised.
-        estimator: The estimator that the batch names; empty if it names none.
-    """
+    """Return a warning if a batch names another estimator than the preset was published with; empty: it names none."""
     published = objective.preset.advantage
     if not estimator or not published or objective.is_own or objective.runs_estimator:
         return None

@@ -405,14 +405,13 @@ BATCH_ESTIMATORS: Mapping[str, Parameters] = MappingProxyType(
 """Advantage estimators that the trainer runs before its epochs, with their parameters; None: off. The orchestrator runs the others, which need only rewards."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Preset:
     """The defaults of one objective.
 
     Attributes:
         surrogate: The loss per token; None: the user's own, which the setting `preset` names.
         advantage: The advantage estimator that it was published with; "" if it reads no advantages.
-        source: The paper.
         anchor: What the ratio divides by: `proximal` (r = t / o), `behaviour` (q = t / b, which is its own correction), or
             `none` if there is no ratio.
         aggregation: How token losses become one number.
@@ -428,7 +427,6 @@ class Preset:
 
     surrogate: Surrogate | None
     advantage: str
-    source: str
     anchor: Anchor = "proximal"
     aggregation: Aggregation = "token"
     parameters: Parameters = field(default_factory=dict)
@@ -452,128 +450,59 @@ class Preset:
 
 
 _CLIP: Parameters = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
-_CLIP_HIGHER: Parameters = {**_CLIP, "eps_high": 0.28}
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
-        "aipo": Preset(
-            surrogate=truncated_importance,
-            advantage="centered",
-            anchor="behaviour",
-            parameters={"delta": 4.0},
-            source="arXiv 2505.24034",
-        ),
-        "grpo": Preset(
-            surrogate=clipped_ratio,
-            advantage="grpo",
-            aggregation="sequence",
-            parameters=_CLIP,
-            source="arXiv 2402.03300",
-        ),
-        "dapo": Preset(surrogate=clipped_ratio, advantage="grpo", parameters=_CLIP_HIGHER, source="arXiv 2503.14476"),
-        "dr_grpo": Preset(
-            surrogate=clipped_ratio,
-            advantage="dr_grpo",
-            aggregation="constant",
-            parameters=_CLIP,
-            source="arXiv 2503.20783",
-        ),
+        # arXiv 2505.24034
+        "aipo": Preset(truncated_importance, "centered", anchor="behaviour", parameters={"delta": 4.0}),
+        # arXiv 2402.03300
+        "grpo": Preset(clipped_ratio, "grpo", aggregation="sequence", parameters=_CLIP),
+        # arXiv 2503.14476
+        "dapo": Preset(clipped_ratio, "grpo", parameters={**_CLIP, "eps_high": 0.28}),
+        # arXiv 2503.20783
+        "dr_grpo": Preset(clipped_ratio, "dr_grpo", aggregation="constant", parameters=_CLIP),
+        # arXiv 2507.18071. The bounds are as narrow as the rounding differences between a bf16 engine and the trainer: a ratio
+        # to b would be clipped by noise.
         "gspo": Preset(
-            surrogate=clipped_sequence_ratio,
-            advantage="grpo",
+            clipped_sequence_ratio,
+            "grpo",
             aggregation="sequence",
             parameters={"eps_low": 3e-4, "eps_high": 4e-4},
-            # These bounds are as narrow as the rounding differences between a bf16 engine and the trainer: a ratio to b
-            # would be clipped by noise.
             proximal="recompute",
             correction="token_tis",
-            source="arXiv 2507.18071",
         ),
-        "rloo": Preset(
-            surrogate=capped_importance,
-            advantage="rloo",
-            anchor="behaviour",
-            parameters={"cap": 2.0},
-            source="arXiv 2402.14740",
-        ),
-        "opo": Preset(
-            surrogate=capped_importance,
-            advantage="opo",
-            anchor="behaviour",
-            parameters={"cap": 2.0},
-            source="arXiv 2505.23585",
-        ),
-        "cispo": Preset(
-            surrogate=clipped_weight,
-            advantage="grpo",
-            parameters={"eps_low": 1.0, "eps_high": 4.0},
-            source="arXiv 2506.13585",
-        ),
-        "ppo": Preset(
-            surrogate=clipped_ratio,
-            advantage="gae",
-            parameters=_CLIP,
-            other_parameters={"value_clip": 0.5},
-            source="arXiv 1707.06347, dual clip 1912.09729",
-        ),
+        # arXiv 2402.14740
+        "rloo": Preset(capped_importance, "rloo", anchor="behaviour", parameters={"cap": 2.0}),
+        # arXiv 2505.23585
+        "opo": Preset(capped_importance, "opo", anchor="behaviour", parameters={"cap": 2.0}),
+        # arXiv 2506.13585
+        "cispo": Preset(clipped_weight, "grpo", parameters={"eps_low": 1.0, "eps_high": 4.0}),
+        # arXiv 1707.06347, dual clip 1912.09729
+        "ppo": Preset(clipped_ratio, "gae", parameters=_CLIP, other_parameters={"value_clip": 0.5}),
+        # arXiv 2501.03262
         "reinforce_pp": Preset(
-            surrogate=clipped_ratio,
-            advantage="reinforce_pp",
-            parameters=_CLIP,
-            kl_coef=0.001,
-            kl_kind="k1",
-            kl_where="reward",
-            source="arXiv 2501.03262",
+            clipped_ratio, "reinforce_pp", parameters=_CLIP, kl_coef=0.001, kl_kind="k1", kl_where="reward"
         ),
-        "dppo": Preset(
-            surrogate=divergence_masked,
-            advantage="centered",
-            anchor="behaviour",
-            parameters={"low": 0.2, "high": 0.2},
-            source="arXiv 2602.04879",
-        ),
-        "ipo_mask": Preset(
-            surrogate=distance_masked,
-            advantage="centered",
-            anchor="behaviour",
-            parameters={"threshold": 0.1},
-            source="dppo with a bound that ignores the sign of A",
-        ),
-        "icepop": Preset(
-            surrogate=ratio_masked,
-            advantage="centered",
-            anchor="behaviour",
-            parameters={"low": 0.5, "high": 5.0},
-            source="arXiv 2510.18855",
-        ),
-        "sapo": Preset(
-            surrogate=soft_gate,
-            advantage="grpo",
-            parameters={"tau_pos": 1.0, "tau_neg": 1.05},
-            source="arXiv 2511.20347",
-        ),
+        # arXiv 2602.04879
+        "dppo": Preset(divergence_masked, "centered", anchor="behaviour", parameters={"low": 0.2, "high": 0.2}),
+        # dppo with a bound that ignores the sign of A
+        "ipo_mask": Preset(distance_masked, "centered", anchor="behaviour", parameters={"threshold": 0.1}),
+        # arXiv 2510.18855
+        "icepop": Preset(ratio_masked, "centered", anchor="behaviour", parameters={"low": 0.5, "high": 5.0}),
+        # arXiv 2511.20347
+        "sapo": Preset(soft_gate, "grpo", parameters={"tau_pos": 1.0, "tau_neg": 1.05}),
+        # arXiv 2510.01161. Tokens are dropped by (log b - log o)^2, which is 0 everywhere in the bypass form.
         "m2po": Preset(
-            surrogate=clipped_ratio,
-            advantage="grpo",
+            clipped_ratio,
+            "grpo",
             parameters=_CLIP,
             other_parameters={"tau": 0.04},
-            # Tokens are dropped by (log b - log o)^2, which is 0 everywhere in the bypass form.
             proximal="recompute",
             correction="none",
-            source="arXiv 2510.01161",
         ),
-        "sft": Preset(
-            surrogate=negative_log_likelihood,
-            advantage="",
-            anchor="none",
-            source="maximum likelihood on demonstrations",
-        ),
-        "distill": Preset(
-            surrogate=reverse_kl_to_teacher,
-            advantage="",
-            anchor="none",
-            needs_teacher=True,
-            source="on-policy distillation, arXiv 2306.13649",
-        ),
+        # maximum likelihood on demonstrations
+        "sft": Preset(negative_log_likelihood, "", anchor="none"),
+        # on-policy distillation, arXiv 2306.13649
+        "distill": Preset(reverse_kl_to_teacher, "", anchor="none", needs_teacher=True),
     }
 )

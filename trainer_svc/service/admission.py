@@ -33,13 +33,9 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a batch says about its place.
+    """What a batch says about its place; its fields are those of `BatchHeader`.
 
     Attributes:
-        batch_id: Its unique name.
-        sequence_no: Its place in the order of batches, from 1.
-        target: Version that applying it will produce.
-        tokenizer_digest: Tokenizer and template that made its ids.
         content_digest: Digest of its trajectories; empty as long as they have not arrived.
     """
 
@@ -52,12 +48,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A batch that was accepted before.
-
-    Attributes:
-        sequence_no: Its place in the order of batches.
-        content_digest: Digest of its trajectories; empty if it is not known.
-    """
+    """A batch that was accepted before; `content_digest` is empty if it is not known."""
 
     sequence_no: int
     content_digest: str = ""
@@ -98,12 +89,7 @@ class Admission(Generic[Payload]):
         return 0 if self._version is None else self._version.number + self.queued + 1
 
     def open(self, version: Version, held: Mapping[str, Known]) -> None:
-        """Begin an epoch and forget the batches of the one before.
-
-        Args:
-            version: Version from which training continues.
-            held: The batches that its weights hold, by id, oldest first.
-        """
+        """Begin an epoch from a version, whose weights hold the given batches (by id, oldest first). Forget all others."""
         self.close()
         self._version = version
         self._known.update(held)
@@ -156,10 +142,6 @@ class Admission(Generic[Payload]):
                     exists=True,
                 )
             return True
-        self._check_place(ticket)
-        return False
-
-    def _check_place(self, ticket: Ticket) -> None:
         expected = self.next_sequence_no
         if ticket.sequence_no != expected:
             raise RefusedError(
@@ -177,6 +159,7 @@ class Admission(Generic[Payload]):
                 f"{len(self._waiting)} batches wait, the most that the trainer holds (trainer.queue_batches): retry after the delay",
                 retry=True,
             )
+        return False
 
     def admit(self, ticket: Ticket, payload: Payload) -> bool:
         """Queue a batch, or recognise a repeat.
@@ -209,10 +192,7 @@ class Admission(Generic[Payload]):
         return payload
 
     def finish(self) -> Version:
-        """Mark the batch in training as applied.
-
-        Returns:
-            The version that it produced.
+        """Mark the batch in training as applied. Return the version that it produced.
 
         Raises:
             RuntimeError: if none is in training.

@@ -55,8 +55,6 @@ class Sample:
     Attributes:
         sequence: Its training row; the advantages are zero where none were given.
         spans: Versions that sampled its trained tokens; starts are counted in trained tokens.
-        trained_tokens: Number of trained tokens.
-        has_advantages: Whether the trajectory carried advantages.
     """
 
     sequence: Sequence
@@ -70,8 +68,7 @@ class Decision:
     """The decision about one trajectory.
 
     Attributes:
-        sample: The trajectory.
-        sequence: Its training row; None if it is dropped.
+        sequence: The training row; None if it is dropped.
         reason: Why it is dropped; empty otherwise.
         oldest: Greatest staleness of its tokens, in versions.
         ages: Staleness of each token that enters the loss.
@@ -102,11 +99,9 @@ class Batch:
         dropped_trajectories/<reason>, dropped_tokens/<reason>   not trained, by cause
 
     Attributes:
-        header: What it says about itself.
         content_digest: Digest of its trajectories as they arrived.
         sequences: Rows to train on, with the facts about the whole batch.
         decisions: One per trajectory, in the batch's order.
-        metrics: What was decided, in numbers.
     """
 
     header: trainer_pb2.BatchHeader
@@ -143,8 +138,7 @@ class Expectations:
         newest: Version of the weights that the batch is applied to, which no token can be newer than.
         has_estimator: Whether advantages may be absent, because the header names an estimator or the objective reads none.
         estimates: The estimator that the trainer runs; empty if it runs none.
-        needs_reference: Whether trajectories must bring reference log-probabilities.
-        needs_teacher: Whether they must bring a teacher's.
+        needs_reference: Whether trajectories must bring reference log-probabilities; `needs_teacher` likewise.
     """
 
     vocabulary: int
@@ -399,13 +393,6 @@ def judge(
 ) -> Batch:
     """Decide which tokens of a batch are trained, and estimate the advantages that are missing.
 
-    Args:
-        samples: Its trajectories.
-        header: What the batch says about itself.
-        lineage: The epochs of the run.
-        objective: What will be minimised.
-        content_digest: Digest of the trajectories as they arrived.
-
     Raises:
         ValueError: if the estimator cannot take these rewards.
     """
@@ -559,7 +546,7 @@ def token_staleness(spans: Rows[VersionSpan], trained_tokens: int, lineage: Line
     Args:
         spans: Versions of the trained tokens; starts are counted in trained tokens, the first one is 0.
         trained_tokens: Their number.
-        lineage: Where the epochs began.
+        lineage: The epochs of the run.
         now: Version of the weights that the batch is applied to.
     """
     if trained_tokens == 0:

@@ -20,10 +20,6 @@ class CheckpointWriter:
     """Write one checkpoint at a time; the next begins when it is done.
 
     The compute thread copies the state, between two batches. The files are written beside it.
-
-    Args:
-        learner: The policy.
-        compute: The thread that runs it.
     """
 
     def __init__(self, learner: Learner, compute: ComputeThread) -> None:

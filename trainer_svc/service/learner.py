@@ -29,7 +29,7 @@ from sluice.config import CommonConfig
 from sluice.render import tokenizer_digest
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
-from sluice.v1.trainer_pb2 import Checkpoint, TrajectoryResult
+from sluice.v1.trainer_pb2 import Checkpoint
 from sluice.versions import BASE, Version
 from trainer_svc.batch.rows import Sequence
 from trainer_svc.checkpoint.batch_record import KEPT_REPORTS, BatchRecordFiles
@@ -121,21 +121,15 @@ class Applied:
     """The outcome of applying a batch.
 
     Attributes:
-        results: What became of each trajectory.
+        record: What became of the batch and of each trajectory, as it is on disk.
         metrics: The optimizer steps; None if nothing was left to train.
         skipped_steps: Optimizer steps that were skipped as not finite.
-        seconds: Wall-clock time of all of it.
     """
 
-    results: list[TrajectoryResult]
+    record: checkpoint_pb2.BatchRecord
     metrics: StepMetrics | None
     skipped_steps: int
     seconds: float
-
-    @property
-    def skipped(self) -> bool:
-        """Whether there were steps and all of them were skipped as not finite."""
-        return self.metrics is not None and self.metrics.skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +137,6 @@ class Restored:
     """The state that an epoch begins from.
 
     Attributes:
-        version: Version from which training continues.
         origin: Version that the restored checkpoint was written at; (0, 0) for the base model.
         last_batch_id: Last batch that the weights hold; empty for the base model.
         held: The newest batches that the weights hold, oldest first, as far as the record on disk has them.
@@ -170,8 +163,8 @@ class Learner:
 
     Args:
         common: The run's settings.
-        config: The trainer's settings.
-        mesh: The ranks that train it together.
+        config: The trainer's.
+        mesh: The ranks that train together.
         ranks: The other ranks, which carry out this one's commands; None: there is none, or this rank follows.
     """
 
@@ -247,7 +240,7 @@ class Learner:
 
         Args:
             epoch: Its number.
-            checkpoint: Name of the checkpoint; empty for the newest one, or for the base model if there are no checkpoints.
+            checkpoint: Its name; empty for the newest one, or for the base model if there is none.
 
         Raises:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
@@ -275,16 +268,21 @@ class Learner:
         if batch.sequences:
             updated, trained = self._train_on_all_ranks(batch.sequences)
             self._advise(updated.metrics, batch)
-        applied = Applied(
+        metrics = None if updated is None else updated.metrics
+        record = checkpoint_pb2.BatchRecord(
+            policy_version=batch.header.target_version,
+            batch_id=batch.header.batch_id,
+            sequence_no=batch.header.sequence_no,
+            content_digest=batch.content_digest,
+            skipped=metrics is not None and metrics.skipped,
             results=batch.results(trained, critic_only=updated is not None and updated.critic_only),
-            metrics=None if updated is None else updated.metrics,
-            skipped_steps=0 if updated is None else updated.skipped_steps,
-            seconds=perf_counter() - start,
         )
-        self.record.append(_record(batch, applied))
+        record.end_time.GetCurrentTime()
+        seconds = perf_counter() - start
+        self.record.append(record)
         self.version = batch.target
-        self.last_batch_id = batch.header.batch_id
-        return applied
+        self.last_batch_id = record.batch_id
+        return Applied(record, metrics, 0 if updated is None else updated.skipped_steps, seconds)
 
     def _train_on_all_ranks(self, sequences: Rows[Sequence]) -> tuple[Updated, NDArray[np.int64]]:
         """Train on a batch. Return what was done, and `Updated.rows` in the batch's order."""
@@ -337,12 +335,8 @@ class Learner:
     def encode(self, publisher: PolicyPublisher, deadline_s: float) -> Offer:
         """Encode the weights for publication: the difference from the previous version, or the adapter.
 
-        Args:
-            publisher: Encodes and keeps it.
-            deadline_s: Seconds to wait for the push of the version before.
-
         Raises:
-            SluiceError: DEADLINE_EXCEEDED if that push takes longer.
+            SluiceError: DEADLINE_EXCEEDED if the push of the version before takes longer than `deadline_s`.
         """
         with self._on_all_ranks("encode", deadline_s=deadline_s, **self._position()):
             return publisher.encode(self.engine, self.version, dtype=self.publish_dtype, deadline_s=deadline_s)
@@ -475,28 +469,10 @@ class Learner:
             raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
 
 
-def _record(batch: Batch, applied: Applied) -> checkpoint_pb2.BatchRecord:
-    record = checkpoint_pb2.BatchRecord(
-        policy_version=batch.target.to_proto(),
-        batch_id=batch.header.batch_id,
-        sequence_no=batch.header.sequence_no,
-        content_digest=batch.content_digest,
-        skipped=applied.skipped,
-        results=applied.results,
-    )
-    record.end_time.GetCurrentTime()
-    return record
-
-
 class FollowingRank:
     """Carry out the commands of rank 0 in their order, on every other rank, until rank 0 says stop or is gone.
 
     Commands that compute run in the compute thread, publications beside them.
-
-    Args:
-        learner: This rank's part of the policy.
-        link: To rank 0.
-        publisher: Pushes this rank's part of a version.
     """
 
     def __init__(self, learner: Learner, link: RankLink, publisher: PolicyPublisher) -> None:

@@ -40,7 +40,6 @@ class Offer:
     """A version that is ready to be published. Later steps do not change it.
 
     Attributes:
-        version: The version.
         push: Publishes it, given `deadline_s`; may be called again after a failure.
     """
 
@@ -69,12 +68,9 @@ class PolicyPublisher:
 
         Args:
             engine: The policy.
-            version: The version of the engine's weights.
+            version: The version of its weights.
             dtype: Precision of the published tensors; None keeps float32.
-            deadline_s: Seconds to wait for the push of the version before.
-
-        Raises:
-            SluiceError: DEADLINE_EXCEEDED if that push takes longer.
+            deadline_s: Seconds to wait for the push of the version before; SluiceError DEADLINE_EXCEEDED afterwards.
         """
         adapter = engine.adapter
         if adapter is None or adapter.config.merges:

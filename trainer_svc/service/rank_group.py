@@ -39,12 +39,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which data-parallel rank trains which rows.
-
-    Attributes:
-        rows: This rank's rows.
-        places: For each data-parallel rank the places of its rows in the batch.
-    """
+    """This rank's rows, and for each data-parallel rank the places of its rows in the batch."""
 
     rows: list[Sequence]
     places: list[list[int]]
@@ -217,11 +212,7 @@ class RankLink:
         return range(1, self.dims.world_size)
 
     def post(self, stream: Stream, command: Command) -> int:
-        """Post the next command for the other ranks; only rank 0 calls this.
-
-        Returns:
-            The command's number in its stream.
-        """
+        """Post the next command for the other ranks, as rank 0. Return its number in its stream."""
         number = self._numbers[stream] = self._numbers[stream] + 1
         store = self._stores[stream]
         store.set(f"{stream}/{number}", json.dumps(command))
@@ -245,7 +236,8 @@ class RankLink:
             except dist.DistStoreError:
                 continue  # no command within the longest single wait
             except RuntimeError as error:
-                raise RankFailedError(f"rank 0 is gone ({_first_line(error)})") from error
+                first_line = str(error).partition("\n")[0]
+                raise RankFailedError(f"rank 0 is gone ({first_line})") from error
 
     def done(self, failure: str = "") -> None:
         """Report to rank 0 that the last compute command is done, or why this rank ends instead.
@@ -287,9 +279,6 @@ class RankLink:
     def send_rows(self, by_rank: Rows[Rows[Sequence]]) -> None:
         """Send each rank the rows of its data-parallel rank.
 
-        Args:
-            by_rank: Rows by data-parallel rank.
-
         Raises:
             RuntimeError: if a rank is gone, or does not receive them within the group's timeout.
         """
@@ -324,10 +313,6 @@ def _done(number: int, rank: int) -> str:
     return f"done/{number}/{rank}"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
 # Rows as bytes: a safetensors file with one tensor per column, all rows end to end. Fields that are not tensors (ids,
 # temperature, reward, version spans) are JSON in the file's metadata.
 
@@ -351,7 +336,7 @@ def encode_rows(rows: Rows[Sequence]) -> bytes:
         holders = [place for place, value in enumerate(values) if isinstance(value, torch.Tensor)]
         if not holders:
             for row, value in zip(plain, values, strict=True):
-                row[name] = _spans_out(value) if name == "versions" else value
+                row[name] = [(start, *version) for start, version in value] if name == "versions" else value
             continue
         if len({values[place].dtype for place in holders}) > 1:
             raise ValueError(f"column {name} has several dtypes: give all rows the same")
@@ -383,13 +368,5 @@ def decode_rows(data: bytes) -> list[Sequence]:
         for place, part in zip(holders, parts, strict=True):
             plain[place][name] = part
     for row in plain:
-        row["versions"] = _spans_in(row["versions"])
+        row["versions"] = tuple(VersionSpan(start, Version(*version)) for start, *version in row["versions"])
     return [Sequence(**row) for row in plain]
-
-
-def _spans_out(spans: tuple[VersionSpan, ...]) -> list[tuple[int, int, int]]:
-    return [(span.start, span.version.epoch, span.version.number) for span in spans]
-
-
-def _spans_in(spans: list[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
-    return tuple(VersionSpan(start, Version(epoch, number)) for start, epoch, number in spans)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -20,6 +21,8 @@ from trainer_svc.config import IN_BATCH, TrainerConfig
 from trainer_svc.service.admission import RefusedError, Ticket
 from trainer_svc.service.batches import MAX_NAME, Batch, Expectations, applied_to, convert, judge
 from trainer_svc.service.trainer import Trainer
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 PAGE_SIZE = 100
 """Checkpoints per page where the caller does not say."""
@@ -56,9 +59,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._entering = asyncio.Lock()
 
     async def BeginEpoch(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.BeginEpochRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.BeginEpochRequest, trainer_pb2.BeginEpochResponse],
+        self, request: trainer_pb2.BeginEpochRequest, context: Context
     ) -> trainer_pb2.BeginEpochResponse:
         """Open an epoch."""
         del context
@@ -72,10 +73,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def SubmitBatch(  # noqa: N802 - gRPC's name
-        self,
-        request_iterator: AsyncIterator[trainer_pb2.SubmitBatchRequest],
-        context: grpc.aio.ServicerContext[trainer_pb2.SubmitBatchRequest, trainer_pb2.SubmitBatchResponse],
-    ) -> trainer_pb2.SubmitBatchResponse:
+        self, request_iterator: AsyncIterator[SubmitBatchRequest], context: Context
+    ) -> SubmitBatchResponse:
         """Receive a batch, a header and then trajectories in parts, and queue it."""
         del context
         if self._streams >= MAX_STREAMS:
@@ -142,9 +141,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def GetTrainerState(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.GetTrainerStateRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.GetTrainerStateRequest, trainer_pb2.GetTrainerStateResponse],
+        self, request: trainer_pb2.GetTrainerStateRequest, context: Context
     ) -> trainer_pb2.GetTrainerStateResponse:
         """Report version, queue and health."""
         del context
@@ -168,9 +165,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         )
 
     async def WatchSteps(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.WatchStepsRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.WatchStepsRequest, trainer_pb2.WatchStepsResponse],
+        self, request: trainer_pb2.WatchStepsRequest, context: Context
     ) -> AsyncIterator[trainer_pb2.WatchStepsResponse]:
         """Stream the reports of the present epoch."""
         del context
@@ -182,9 +177,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             yield trainer_pb2.WatchStepsResponse(step=report)
 
     async def SaveCheckpoint(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.SaveCheckpointRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.SaveCheckpointRequest, trainer_pb2.SaveCheckpointResponse],
+        self, request: trainer_pb2.SaveCheckpointRequest, context: Context
     ) -> trainer_pb2.SaveCheckpointResponse:
         """Write a checkpoint."""
         del context
@@ -192,9 +185,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         return trainer_pb2.SaveCheckpointResponse(checkpoint=await self._trainer.save(request.journal_position))
 
     async def ListCheckpoints(  # noqa: N802 - gRPC's name
-        self,
-        request: trainer_pb2.ListCheckpointsRequest,
-        context: grpc.aio.ServicerContext[trainer_pb2.ListCheckpointsRequest, trainer_pb2.ListCheckpointsResponse],
+        self, request: trainer_pb2.ListCheckpointsRequest, context: Context
     ) -> trainer_pb2.ListCheckpointsResponse:
         """List complete checkpoints; a page token is the name of the last one shown."""
         del context

@@ -13,8 +13,6 @@ from time import perf_counter
 
 import grpc
 import structlog
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from sluice.rpc import SluiceError
 from sluice.tasks import discard_outcome
@@ -179,7 +177,7 @@ class Trainer:
                 raise SluiceError.unavailable("WEIGHTSYNC_UNAVAILABLE", error.message, retry_after_s=1.0) from error
             raise
         admission = self.accepting()
-        self.steps = StepLog(restored.version.number, map(_held_report, restored.held))
+        self.steps = StepLog(restored.version.number, map(_recorded, restored.held))
         admission.open(restored.version, restored.known)
         # An empty context: the epoch outlives the request that began it, whose id must not appear in its logs and calls.
         self._training = asyncio.create_task(self._run(admission, self.steps), context=contextvars.Context())
@@ -410,27 +408,17 @@ def _step_report(
         "step",
         version=str(batch.target),
         seconds=round(applied.seconds, 3),
-        skipped=applied.skipped,
+        skipped=applied.record.skipped,
         **{name: round(metrics[name], 4) for name in ("loss", "reward_mean", "staleness_max") if name in metrics},
     )
-    duration, end_time = Duration(), Timestamp()
-    duration.FromNanoseconds(int(applied.seconds * 1e9))
-    end_time.GetCurrentTime()
-    return StepReport(
-        policy_version=batch.target.to_proto(),
-        batch_id=batch.header.batch_id,
-        sequence_no=batch.header.sequence_no,
-        skipped=applied.skipped,
-        metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-        results=applied.results,
-        duration=duration,
-        end_time=end_time,
-        content_digest=batch.content_digest,
-    )
+    report = _recorded(applied.record)
+    report.metrics.update({name: value for name, value in metrics.items() if math.isfinite(value)})
+    report.duration.FromNanoseconds(int(applied.seconds * 1e9))
+    return report
 
 
-def _held_report(record: checkpoint_pb2.BatchRecord) -> StepReport:
-    """Return the report of a batch that an earlier process applied: what the record keeps, without metrics."""
+def _recorded(record: checkpoint_pb2.BatchRecord) -> StepReport:
+    """Return the report of an applied batch as far as the record on disk has it: without metrics and duration."""
     return StepReport(
         policy_version=record.policy_version,
         batch_id=record.batch_id,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
@@ -70,10 +69,7 @@ class Critic:
     def beside(self, objective: Objective, sequences: Rows[Sequence], ranks: Ranks = ALONE) -> LossFn:
         """Return the policy's loss and the value loss of a shared network as one loss with the objective's divisor.
 
-        Args:
-            objective: The policy's objective.
-            sequences: This rank's share of the minibatch.
-            ranks: All ranks that have a share.
+        `sequences` are this rank's share of the minibatch.
         """
         own = {"policy": objective.weight(sequences), "tokens": count_loss_tokens(sequences)}
         divisors = ranks.total(own)
@@ -90,10 +86,6 @@ class Critic:
 
 def value_facts(sequences: Rows[Sequence], ranks: Ranks = ALONE) -> dict[str, float]:
     """Measure how well the critic predicted a batch before it learned from it.
-
-    Args:
-        sequences: This rank's rows, with values and returns.
-        ranks: All ranks that have a share.
 
     Returns:
         `explained_variance` = 1 - Var(return - value) / Var(return) over all loss tokens (1 is perfect, 0 as good as the
@@ -124,22 +116,17 @@ def value_facts(sequences: Rows[Sequence], ranks: Ranks = ALONE) -> dict[str, fl
             "errors": float((errors - sums["errors"] / tokens).square().sum()),
         }
     )
-    return {"value_mean": sums["values"] / tokens, "return_mean": sums["returns"] / tokens} | _explained(squares)
-
-
-def _explained(squares: Mapping[str, float]) -> dict[str, float]:
-    return {"explained_variance": 1.0 - squares["errors"] / squares["returns"]} if squares["returns"] > 0 else {}
+    facts = {"value_mean": sums["values"] / tokens, "return_mean": sums["returns"] / tokens}
+    if squares["returns"] > 0:
+        facts["explained_variance"] = 1.0 - squares["errors"] / squares["returns"]
+    return facts
 
 
 def with_values(sequences: Rows[Sequence], engine: TrainEngine) -> tuple[list[Sequence], list[float]]:
-    """Add the critic's value of the state before each loss token; return also its value of the state after the last token.
-
-    Args:
-        sequences: This rank's rows.
-        engine: A network with a value head.
+    """Add the critic's value of the state before each loss token.
 
     Returns:
-        The rows, and for each the value of its last state; 0 if the episode ended there.
+        The rows, and for each the value of the state after its last token; 0 if the episode ended there.
     """
     read = engine.forward([_with_last_state(each) if each.truncated else each for each in sequences], values=True)
     rows = [replace(each, values=values[: len(each)]) for each, values in zip(sequences, read, strict=True)]

@@ -51,7 +51,6 @@ class Passes:
     """How often an update trains on its batch.
 
     Attributes:
-        epochs: Times that each sequence is trained on.
         minibatches: Optimizer steps per epoch; batches of fewer groups make fewer.
         seed: Decides, with the number of earlier optimizer steps, which groups share a minibatch.
     """
@@ -85,8 +84,6 @@ class PolicyUpdate:
 
     Attributes:
         engine: The policy in training; with a second head for values if the critic shares its network.
-        objective: What is minimised.
-        passes: Epochs and minibatches.
         critic: Computes the values that gae reads, and learns.
         reference: The frozen policy of a KL term, for rows that bring no log-probabilities of it; only its forward runs.
         teacher: The model that distillation follows; only its forward runs.
@@ -119,14 +116,9 @@ class PolicyUpdate:
         mesh: Mesh = SINGLE,
         frozen: Mapping[str, TrainEngine] | None = None,
     ) -> Self:
-        """Load the policy and its critic as they are before the first step.
+        """Load the policy and its critic as they are before the first step; `frozen` comes from `load_frozen`.
 
-        Args:
-            config: The trainer's settings.
-            model: Hugging Face directory or hub id that the run starts from.
-            seed: Seeds PyTorch's generators, which draw the weights of a value head, and the choice of minibatches.
-            mesh: The processes that train together.
-            frozen: Reference and teacher, from `load_frozen`.
+        The seed is that of PyTorch's generators, which draw the weights of a value head, and of the choice of minibatches.
 
         Raises:
             ValueError: if a model cannot be trained packed, or not have a value head.
@@ -196,7 +188,6 @@ class PolicyUpdate:
         return rows
 
     def _trainable(self, sequences: Rows[Sequence]) -> tuple[list[Sequence], dict[str, int]]:
-        """Check that each row has every column that the objective reads, and drop the tokens that cannot be trained."""
         check_columns(sequences, self.objective.resolved)
         return keep_trainable(sequences, self.objective.resolved)
 
@@ -271,11 +262,6 @@ def load_frozen(config: TrainerConfig, model: str | Path, *, mesh: Mesh = SINGLE
 
     Frozen models only compute log-probabilities: each takes 4 bytes per parameter (2 in bfloat16), and nothing for an optimizer.
 
-    Args:
-        config: The trainer's settings.
-        model: Hugging Face directory or hub id that the run starts from.
-        mesh: The processes that train together.
-
     Raises:
         ValueError: if a model cannot compute packed rows.
     """
@@ -348,14 +334,9 @@ def _with_fractions(facts: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_logprobs(sequences: Rows[Sequence], column: LogprobColumn, engine: TrainEngine) -> list[Sequence]:
-    """Add a model's log-probabilities to the rows that lack them.
+    """Add a model's log-probabilities to this rank's rows that lack them.
 
     Every rank calls this, also one whose rows lack nothing: the model may be sharded over several.
-
-    Args:
-        sequences: This rank's rows.
-        column: The column to fill.
-        engine: The model; only its forward pass runs.
 
     Raises:
         ValueError: if a token id is outside of the model's vocabulary.
@@ -467,7 +448,7 @@ def update_report(epochs: Rows[Rows[StepMetrics]]) -> StepMetrics:
         forward_tokens=sum(step.forward_tokens for step in steps),
         micro_batches=sum(step.micro_batches for step in steps),
         padding_fraction=_weighted([step.padding_fraction for step in steps], [step.forward_tokens for step in steps]),
-        seconds=_summed([step.seconds for step in steps]),
+        seconds=_merged(step.seconds for step in steps),
         sums=_policy_sums(steps),
         flops=None if steps[0].flops is None else sum(step.flops or 0.0 for step in steps),
         peak_memory_bytes=max((step.peak_memory_bytes or 0.0 for step in steps), default=None),
@@ -538,13 +519,6 @@ def _merged(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
                 value if before is None else max(before, value) if name.startswith("max_") else before + value
             )
     return merged
-
-
-def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    totals: Counter[str] = Counter()
-    for table in tables:
-        totals.update(table)
-    return dict(totals)
 
 
 def _mean(values: Iterable[float]) -> float:
