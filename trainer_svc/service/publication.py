@@ -107,10 +107,7 @@ async def _nothing(*, deadline_s: float) -> PushReport:
 
 
 class Publication:
-    """Publish the versions of one epoch in order, in the background.
-
-    One version is pushed at a time, because the publisher's copy of the weights holds one: the next is encoded after
-    `idle` has returned. Training continues meanwhile.
+    """Publish the versions of one epoch in order, one at a time: the publisher's copy of the weights holds one.
 
     Args:
         deadline_s: Seconds for one version, retries included.
@@ -118,36 +115,8 @@ class Publication:
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
-        self._offered: asyncio.Queue[Offer] = asyncio.Queue(maxsize=1)
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.published: Version | None = None
         self.last_push: PushReport | None = None
-
-    def offer(self, offered: Offer) -> None:
-        """Publish a version in the background.
-
-        Raises:
-            RuntimeError: if another one is being published; await `idle` first.
-        """
-        if not self._idle.is_set():
-            raise RuntimeError(f"version {offered.version} was offered while another is published")
-        self._idle.clear()
-        self._offered.put_nowait(offered)
-
-    async def idle(self) -> None:
-        """Wait until no version is being published. The deadline of `run` bounds the wait."""
-        await self._idle.wait()
-
-    async def run(self) -> None:
-        """Publish offered versions until cancelled.
-
-        Raises:
-            SluiceError: if a version cannot be published in time.
-        """
-        while True:
-            await self.publish(await self._offered.get())
-            self._idle.set()
 
     async def publish(self, offered: Offer) -> None:
         """Push one version; retry until the deadline.

@@ -131,7 +131,8 @@ class Trainer:
         if (ranks := self.learner.ranks) is not None and ranks.broken is not None:
             raise ranks.broken
         present, opening = self._opening or (0, None)
-        if opening is None or epoch != present or (opening.done() and not _succeeded(opening)):
+        failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception() is not None)
+        if opening is None or epoch != present or failed:
             if opening is not None and not opening.done():
                 raise SluiceError.aborted("EPOCH_OPENING", f"epoch {present} is being opened: wait for it, then retry")
             self._check_newer(epoch, present)
@@ -272,21 +273,20 @@ class Trainer:
                 in a row had a step that was not finite.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._publication.run())
-                tasks.create_task(self._train(admission, steps))
+            async with asyncio.TaskGroup() as pushes:
+                await self._train(admission, steps, pushes)
         except ExceptionGroup as group:
             error: Exception = group
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]  # the first; it caused the others
             raise error from group
 
-    async def _train(self, admission: Admission[Batch], steps: StepLog) -> None:
+    async def _train(self, admission: Admission[Batch], steps: StepLog, pushes: asyncio.TaskGroup) -> None:
         """Apply batches in order. Report each step, publish its version, and save a checkpoint if one is due.
 
         The next batch is trained while a version is pushed; its weights are encoded when that push has ended.
         """
-        push_wait_s, skipping = 0.0, 0
+        push_wait_s, skipping, pushing = 0.0, 0, None
         while True:
             waiting = perf_counter()
             self._doing = trainer_pb2.TRAINER_PHASE_WAITING
@@ -302,26 +302,21 @@ class Trainer:
             report = _step_report(batch, applied, waited_s, push_wait_s, self._publication.last_push)
             steps.append(report)
             skipping = self._check_finite(applied, skipping)
-            push_wait_s = await self._publish()
+            self._doing = trainer_pb2.TRAINER_PHASE_PUBLISHING
+            waiting = perf_counter()
+            if pushing is not None:
+                await asyncio.wait({pushing})  # its failure ends the group; its deadline bounds the wait
+            push_wait_s = perf_counter() - waiting
+            offer = await self._compute.run(
+                partial(self.learner.encode, self._publisher, self.config.deadlines.push_s),
+                deadline_s=self.config.deadlines.step_s,
+                what="comparing the weights with the version before",
+            )
+            pushing = pushes.create_task(self._publication.publish(offer))
             every = self.config.checkpoint.every_steps
             if every and version.number % every == 0:
                 self._doing = trainer_pb2.TRAINER_PHASE_SAVING
                 await self.checkpoints.begin_scheduled()
-
-    async def _publish(self) -> float:
-        """Encode the new version once the previous one is pushed, and publish it in the background. Return the seconds of waiting."""
-        start = perf_counter()
-        self._doing = trainer_pb2.TRAINER_PHASE_PUBLISHING
-        await self._publication.idle()
-        waited_s = perf_counter() - start
-        deadlines = self.config.deadlines
-        offer = await self._compute.run(
-            partial(self.learner.encode, self._publisher, deadlines.push_s),
-            deadline_s=deadlines.step_s,
-            what="comparing the weights with the version before",
-        )
-        self._publication.offer(offer)
-        return waited_s
 
     def _check_finite(self, applied: Applied, skipping: int) -> int:
         """Return how many batches in a row had a skipped step.
@@ -345,10 +340,6 @@ class Trainer:
             batches_in_a_row=skipping,
         )
         return skipping
-
-
-def _succeeded(task: asyncio.Task[Restored]) -> bool:
-    return not task.cancelled() and task.exception() is None
 
 
 def _failed(cause: SluiceError) -> SluiceError:
