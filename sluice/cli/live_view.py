@@ -75,8 +75,6 @@ class RunView:
     """Shows a run; a `Listener` of the supervisor.
 
     Args:
-        run: Name of the run.
-        console: Where to write.
         live: Draw the panel; otherwise one line per step.
         verbose: Show every line of the children instead of warnings and errors.
     """
@@ -208,13 +206,8 @@ class RunProgress:
 
     Attributes:
         max_steps: Batches to apply in all; 0 until it is known.
-        max_staleness: Bound on the staleness of trained tokens.
-        step: Last step that was reported.
         applied: Batches applied, including those before a resume.
-        state: The state in one word.
-        metrics: Metrics of the last step.
         rewards: Mean reward of each step, the last few hundred.
-        load: The last report of the load.
         replicas: Replicas by address, which is known before the name.
     """
 

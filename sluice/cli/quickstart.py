@@ -73,13 +73,8 @@ class Quickstart:
     """What to do where.
 
     Attributes:
-        task: What is trained.
         example: Directory of the example: environment, settings, and demonstrations where there are any.
-        directory: Where everything goes.
         seed: Seed of data, model and sampling; the held-out prompts stay the same.
-        rl_flags: Further settings of the RL run.
-        sft_flags: Further settings of the warm-up.
-        eval_flags: Further settings of both evaluations.
     """
 
     task: Task

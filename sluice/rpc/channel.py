@@ -235,7 +235,6 @@ class _BoundedChannel(grpc.aio.Channel):
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Connectivity as gRPC sees it."""
         return self._channel.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
@@ -247,19 +246,15 @@ class _BoundedChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Anything, **kwargs: Anything) -> Anything:
-        """A callable for a unary call."""
         return self._bounded(self._channel.unary_unary(*args, **kwargs), self._deadline_s)
 
     def stream_unary(self, *args: Anything, **kwargs: Anything) -> Anything:
-        """A callable for a call with a stream of requests."""
         return self._bounded(self._channel.stream_unary(*args, **kwargs), self._deadline_s)
 
     def unary_stream(self, *args: Anything, **kwargs: Anything) -> Anything:
-        """A callable for a call with a stream of responses."""
         return self._bounded(self._channel.unary_stream(*args, **kwargs), self._stream_deadline_s)
 
     def stream_stream(self, *args: Anything, **kwargs: Anything) -> Anything:
-        """A callable for a call with streams both ways."""
         return self._bounded(self._channel.stream_stream(*args, **kwargs), self._stream_deadline_s)
 
     def _bounded(self, call: Callable[..., Anything], deadline_s: float) -> Callable[..., Anything]:

@@ -67,8 +67,6 @@ class ChildSpec:
 
     Attributes:
         name: Label, unique among the children, such as ``rollout-0``.
-        argv: Program and arguments.
-        log_path: Where its output is kept.
         wait_ready: Returns once the child serves; the caller sets the deadline and cancels.
         environment: Variables that are added to the supervisor's own.
         ends_run: Whether the run succeeds when this child ends with exit code 0. The end of any other child is a failure.
@@ -107,7 +105,6 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        ending: Succeeded, stopped or failed.
         child: The child whose end decided it; empty if a signal stopped the run.
         reason: How and why that child ended, for people.
         tail: Last lines of its log, if it failed.
@@ -150,10 +147,7 @@ class Supervisor:
     """Starts children side by side, restarts one that dies, and ends all of them when the run ends.
 
     Args:
-        specs: The children.
-        listener: Receives lines and states.
         max_restarts: Most restarts of each child within the window of `restart_policy`.
-        start_deadline_s: Seconds that a child has until it serves.
         stop_margin_s: Seconds between the end of a child's drain and SIGKILL. Children end side by side, so the longest drain
             and this bound the whole stop.
     """
