@@ -184,10 +184,17 @@ async def test_a_sample_outlives_its_adapter_version(running):
 
 
 async def _assert_adapters_outlive_the_engine(running: Running) -> None:
-    """An engine that is killed comes back with the version that it served, and follows on."""
+    """An engine that is killed comes back with the version that it served, and follows on.
+
+    It was spawned, since gRPC is in use by now: test_vllm_faults.py kills the owner of one that was forked.
+    """
     max(running.process.children(recursive=True), key=lambda child: child.memory_info().rss).kill()
     status = await running.until(lambda status: status.engine_restarts == 1 and status.state == SERVING)
     assert Version.from_proto(status.policy_version) == Version(1, 3)
     await running.assert_samples(3)
     await running.publish(4)
     await running.assert_samples(4)
+    family = running.process.children(recursive=True)
+    running.process.kill()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, family, 10.0)
+    assert not alive, "the replica's death ends its engine"

@@ -92,22 +92,6 @@ def served_runs(run: Run) -> dict[str, str]:
     return runs
 
 
-def test_a_run_ends_by_itself_and_cannot_be_started_twice(started) -> None:
-    run = started("--orchestrator.max-steps", "3", "--replicas", "2")
-    assert run.end() == 0, "\n".join(run.seen)
-    assert sum(line.startswith("step ") for line in run.seen) == 3
-    assert run.seen[-1].startswith("run small done: 3 steps")
-    assert json.loads((run.directory / "report.json").read_text())["steps"] == 3
-    settings = tomllib.loads((run.directory / "config.toml").read_text())
-    assert len(settings["peers"]["rollout"]) == 2
-    logs = {path.name for path in (run.directory / "logs").iterdir()}
-    assert logs == {"rollout-0.log", "rollout-1.log", "trainer.log", "orchestrator.log", "weightsync.log"}
-
-    second = started("--orchestrator.max-steps", "3")
-    assert second.end() == 2
-    assert "continue it with --resume" in second.seen[-1]
-
-
 def test_each_service_may_be_killed_once_and_the_run_still_finishes(started) -> None:
     run = started("--orchestrator.max-steps", "40", "--orchestrator.checkpoint.every-steps", "1")
     run.until("step 2/")
@@ -135,8 +119,9 @@ def test_when_a_service_is_dead_for_good_the_run_says_which_and_why_and_leaves_n
     assert not alive
 
 
-def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> None:
-    run = started("--orchestrator.max-steps", "100000", "--orchestrator.checkpoint.every-steps", "1")
+def test_ctrl_c_stops_everything_in_time_and_the_run_is_resumed_ends_by_itself_and_is_not_begun_again(started) -> None:
+    flags = ("--replicas", "2", "--orchestrator.checkpoint.every-steps", "1")
+    run = started("--orchestrator.max-steps", "100000", *flags)
     run.until("step 3/")
     assert served_runs(run) == {"orchestrator": "runs/small", "trainer": "runs/small", "rollout": "runs/small"}
     children = psutil.Process(run.process.pid).children(recursive=True)
@@ -146,9 +131,19 @@ def test_ctrl_c_stops_everything_in_time_and_the_run_can_be_resumed(started) -> 
     assert "--resume continues from step_" in run.seen[-1]
     assert not psutil.wait_procs(children, timeout=5)[1]
     assert "never retrieved" not in "\n".join(run.seen) + run.logs()
-    resumed = started("--orchestrator.max-steps", "6", "--resume")
+    resumed = started("--orchestrator.max-steps", "6", *flags, "--resume")
     assert resumed.end() == 0, "\n".join(resumed.seen)
     assert resumed.seen[0].startswith("resuming from step_")
+    assert resumed.seen[-1].startswith("run small done: 6 steps")
+    assert json.loads((run.directory / "report.json").read_text())["steps"] == 6
+    settings = tomllib.loads((run.directory / "config.toml").read_text())
+    assert len(settings["peers"]["rollout"]) == 2
+    logs = {path.name for path in (run.directory / "logs").iterdir()}
+    assert logs == {"rollout-0.log", "rollout-1.log", "trainer.log", "orchestrator.log", "weightsync.log"}
+
+    again = started("--orchestrator.max-steps", "3")
+    assert again.end() == 2
+    assert "continue it with --resume" in again.seen[-1]
 
 
 def test_a_wrong_setting_of_one_service_is_reported_before_anything_starts(started) -> None:

@@ -146,7 +146,7 @@ OWNER = """
 import asyncio, sys
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 async def main():
-    engine = VllmEngine(sys.argv[1], VllmOptions(engine_args={"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}, start_method=sys.argv[2]))
+    engine = VllmEngine(sys.argv[1], VllmOptions(engine_args={"max_model_len": 64, "kv_cache_memory_bytes": 1 << 22}, start_method="fork"))
     await engine.start()
     print("started", flush=True)
     await asyncio.sleep(600)
@@ -155,13 +155,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-async def test_killing_the_owner_leaves_no_process_behind(model, tmp_path, start_method):
+async def test_killing_the_owner_leaves_no_process_behind(model, tmp_path):
+    """Of an engine that was forked; test_adapter_process.py kills the owner of one that was spawned."""
     program = tmp_path / "owner.py"
     program.write_text(OWNER)
     owner = subprocess.Popen(  # noqa: ASYNC220 - returns at once
-        [sys.executable, str(program), str(model), start_method], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(program), str(model)], stdout=subprocess.PIPE, text=True
     )
     lines = asyncio.to_thread(lambda: next(line for line in owner.stdout if line.startswith("started")))
     assert await asyncio.wait_for(lines, DEADLINE_S)

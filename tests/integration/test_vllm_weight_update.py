@@ -119,8 +119,9 @@ async def engine(request, models):
 
 
 @pytest_asyncio.fixture(scope="class", loop_scope="module")
-async def keeping_engine(models):
-    async with started(models[0], kv_policy="keep") as engine:
+async def keeping_engine(models, tmp_path_factory):
+    """Its base has several files."""
+    async with started(split(models[0], tmp_path_factory.mktemp("split")), kv_policy="keep") as engine:
         yield engine
 
 
@@ -218,6 +219,12 @@ class TestOneWorker:
 class TestKeptKeys:
     """Keys and values of older weights are kept."""
 
+    async def test_a_sharded_base_is_read_and_reloaded(self, keeping_engine, models):
+        assert_tokens_follow_their_versions(await one(keeping_engine), {BASE: models[0]})
+        await keeping_engine.apply(staged(models[1], Version(1, 1)))
+        await keeping_engine.reload_base()
+        assert_tokens_follow_their_versions(await one(keeping_engine), {BASE: models[0]})
+
     async def test_streamed_spans_are_the_engine_s_final_ones(self, keeping_engine, models):
         """The adapter reads vLLM's internals while a request runs; vLLM itself reports spans at the end."""
         tracked = await keeping_engine._submit(ask(LONG, n=2))
@@ -297,13 +304,6 @@ class TestTensorParallel:
         await assert_altered_weights_are_found(parallel_engine, parallel[0][1])
 
 
-async def test_a_sharded_base_is_read_and_reloaded(models, tmp_path):
-    async with started(split(models[0], tmp_path)) as engine:
-        await engine.apply(staged(models[1], Version(1, 1)))
-        await engine.reload_base()
-        assert_tokens_follow_their_versions(await one(engine), {BASE: models[0]})
-
-
 async def test_data_parallel_engines_switch_together(models):
     weights = {BASE: models[0], Version(1, 1): models[1]}
     async with started(models[0], data_parallel_size=2) as engine:
@@ -315,10 +315,3 @@ async def test_data_parallel_engines_switch_together(models):
         for result in await asyncio.gather(*[engine.sample(ask()) for _ in range(8)]):
             assert result.samples[0].spans == [VersionSpan(0, Version(1, 1))]
             assert_tokens_follow_their_versions(result.samples[0], weights)
-
-
-async def test_tied_weights_are_packed_again_where_they_are_loaded_in_place(tmp_path):
-    models = [save_model(tmp_path / str(seed), seed, tied=True) for seed in range(2)]
-    async with started(models[0], double_buffer=False) as engine:
-        await engine.apply(staged(models[1], Version(1, 1)))
-        assert_tokens_follow_their_versions(await one(engine), {Version(1, 1): models[1]})

@@ -64,7 +64,7 @@ async def check_newest(stack: Stack, number: int) -> None:
     assert equal_bits(found, whole_state(number)[-1])
 
 
-@pytest.mark.parametrize(("layout", "count"), [("fsdp", 2), ("fsdp", 4), ("tp", 2), ("both", 4)])
+@pytest.mark.parametrize(("layout", "count"), [("fsdp", 4), ("tp", 2), ("both", 4)])
 async def test_slices_of_all_ranks_become_the_whole_model(
     layout: str, count: int, tmp_path: Path, rank_programs: RankPrograms
 ) -> None:
