@@ -22,7 +22,7 @@ from sluice.rpc import SluiceError
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.versions import BASE, Version
 from weightsync.format.chunks import MAX_CHUNK_BYTES
-from weightsync.format.manifest import ManifestError, box, check_sendable, run_resource
+from weightsync.format.manifest import ManifestError, box, check_manifest, check_sendable, run_resource
 from weightsync.publish.push import Destination, Payload, PushReport, VersionPush
 from weightsync.publish.ranks import RankExchange, assign_slices, total_bytes
 from weightsync.publish.shards import HOST_DIRECTORY, Diff, FileSource, KeptCopy, local_slices
@@ -250,6 +250,8 @@ class WeightPublisher:
                 held = [pb.Shard.FromString(answer) for answer in answers]
                 assigned = assign_slices(held)[self._exchange.rank]
                 mine = [each for each in layout if (each.name, box(each)) in assigned]
+            else:
+                check_manifest(pb.Manifest(shards=held))
             check_sendable(held)
         except ManifestError as error:
             raise ValueError(f"the ranks' slices do not make up a version: {error}") from error

@@ -274,6 +274,17 @@ async def test_a_tensor_that_cannot_travel_leaves_the_publisher_of_use(
     assert (await publisher.update(Version(1, 2), tensors, deadline_s=DEADLINE_S)).kind == "anchor"
 
 
+async def test_a_process_alone_that_holds_a_part_of_a_tensor_is_told_before_anything_is_sent(
+    stack: Stack, publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DTensor of several ranks, published without their group."""
+    half = pb.TensorSlice(name="w", dtype="F32", global_shape=[4], offsets=[0], sizes=[2], entry="w@0")
+    monkeypatch.setattr("weightsync.publisher.local_slices", lambda *_: [(half, torch.zeros(2))])
+    with pytest.raises(ValueError, match="cover 2 of its 4 elements"):
+        await publisher.update(Version(1, 1), {"w": torch.zeros(2)}, deadline_s=DEADLINE_S)
+    assert await stack.visible() == []
+
+
 async def test_a_push_that_is_repeated_counts_once_as_a_comparison_in_vain(
     stack: Stack, publisher: WeightPublisher
 ) -> None:
