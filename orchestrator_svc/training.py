@@ -25,8 +25,9 @@ from orchestrator_svc.replicas import ReplicaPool
 from orchestrator_svc.report import AppliedStep, summarise
 from orchestrator_svc.scheduler import Batch, Group, OnStale, Reason, Scheduler, group_name
 from orchestrator_svc.status import RunStatus
-from sluice.advantages import TRAINER_ESTIMATORS, Episode, check_sides, estimate
+from sluice.advantages import TRAINER_ESTIMATORS, Episode, estimate
 from sluice.client import TrainerClient
+from sluice.config.decide import check_sides
 from sluice.rpc import SluiceError
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
 from sluice.versions import Version, sampled_tokens

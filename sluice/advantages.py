@@ -24,23 +24,6 @@ TRAINER_ESTIMATORS = ("gae", "reinforce_pp", "process")
 """Estimators that need a model or rewards per token. The trainer runs them before its epochs; `estimate` refuses them."""
 
 
-def check_sides(advantage: str, own: str) -> None:
-    """Check that orchestrator and trainer agree on which of them estimates advantages.
-
-    Args:
-        advantage: `orchestrator.advantage`.
-        own: The estimator that the trainer runs for its objective; empty for none.
-
-    Raises:
-        ValueError: with the remedy.
-    """
-    if advantage != own and (own or advantage in TRAINER_ESTIMATORS):
-        raise ValueError(
-            f"orchestrator.advantage is {advantage}, but the trainer's objective computes {own or 'no advantages by itself'}: "
-            f"set orchestrator.advantage to {own or 'an estimator that needs only rewards'}, or choose another trainer.objective"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Episode:
     """What an estimator reads about one attempt at a task.

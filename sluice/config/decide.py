@@ -251,8 +251,6 @@ def _check_estimators(run: CommonConfig) -> None:
     advantage = getattr(_section(run, "orchestrator"), "advantage", None)
     if objective is None or advantage is None:
         return
-    from sluice.advantages import check_sides  # noqa: PLC0415 - brings numpy, which `sluice --help` need not load
-
     try:
         check_sides(advantage, objective.advantage if objective.runs_estimator else "")
     except ValueError as error:
@@ -261,6 +259,25 @@ def _check_estimators(run: CommonConfig) -> None:
         raise ConfigError(
             f"orchestrator.advantage is none, but objective {objective.name} reads advantages: set it to {objective.advantage}, or"
             " choose another trainer.objective"
+        )
+
+
+def check_sides(advantage: str, own: str) -> None:
+    """Check that orchestrator and trainer agree on which of them estimates advantages.
+
+    Args:
+        advantage: `orchestrator.advantage`.
+        own: The estimator that the trainer runs for its objective; empty for none.
+
+    Raises:
+        ValueError: with the remedy.
+    """
+    from sluice.advantages import TRAINER_ESTIMATORS  # noqa: PLC0415 - brings numpy, which `sluice --help` need not load
+
+    if advantage != own and (own or advantage in TRAINER_ESTIMATORS):
+        raise ValueError(
+            f"orchestrator.advantage is {advantage}, but the trainer's objective computes {own or 'no advantages by itself'}: "
+            f"set orchestrator.advantage to {own or 'an estimator that needs only rewards'}, or choose another trainer.objective"
         )
 
 

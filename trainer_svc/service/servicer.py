@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS, check_sides
+from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
+from sluice.config.decide import check_sides
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
