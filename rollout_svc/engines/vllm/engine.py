@@ -10,7 +10,7 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import structlog
 
@@ -28,7 +28,6 @@ from rollout_svc.engines.base import (
 from rollout_svc.engines.model_files import model_directory, read_base_model
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
 from rollout_svc.engines.vllm.requests import (
-    Llm,
     TrackedRequest,
     check_request,
     cut_at_nan,
@@ -41,6 +40,9 @@ from rollout_svc.engines.vllm.weights import HalfLoadedError, VllmWeights, step,
 from sluice.tasks import run_to_end
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 VERIFY_PHASES = 10
 """A comparison of all weights may take this many times as long as one step of an update."""
@@ -173,7 +175,7 @@ class VllmEngine(LoraEngine):
         return self._adapter_version or self._weights.version
 
     @property
-    def _llm(self) -> Llm:
+    def _llm(self) -> AsyncLLM:
         """Return the running ``AsyncLLM``.
 
         Raises:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
@@ -21,10 +21,14 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave
 from rollout_svc.config import LoraLimits
 from rollout_svc.engines.base import EngineError, ModelInfo
 from rollout_svc.engines.vllm import check_names, lora_arguments
-from rollout_svc.engines.vllm.requests import Llm, LoadRecorder, ModelConfig, VllmConfig
+from rollout_svc.engines.vllm.requests import LoadRecorder
 from sluice.tasks import settle
 from sluice.threads import SerialThread
 from weightsync.vllm_plugin import BACKEND, WORKER_EXTENSION, children_die_with_us
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 TESTED_VERSIONS = ("0.32.0",)
 """vLLM releases whose internals (see `requests`) and weight-transfer interface were tested."""
@@ -88,7 +92,7 @@ class VllmProcesses:
         on_cpu: Whether there is no accelerator.
     """
 
-    llm: Llm
+    llm: AsyncLLM
     recorder: LoadRecorder
     config: VllmConfig
     on_cpu: bool
@@ -107,7 +111,7 @@ class VllmProcesses:
         else:
             log.error("vLLM did not shut down in time; its processes are killed", seconds=2 * deadline_s)
             self._owner.kill()
-        self.llm.shutdown = _already_shut_down  # type: ignore[method-assign]  # its finaliser calls it once more
+        self.llm.shutdown = _already_shut_down  # its finaliser calls it once more
         self._owner.end()
         for segment in self._segments:  # vLLM does not delete those of tensor-parallel workers
             segment.unlink(missing_ok=True)

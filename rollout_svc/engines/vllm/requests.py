@@ -1,21 +1,20 @@
-"""Translates between our requests and results and vLLM's, and reads its load. The types of vLLM that it uses come last.
+"""Translates between our requests and results and vLLM's, and reads its load.
 
 vLLM reports version spans only with the last output of a request. A stream needs them earlier, so that the tokens that a client
 has when a replica dies stay usable. So tokens, log-probabilities and spans of requests in progress are read from the request
 states of vLLM's front end, which also saves one Python object per token. `require_tested_version` refuses other versions of vLLM,
 and the conformance tests compare the spans with the final ones.
 """
-# ruff: noqa: D102  (vLLM documents the methods of its own classes)
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import (
@@ -28,6 +27,15 @@ from rollout_svc.engines.base import (
     Sampling,
 )
 from sluice.versions import Version, VersionSpan, spans_between
+
+if TYPE_CHECKING:
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
+    from vllm.v1.engine.parallel_sampling import ParentRequest
+    from vllm.v1.metrics.stats import SchedulerStats
 
 SEED_RANGE = 2**62
 """Seeds are reduced modulo this. vLLM adds the index of the sample and stores 64 bits; a larger value would kill its engine."""
@@ -56,7 +64,7 @@ class TrackedRequest:
     request: GenerationRequest
     adapter: Adapter | None
     internal_id: str
-    _collector: Collector
+    _collector: RequestOutputCollector
     _states: list[RequestState]
     _parent: ParentRequest | None
     retired: bool = False
@@ -153,7 +161,13 @@ class TrackedRequest:
 
 
 async def submit(
-    engine: Llm, request: GenerationRequest, adapter: Adapter | None, params: SamplingParams, *, name: str, salt: str
+    engine: AsyncLLM,
+    request: GenerationRequest,
+    adapter: Adapter | None,
+    params: SamplingParams,
+    *,
+    name: str,
+    salt: str,
 ) -> TrackedRequest:
     """Submit a request to vLLM's ``AsyncLLM``.
 
@@ -238,7 +252,7 @@ class LoadRecorder:
         return max((stats.kv_cache_usage for stats in self._last.values()), default=0.0)
 
 
-def live_token_count(engine: Llm) -> int:
+def live_token_count(engine: AsyncLLM) -> int:
     """Return the number of tokens of requests in progress."""
     return sum(len(state.detokenizer.output_token_ids) for state in engine.output_processor.request_states.values())
 
@@ -371,169 +385,3 @@ def prompt_logprobs(flat: FlatLogprobs | None) -> list[float]:
         return []
     starts = [start for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if end > start]
     return [flat.logprobs[start] for start in starts]
-
-
-# --- the part of vLLM 0.32 that we use, as types: vLLM itself is imported only where an engine starts -----------------
-
-
-class FlatLogprobs(Protocol):
-    """``vllm.logprobs.FlatLogprobs``: per position the sampled token, then the most likely ones, all in flat lists."""
-
-    start_indices: list[int]
-    end_indices: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, part: slice, /) -> FlatLogprobs: ...
-
-
-class WeightVersionSpan(Protocol):
-    """``vllm.outputs.WeightVersionSpan``."""
-
-    version: str
-    start: int
-
-
-class CompletionOutput(Protocol):
-    """``vllm.outputs.CompletionOutput``: one ended sample."""
-
-    index: int
-    token_ids: Sequence[int]
-    logprobs: FlatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-    weight_versions: Sequence[WeightVersionSpan] | None
-
-
-class RequestOutput(Protocol):
-    """``vllm.outputs.RequestOutput``: all samples of a request."""
-
-    outputs: list[CompletionOutput]
-    prompt_logprobs: FlatLogprobs | None
-    num_cached_tokens: int | None
-
-
-class SamplingParams(Protocol):
-    """``vllm.SamplingParams``."""
-
-    n: int
-
-
-class Collector(Protocol):
-    """``vllm.v1.engine.output_processor.RequestOutputCollector``: where a request's outputs arrive."""
-
-    request_id: str
-    ready: asyncio.Event
-
-    async def get(self) -> RequestOutput: ...
-    def get_nowait(self) -> RequestOutput | None: ...
-
-
-class _Detokenizer(Protocol):
-    output_token_ids: list[int]
-    output_text: str
-
-
-class _LogprobsProcessor(Protocol):
-    logprobs: FlatLogprobs
-
-
-class RequestState(Protocol):
-    """``vllm.v1.engine.output_processor.RequestState``: one sample in progress."""
-
-    detokenizer: _Detokenizer
-    logprobs_processor: _LogprobsProcessor
-    weight_version_starts: list[tuple[str, int]]
-
-
-class ParentRequest(Protocol):
-    """``vllm.v1.engine.parallel_sampling.ParentRequest``: a request for several samples."""
-
-    output_aggregator: list[CompletionOutput | None]
-
-
-class OutputProcessor(Protocol):
-    """``vllm.v1.engine.output_processor.OutputProcessor``."""
-
-    log_stats: bool
-    request_states: Mapping[str, RequestState]
-    parent_requests: Mapping[str, ParentRequest]
-
-    def propagate_error(self, e: Exception) -> None: ...
-
-
-class EngineCore(Protocol):
-    """The client of vLLM's engine process."""
-
-    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None: ...
-
-
-class Llm(Protocol):
-    """``vllm.v1.engine.async_llm.AsyncLLM``."""
-
-    engine_core: EngineCore
-    output_processor: OutputProcessor
-    log_stats: bool
-    logger_manager: object
-    tokenizer: Any
-    errored: bool
-    output_handler: asyncio.Task[None] | None
-
-    async def add_request(
-        self,
-        request_id: str,
-        prompt: Mapping[str, object],
-        params: SamplingParams,
-        *,
-        lora_request: object | None,
-        priority: int,
-    ) -> Collector: ...
-    async def remove_lora(self, lora_id: int) -> bool: ...
-    async def abort(self, request_id: str, internal: bool = False) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def start_weight_update(self) -> None: ...
-    async def update_weights(self, request: object) -> None: ...
-    async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
-    async def update_weight_version(self, new_version: str) -> None: ...
-    async def collective_rpc(
-        self, method: str, *, kwargs: Mapping[str, object] | None = None
-    ) -> list[tuple[str, Any]]: ...
-    def get_num_unfinished_requests(self) -> int: ...
-    def shutdown(self, timeout: float | None = None) -> None: ...
-
-
-class SchedulerStats(Protocol):
-    """``vllm.v1.metrics.stats.SchedulerStats``."""
-
-    num_running_reqs: int
-    kv_cache_usage: float
-
-
-class SchedulerConfig(Protocol):
-    """``vllm.config.SchedulerConfig``."""
-
-    max_num_seqs: int
-    enable_chunked_prefill: bool
-
-
-class ModelConfig(Protocol):
-    """``vllm.config.ModelConfig``."""
-
-    model: str
-    revision: str | None
-    hf_config_path: str | None
-    trust_remote_code: bool
-    architectures: list[str]
-    max_model_len: int
-    dtype: object
-    hf_text_config: object
-
-    def get_vocab_size(self) -> int: ...
-
-
-class VllmConfig(Protocol):
-    """``vllm.config.VllmConfig``."""
-
-    model_config: ModelConfig
-    scheduler_config: SchedulerConfig

@@ -7,15 +7,17 @@ import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.model_files import BaseModel
-from rollout_svc.engines.vllm.requests import Llm
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 log = structlog.get_logger()
 
@@ -103,7 +105,7 @@ class VllmWeights:
         self.base.check(staged)
         return WeightFiles(staged.version, (staged.path,), names)
 
-    async def switch(self, llm: Llm, files: WeightFiles, *, resume: bool) -> ApplyReport:
+    async def switch(self, llm: AsyncLLM, files: WeightFiles, *, resume: bool) -> ApplyReport:
         """Prepare, pause, load, label and resume. Requests in progress continue.
 
         Raises:
@@ -128,7 +130,7 @@ class VllmWeights:
             self.admit.set()
         return ApplyReport(files.version, pause_s, prepare_s + copy_s)
 
-    async def _pause_and_load(self, llm: Llm, files: WeightFiles, *, resume: bool) -> tuple[float, float]:
+    async def _pause_and_load(self, llm: AsyncLLM, files: WeightFiles, *, resume: bool) -> tuple[float, float]:
         end = self._end()
         pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
         await step(llm, "pausing", pause, left(end))
@@ -150,7 +152,7 @@ class VllmWeights:
         self.version, self.suspect = files.version, False
         return time.perf_counter() - begun, copy_s
 
-    async def _load(self, llm: Llm, files: WeightFiles, end: float) -> float:
+    async def _load(self, llm: AsyncLLM, files: WeightFiles, end: float) -> float:
         """Load a version; try once more if it fails half-way and there is time for it.
 
         Raises:
@@ -173,7 +175,7 @@ class VllmWeights:
         except EngineError as error:
             raise HalfLoadedError(str(error)) from error
 
-    async def _go_back(self, llm: Llm, end: float) -> None:
+    async def _go_back(self, llm: AsyncLLM, end: float) -> None:
         try:
             await load(llm, self.files(self.staged), end)
         except EngineError as error:
@@ -188,7 +190,7 @@ def left(end: float) -> float:
     return max(0.0, end - time.monotonic())
 
 
-async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+async def step(llm: AsyncLLM, name: str, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
     """Wait for one call to the engine until a deadline. If its process dies, the call would never return.
 
     Raises:
@@ -211,7 +213,7 @@ async def step(llm: Llm, name: str, work: Coroutine[Any, Any, T], deadline_s: fl
     raise StepTimeoutError(f"{name} did not end within {deadline_s:.1f} s; restart the engine")
 
 
-async def check(llm: Llm, files: WeightFiles, end: float) -> None:
+async def check(llm: AsyncLLM, files: WeightFiles, end: float) -> None:
     """Let every worker check the files before any of them changes its model. `prepare` does that too.
 
     Raises:
@@ -224,7 +226,7 @@ async def check(llm: Llm, files: WeightFiles, end: float) -> None:
         raise EngineError(f"version {files.version} was not loaded: {refused}")
 
 
-async def prepare(llm: Llm, files: WeightFiles, end: float, *, patch: bool) -> float:
+async def prepare(llm: AsyncLLM, files: WeightFiles, end: float, *, patch: bool) -> float:
     """Let the workers build a version while they sample, if they can. Then `load` has little to do.
 
     Returns:
@@ -252,7 +254,7 @@ async def prepare(llm: Llm, files: WeightFiles, end: float, *, patch: bool) -> f
     return 0.0
 
 
-async def load(llm: Llm, files: WeightFiles, end: float) -> float:
+async def load(llm: AsyncLLM, files: WeightFiles, end: float) -> float:
     """Load a version into a paused engine and label it.
 
     Args:
@@ -290,7 +292,7 @@ class Difference:
     unchecked: list[str]
 
 
-async def verify(llm: Llm, files: WeightFiles, share: float, deadline_s: float) -> Difference:
+async def verify(llm: AsyncLLM, files: WeightFiles, share: float, deadline_s: float) -> Difference:
     """Compare the live weights of every worker with a version's files.
 
     With several engines behind one front end (data parallel) only those of the first are known: vLLM gives no other's reply.
