@@ -108,14 +108,7 @@ class Pauses:
 
 
 class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
-    """Lets an operator control one replica.
-
-    Args:
-        replica: The name of the replica.
-        engine: The supervised engine.
-        weights: Keeps the engine on a weight version.
-        requests: The service that samples.
-    """
+    """Lets an operator control one replica."""
 
     def __init__(
         self, replica: str, engine: EngineSupervisor, weights: ReplicaWeights, requests: RolloutServicer
@@ -305,13 +298,7 @@ def _duration(seconds: float) -> Duration:
 
 
 class ReplicaMetrics(Collector):
-    """Prometheus metrics of the engine and of weight updates; a fleet is scaled by `sluice_rollout_queued`.
-
-    Args:
-        engine: The supervised engine.
-        weights: Keeps the engine on a weight version.
-        registry: Where the metrics are registered.
-    """
+    """Prometheus metrics of the engine and of weight updates; a fleet is scaled by `sluice_rollout_queued`."""
 
     def __init__(
         self, engine: EngineSupervisor, weights: ReplicaWeights, registry: CollectorRegistry = REGISTRY

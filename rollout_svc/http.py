@@ -76,14 +76,6 @@ def create_app(
 ) -> FastAPI:
     """Build the app.
 
-    Args:
-        servicer: Samples.
-        admin: Changes the weights.
-        model_name: The served model, a directory or hub id. Requests name it so, or by its last part.
-        security: Tokens of the two roles.
-        host: Address that the server is bound to.
-        max_requests: Requests in progress.
-
     Raises:
         ConfigError: if a token file cannot be used.
     """

@@ -21,7 +21,6 @@ from rollout_svc.engines.base import (
     EngineBusyError,
     EngineError,
     FinishReason,
-    GenerationChunk,
     GenerationRequest,
     InferenceEngine,
     ModelInfo,
@@ -76,9 +75,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
     Args:
         run: `runs/{run}` that this replica belongs to.
-        engine: The supervised engine.
-        tokenizer: Tokenizer and chat template of the model.
-        limits: How many requests and responses it holds.
         request_s: Seconds for a request without a deadline.
     """
 
@@ -286,7 +282,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return n
 
 
-async def _until(end: float, chunks: AsyncGenerator[GenerationChunk, None]) -> AsyncGenerator[GenerationChunk, None]:
+async def _until(end: float, chunks: AsyncGenerator[Sample, None]) -> AsyncGenerator[Sample, None]:
     """Yield the chunks until a time of the event loop; then raise TimeoutError."""
     async with contextlib.aclosing(chunks):
         while True:
@@ -318,11 +314,6 @@ def _translated(error: EngineError | EngineBusyError | ValueError) -> SluiceErro
 
 def generation_request(request: pb.GenerateRequest, prompt_ids: list[int], info: ModelInfo) -> GenerationRequest:
     """Return the engine's request.
-
-    Args:
-        request: The call.
-        prompt_ids: Token ids of its prompt.
-        info: What the engine serves.
 
     Raises:
         SluiceError: INVALID_ARGUMENT with every field at fault.
@@ -437,7 +428,7 @@ def _greedy_copies(request: GenerationRequest) -> int:
     return request.n if request.sampling.temperature == 0 else 1
 
 
-def _fill(message: pb.GeneratedSample, part: Sample | GenerationChunk, index: int, text: str) -> None:
+def _fill(message: pb.GeneratedSample, part: Sample, index: int, text: str) -> None:
     """Fill the message for a whole sample, or for the next tokens of one. Fields are set in place: protobuf copies messages."""
     message.index, message.text, message.stop_string = index, text, part.stop_string
     message.token_ids.extend(part.token_ids)
@@ -488,11 +479,6 @@ class ResponseCache:
         """Return the response to a request: a kept one, that of the same request in progress, or a new one.
 
         Sampling is cancelled when no caller waits for it any more.
-
-        Args:
-            request_id: The id that the caller chose.
-            content: The serialised request; a retry must have the same.
-            make: Samples and returns the response.
 
         Raises:
             SluiceError: ALREADY_EXISTS if the id was used for another request.

@@ -35,13 +35,7 @@ _APPLY_STEPS = 3
 
 
 class ReplicaWeights:
-    """Keeps the engine on the version that its policy asks for.
-
-    Args:
-        common: Settings of the run.
-        config: Settings of the replica.
-        engine: The engine under its supervision.
-    """
+    """Keeps the engine on the version that its policy asks for."""
 
     def __init__(self, common: CommonConfig, config: RolloutConfig, engine: EngineSupervisor) -> None:
         self._config, self._engine = config, engine

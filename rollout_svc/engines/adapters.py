@@ -59,11 +59,9 @@ class AdapterInfo:
     """Description of a loaded adapter.
 
     Attributes:
-        version: The policy version that it is.
         base: Version of the weights that it belongs to.
         names: Its names for requests. A version that serves the policy needs none.
         serves_policy: Whether requests that name no adapter use it.
-        requests: Number of requests in progress that use it.
     """
 
     version: Version
@@ -87,8 +85,6 @@ class Adapter:
 
     Attributes:
         number: Its id in the engine. Ids are never reused, so that no cache entry of another adapter is read for it.
-        staged: Its files.
-        requests: Number of requests in progress that use it.
     """
 
     number: int
@@ -113,7 +109,6 @@ class AdapterSlots:
     Attributes:
         capacity: Maximum number of adapters, at least two.
         current: The adapter of requests that name none; None for the weights alone.
-        named: The adapter for each name.
         loaded: All adapters, in the order in which they were loaded.
     """
 
@@ -186,11 +181,6 @@ class AdapterSlots:
 
 def check_adapter(staged: StagedAdapter, shapes: Mapping[str, tuple[int, ...]], limits: LoraLimits | None) -> None:
     """Check that an adapter can be served, with the same result in every engine.
-
-    Args:
-        staged: The adapter.
-        shapes: The base model's tensors by Hugging Face name.
-        limits: The limits of the engine.
 
     Raises:
         EngineError: if it cannot, with what to change.

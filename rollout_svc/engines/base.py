@@ -96,34 +96,22 @@ class GenerationRequest:
 
 
 @dataclass(slots=True)
-class GenerationChunk:
-    """The next tokens of one sample.
+class Sample:
+    """One whole sample, or in a stream the next tokens of one.
 
-    ``spans`` cover exactly the tokens of this chunk, with starts counted from the sample's first token;
-    ``finish_reason`` is set on the last chunk of the sample, which may be empty of tokens.
+    ``logprobs`` has one entry per token. ``spans`` cover exactly these tokens, with starts counted from the sample's first
+    token; ``offset`` is the position of the first of these tokens. The last part of a sample in a stream has the
+    ``finish_reason`` and may have no tokens; the parts before have none.
     """
 
     index: int
-    offset: int
     token_ids: list[int]
     logprobs: list[float]
     spans: list[VersionSpan]
     finish_reason: FinishReason | None = None
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Sample:
-    """One whole sample. Lengths of ``token_ids`` and ``logprobs`` are equal; ``spans`` cover them."""
-
-    index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    spans: list[VersionSpan]
-    finish_reason: FinishReason
-    stop_string: str = ""
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    offset: int = 0
 
 
 @dataclass(slots=True)
@@ -196,7 +184,7 @@ class InferenceEngine(Protocol):
             EngineError: if the engine failed.
         """
 
-    def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[GenerationChunk, None]:
+    def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[Sample, None]:
         """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
 
         Raises what `sample` raises.

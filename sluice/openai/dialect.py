@@ -362,11 +362,7 @@ TokenText = Callable[[int], str]
 
 
 class StopStringFilter:
-    """Removes the stop string from the end of a text that comes in parts. What may be its beginning is held back.
-
-    Args:
-        stops: The stop strings.
-    """
+    """Removes the stop string from the end of a text that comes in parts. What may be its beginning is held back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -388,12 +384,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class ChatResponses:
-    """Writes the responses of `/v1/chat/completions`. One object serves one request, since a stream has state.
-
-    Args:
-        body: The request.
-        token_text: Returns the text of one token.
-    """
+    """Writes the responses of `/v1/chat/completions`. One object serves one request, since a stream has state."""
 
     prefix = "chatcmpl-"
     whole = "chat.completion"

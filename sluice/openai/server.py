@@ -339,9 +339,6 @@ class EventStream(Response):
     """Sends events until they end or the client disconnects, then closes their source.
 
     Starlette's own StreamingResponse leaves a source that is waiting at that moment to the garbage collector.
-
-    Args:
-        events: Encoded events.
     """
 
     media_type = "text/event-stream"

@@ -16,7 +16,7 @@ from small_models import CONTEXT, recompute, save_model, staged
 
 from rollout_svc.config import LoraLimits
 from rollout_svc.engines.adapters import AdaptersFullError, LoraEngine, UnknownAdapterError
-from rollout_svc.engines.base import EngineError, FinishReason, GenerationChunk, GenerationRequest, Sample, Sampling
+from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Sample, Sampling
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import BASE, Version, VersionSpan
@@ -157,7 +157,7 @@ async def test_the_oldest_version_retires_when_there_is_no_more_room(engine, mod
 
 
 async def test_a_stream_says_that_its_version_was_retired(engine, models):
-    async def collect() -> list[GenerationChunk]:
+    async def collect() -> list[Sample]:
         return [chunk async for chunk in engine.stream(ask(LONG), coalesce_s=0.001)]
 
     await engine.apply_adapter(staged_adapter(models.adapters[0], Version(1, 1)))

@@ -19,7 +19,6 @@ from small_models import CONTEXT, EOS, VOCABULARY, greedy, recompute, recompute_
 from rollout_svc.engines.base import (
     EngineError,
     FinishReason,
-    GenerationChunk,
     GenerationRequest,
     InferenceEngine,
     PauseMode,
@@ -46,7 +45,7 @@ async def one(engine: InferenceEngine, sampling: Sampling = FREE, prompt: list[i
     return (await engine.sample(ask(sampling, prompt=prompt))).samples[0]
 
 
-async def collect(chunks: AsyncIterator[GenerationChunk]) -> list[GenerationChunk]:
+async def collect(chunks: AsyncIterator[Sample]) -> list[Sample]:
     return [chunk async for chunk in chunks]
 
 
@@ -289,7 +288,7 @@ class TestWeights:
         torch.testing.assert_close(logprobs[switch:], mixed, **TOLERANCE)
 
     async def test_streams_carry_the_spans_as_they_go(self, engine, models):
-        chunks: list[GenerationChunk] = []
+        chunks: list[Sample] = []
         stream = engine.stream(ask(LONG, n=2))
         while len(chunks) < 4:
             chunks.append(await anext(stream))

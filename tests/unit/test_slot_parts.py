@@ -110,13 +110,13 @@ def test_chunks_carry_the_spans_that_they_cut() -> None:
     sample = ActiveSample(GenerationRequest("r", [5, 6], Sampling()), 0, INFO)
     for token, version in enumerate([BASE, BASE, Version(1, 1), Version(1, 1), Version(1, 2)]):
         sample.append(token, -1.0, [], version)
-    assert [(span.start, span.version) for span in sample.chunk(0).spans] == [
+    assert [(span.start, span.version) for span in sample.part().spans] == [
         (0, BASE),
         (2, Version(1, 1)),
         (4, Version(1, 2)),
     ]
-    assert [(span.start, span.version) for span in sample.chunk(3).spans] == [(3, Version(1, 1)), (4, Version(1, 2))]
-    assert sample.chunk(5) is None
+    assert [(span.start, span.version) for span in sample.part(3).spans] == [(3, Version(1, 1)), (4, Version(1, 2))]
+    assert sample.part(5).token_ids == []
 
 
 async def test_waiting_ends_when_the_request_does_or_after_the_time() -> None:

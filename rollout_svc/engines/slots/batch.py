@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 
 from rollout_svc.engines.adapters import Adapter
-from rollout_svc.engines.base import (
-    EngineError,
-    FinishReason,
-    GenerationChunk,
-    GenerationRequest,
-    GenerationResult,
-    ModelInfo,
-    Sample,
-)
+from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, GenerationResult, ModelInfo, Sample
 from rollout_svc.engines.slots.model import SlotAdapters, SlotCache, SlotModel
 from rollout_svc.engines.slots.sampling import Logits, RowSampling, draw
 from sluice.versions import Version, VersionSpan, spans_between
@@ -44,13 +36,7 @@ log = structlog.get_logger()
 
 
 class ActiveSample:
-    """One active sample.
-
-    Args:
-        request: Its request.
-        index: Its index in the request.
-        info: The served model.
-    """
+    """One active sample."""
 
     def __init__(self, request: GenerationRequest, index: int, info: ModelInfo) -> None:
         sampling = request.sampling
@@ -88,13 +74,11 @@ class ActiveSample:
             self.top.append(top)
         self.token_ids.append(token)
 
-    def chunk(self, start: int) -> GenerationChunk | None:
-        """Return the tokens from `start` on; None if there are none."""
+    def part(self, start: int = 0) -> Sample:
+        """Return the tokens from `start` on."""
         reason = self.finish_reason  # read before the tokens: no token follows once it is set
         end = len(self.token_ids)
-        if start == end and reason is None:
-            return None
-        return GenerationChunk(
+        return Sample(
             index=self.index,
             offset=start,
             token_ids=self.token_ids[start:end],
@@ -105,27 +89,9 @@ class ActiveSample:
             top_logprobs=self.top[start:end],
         )
 
-    def result(self) -> Sample:
-        """Return the whole sample after its end."""
-        return Sample(
-            index=self.index,
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            spans=self.spans,
-            finish_reason=self.finish_reason or FinishReason.ERROR,
-            stop_string=self.stop_string,
-            top_logprobs=self.top,
-        )
-
 
 class ActiveRequest:
-    """One active request.
-
-    Args:
-        request: What was asked.
-        info: The served model.
-        adapter: Its adapter, if it has one.
-    """
+    """One active request."""
 
     def __init__(self, request: GenerationRequest, info: ModelInfo, adapter: Adapter | None = None) -> None:
         self.request, self.adapter = request, adapter
@@ -176,7 +142,7 @@ class ActiveRequest:
     def result(self) -> GenerationResult:
         """Return all samples after their end."""
         return GenerationResult(
-            self.request.request_id, [sample.result() for sample in self.samples], self.prompt_logprobs
+            self.request.request_id, [sample.part() for sample in self.samples], self.prompt_logprobs
         )
 
 
@@ -235,9 +201,6 @@ class SlotBatch:
     to be preempted.
 
     Args:
-        model: The model.
-        cache: Keys and values of the rows.
-        limits: How much to compute at once.
         decoder: Decodes for stop strings; None where the model has no tokenizer.
     """
 
@@ -259,15 +222,7 @@ class SlotBatch:
         return self._cache.usage(sum(sample.last_position for _, sample in self.rows))
 
     def step(self, waiting: WaitingQueue, version: Version) -> list[Row]:
-        """Admit waiting samples for which there is room, and sample one token for each row.
-
-        Args:
-            waiting: The queue.
-            version: The version of the weights.
-
-        Returns:
-            Samples that ended.
-        """
+        """Admit waiting samples for which there is room, and sample one token for each row. Return those that ended."""
         admitted = self._admit(waiting)
         ended = self._prefill(admitted, version) if admitted else []
         if self.rows:
@@ -410,13 +365,8 @@ def completed_stop(
 ) -> str:
     """Return the stop string that the last token completed, or an empty one. Of several, return the one that begins first.
 
-    Only as many of the last tokens are decoded as the longest stop string can have.
-
-    Args:
-        decoder: Decodes tokens.
-        token_ids: The sample's tokens.
-        stops: The stop strings.
-        continued: Tokens before them. A stop string may begin there.
+    A stop string may begin in the `continued` tokens before the sample's. Only as many of the last tokens are decoded as the
+    longest stop string can have.
     """
     reach = CHARACTERS_PER_TOKEN * max(map(len, stops)) + SLACK_TOKENS
     new = token_ids[-reach:]

@@ -28,11 +28,11 @@ from rollout_svc.engines.base import (
     EngineStatus,
     EngineTimeoutError,
     FinishReason,
-    GenerationChunk,
     GenerationRequest,
     GenerationResult,
     ModelInfo,
     PauseMode,
+    Sample,
 )
 from rollout_svc.engines.model_files import BaseModel, read_base_model
 from rollout_svc.engines.slots.batch import ActiveRequest, BatchLimits, Decoder, SlotBatch, WaitingQueue
@@ -94,8 +94,6 @@ class TransformersEngine(LoraEngine):
     """Samples in batches with a static KV cache, in process as a library or behind the service.
 
     Args:
-        model: Directory or hub id of the base model.
-        options: How to compute, and how much at once.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
     """
 
@@ -226,9 +224,7 @@ class TransformersEngine(LoraEngine):
             self._release(active)
         return active.result()
 
-    async def stream(
-        self, request: GenerationRequest, *, coalesce_s: float = 0.02
-    ) -> AsyncGenerator[GenerationChunk, None]:
+    async def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[Sample, None]:
         """See `InferenceEngine`."""
         await self._policy_loaded.wait()
         active = self._submit(request)
@@ -238,8 +234,8 @@ class TransformersEngine(LoraEngine):
             while unfinished:
                 await active.wait(max(coalesce_s, LEAST_COALESCE_S))
                 for index in sorted(unfinished):
-                    chunk = active.samples[index].chunk(given[index])
-                    if chunk is None:
+                    chunk = active.samples[index].part(given[index])
+                    if not chunk.token_ids and chunk.finish_reason is None:
                         continue
                     given[index] += len(chunk.token_ids)
                     if chunk.finish_reason is not None:
@@ -436,8 +432,6 @@ class SlotLoop:
     """Samples for all active requests in its own thread.
 
     Args:
-        batch: What is sampled.
-        weights: The model's tensors.
         threads: CPU threads of a step; None leaves PyTorch's choice.
         recompute: Whether the keys and values of running samples are computed again after a change of the weights.
     """

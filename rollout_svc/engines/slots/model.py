@@ -146,17 +146,7 @@ class SlotModel:
     def decode(
         self, cache: SlotCache, tokens: Sequence[int], positions: Sequence[int], adapters: Sequence[Adapter | None]
     ) -> Logits:
-        """Compute one step of the first rows.
-
-        Args:
-            cache: Their keys and values.
-            tokens: The last token of each, not forwarded yet.
-            positions: Its position.
-            adapters: The adapter of each row, or None.
-
-        Returns:
-            Logits of the next token.
-        """
+        """Forward the last token of each of the first rows, at its position, and return the logits of the next."""
         width = max(positions) + 1
         at = torch.tensor(positions, device=self.device)
         seen = torch.arange(width, device=self.device) <= at[:, None]
@@ -273,7 +263,6 @@ class SlotCache:
     """Keys and values, ``[layers, rows, heads, positions, head_dim]`` each.
 
     Args:
-        shape: What one position takes.
         budget_bytes: Most bytes that rows times positions may take.
     """
 
@@ -335,7 +324,6 @@ class PrefillView:
     """Stores whole prompts, which attend only to themselves.
 
     Args:
-        cache: The cache to write to.
         first: Row of the first.
         sources: For each row from `first` on, which prompt of the batch it takes.
     """
@@ -358,8 +346,6 @@ class DecodeView:
     """Stores the next position of each of the first rows.
 
     Args:
-        cache: The cache to write to.
-        positions: The position per row.
         width: Positions that are looked at; above the greatest of `positions`.
     """
 
@@ -381,9 +367,6 @@ class SlotAdapters:
 
     PEFT wraps the linear layers of the model when the first adapter is loaded. The weights stay where they are, so that they
     can still be changed in place.
-
-    Args:
-        module: The model.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -441,10 +424,6 @@ def _label(adapter: Adapter) -> str:
 
 class InPlaceWeights:
     """The live tensors of a model, by the names in its files; copies files into them in place.
-
-    Args:
-        module: The model.
-        base: What its files hold.
 
     Raises:
         EngineError: if the model's own names differ from those of the files, so that nothing can be copied by name.

@@ -31,10 +31,6 @@ class RowSampling:
     """How one row is sampled.
 
     Attributes:
-        sampling: The request's parameters.
-        prompt_ids: Its prompt.
-        token_ids: Its tokens so far.
-        end_ids: Tokens that end it.
         generator: Its random numbers; None for those of the engine.
     """
 
@@ -62,7 +58,6 @@ class Drawn:
     """One token per row.
 
     Attributes:
-        token_ids: The tokens.
         logprobs: Their log-probabilities as they were drawn; NaN where the model's output was not finite.
         top: For rows that ask for alternatives, (token, log-probability), most likely first; else empty.
     """

@@ -19,11 +19,11 @@ from rollout_svc.engines.adapters import Adapter, LoraEngine, RequestInProgress
 from rollout_svc.engines.base import (
     EngineError,
     EngineStatus,
-    GenerationChunk,
     GenerationRequest,
     GenerationResult,
     ModelInfo,
     PauseMode,
+    Sample,
 )
 from rollout_svc.engines.model_files import model_directory, read_base_model
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
@@ -87,8 +87,6 @@ class VllmEngine(LoraEngine):
     """Samples with vLLM, in process as a library or behind the service.
 
     Args:
-        model: Directory or hub id of the base model.
-        options: How to start vLLM and how to change its weights.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
     """
 
@@ -206,9 +204,7 @@ class VllmEngine(LoraEngine):
             await self._scrub()
         return result
 
-    async def stream(
-        self, request: GenerationRequest, *, coalesce_s: float = 0.02
-    ) -> AsyncGenerator[GenerationChunk, None]:
+    async def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[Sample, None]:
         """See `InferenceEngine`."""
         tracked = await self._submit(request)
         given = 0

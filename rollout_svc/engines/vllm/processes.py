@@ -83,14 +83,7 @@ class OwnerThread(SerialThread):
 
 @dataclass(slots=True)
 class VllmProcesses:
-    """A running vLLM.
-
-    Attributes:
-        llm: ``AsyncLLM``.
-        recorder: The load of its schedulers.
-        config: ``VllmConfig``.
-        on_cpu: Whether there is no accelerator.
-    """
+    """A running vLLM."""
 
     llm: AsyncLLM
     recorder: LoadRecorder
@@ -337,13 +330,6 @@ def engine_arguments(
     model: str, given: Mapping[str, Any], *, on_cpu: bool, arguments_class: type, lora: LoraLimits | None = None
 ) -> dict[str, Any]:
     """Return the engine arguments of the user with our defaults.
-
-    Args:
-        model: Directory or hub id.
-        given: Fields of vLLM's ``AsyncEngineArgs``.
-        on_cpu: Whether vLLM runs without an accelerator.
-        arguments_class: ``AsyncEngineArgs``.
-        lora: Adapters that the engine must be able to hold; None for none.
 
     Raises:
         EngineError: for an unknown name, or a rank that vLLM has no buffers for.

@@ -17,15 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollout_svc.engines.adapters import Adapter
-from rollout_svc.engines.base import (
-    FinishReason,
-    GenerationChunk,
-    GenerationRequest,
-    GenerationResult,
-    ModelInfo,
-    Sample,
-    Sampling,
-)
+from rollout_svc.engines.base import FinishReason, GenerationRequest, GenerationResult, ModelInfo, Sample, Sampling
 from sluice.versions import Version, VersionSpan, spans_between
 
 if TYPE_CHECKING:
@@ -55,7 +47,6 @@ class TrackedRequest:
     """A request that vLLM has accepted.
 
     Attributes:
-        request: What was asked.
         adapter: Its adapter, if it has one. Then all of its tokens carry the version of the adapter.
         internal_id: Its id in vLLM, which is unique.
         retired: Whether it was ended because its adapter was unloaded.
@@ -103,7 +94,7 @@ class TrackedRequest:
         """Return whether all samples had ended at the last `result` or `wait`."""
         return self._final is not None
 
-    def chunks(self) -> Iterator[GenerationChunk]:
+    def chunks(self) -> Iterator[Sample]:
         """Yield the new tokens of each sample since the last call, and the end of each sample once."""
         top = self.request.sampling.top_logprobs
         finals = {output.index: output for output in self._final.outputs} if self._final is not None else {}
@@ -119,7 +110,7 @@ class TrackedRequest:
                 continue
             self._ended[index] = output is not None
             flat = state.logprobs_processor.logprobs[start:end]
-            yield GenerationChunk(
+            yield Sample(
                 index=index,
                 offset=start,
                 token_ids=token_ids[start:end],
@@ -343,14 +334,13 @@ def check_sampling(sampling: Sampling, vocabulary_size: int, *, has_tokenizer: b
         raise ValueError("stop strings need a tokenizer in the model's directory; use stop_token_ids")
 
 
-def cut_at_nan(part: Sample | GenerationChunk) -> bool:
+def cut_at_nan(part: Sample) -> bool:
     """Cut a sample before its first NaN, since later tokens are noise. Return whether there was one."""
     if not math.isnan(sum(part.logprobs)):
         return False
     keep = next(position for position, value in enumerate(part.logprobs) if math.isnan(value))
-    start = part.offset if isinstance(part, GenerationChunk) else 0
     del part.token_ids[keep:], part.logprobs[keep:], part.top_logprobs[keep:]
-    part.spans = [span for span in part.spans if span.start < start + keep]
+    part.spans = [span for span in part.spans if span.start < part.offset + keep]
     part.finish_reason = FinishReason.ERROR
     return True
 
