@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
 
 import structlog
 
@@ -21,21 +20,6 @@ CHECK_S = 0.25
 BACKOFF_S = 1.0
 
 log = structlog.get_logger()
-
-
-@runtime_checkable
-class Restartable(Protocol):
-    """An engine that can be restarted after it failed."""
-
-    async def restart(self) -> Version:
-        """Start the engine again on the version last applied if its staged file still exists, else on the base model.
-
-        Returns:
-            The version that serves now.
-
-        Raises:
-            EngineError: if it cannot start.
-        """
 
 
 class EngineSupervisor:
@@ -133,7 +117,7 @@ class EngineSupervisor:
                 self.failures = 0
                 continue
             self.failures += 1
-            if self.failures > self._allowed or not isinstance(self.current, Restartable):
+            if self.failures > self._allowed:
                 raise EngineError(
                     f"the engine died {self.failures} times in a row; see the log above for the first cause"
                 )

@@ -160,7 +160,7 @@ class InferenceEngine(Protocol):
     """Samples tokens, and changes its weights between steps.
 
     Log-probabilities are those of the sampled tokens after temperature. The service checks the token ids of prompts before it
-    passes them on. An engine that can be started again after it failed also has `restart`; see `supervision.Restartable`.
+    passes them on.
     """
 
     info: ModelInfo
@@ -170,6 +170,16 @@ class InferenceEngine(Protocol):
 
         Raises:
             EngineError: if that fails, with the remedy.
+        """
+
+    async def restart(self) -> Version:
+        """Start the engine again on the version last applied if its staged file still exists, else on the base model.
+
+        Returns:
+            The version that serves now.
+
+        Raises:
+            EngineError: if it cannot start.
         """
 
     async def stop(self) -> None:

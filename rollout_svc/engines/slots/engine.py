@@ -119,7 +119,7 @@ class TransformersEngine(LoraEngine):
             await self._start()
 
     async def restart(self) -> Version:
-        """See `Restartable`."""
+        """See `InferenceEngine`."""
         async with self._commands:
             if self._running is not None:
                 self._resume_from = self._running.staged

@@ -119,7 +119,7 @@ class VllmEngine(LoraEngine):
             await self._start(fork=self._options.start_method != "spawn")
 
     async def restart(self) -> Version:
-        """See `Restartable`."""
+        """See `InferenceEngine`."""
         async with self._commands:
             await self._shut_down()
             await self._start(fork=self._options.start_method == "fork")
