@@ -59,19 +59,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """How the engine computes, and how much at once.
+    """How the engine computes, and how much at once. `RolloutConfig` explains the settings of the same names.
 
     Attributes:
-        device: "auto" takes CUDA where there is one.
-        dtype: "auto" takes the model's own.
-        max_model_len: Maximum number of tokens of prompt and continuation; None takes the model's own limit.
-        max_running: Maximum number of samples in a step.
         max_queued: Maximum number of waiting samples; more raise EngineBusyError.
-        kv_cache_bytes: Memory for keys and values; None takes 1 GiB, or more if one sample needs it.
-        kv_policy: What happens to keys and values of running samples at an update: "keep" or "recompute".
         prefill_tokens: Maximum number of prompt tokens, padding included, between two steps; a longer prompt is computed alone.
-        threads: CPU threads of a step; None leaves PyTorch's choice.
-        start_deadline_s: Seconds to load the model.
         command_deadline_s: Seconds that a command, such as a change of the weights, may wait for the step in progress and take.
         drain_deadline_s: Seconds that `pause` with mode WAIT waits for requests to end.
     """
@@ -94,6 +86,7 @@ class TransformersEngine(LoraEngine):
     """Samples in batches with a static KV cache, in process as a library or behind the service.
 
     Args:
+        model: Directory or hub id of the base model.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
     """
 

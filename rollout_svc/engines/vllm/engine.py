@@ -55,17 +55,13 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """How vLLM is started, and how its weights change.
+    """How vLLM is started, and how its weights change. `RolloutConfig` explains the settings of the same names.
 
     Attributes:
-        engine_args: Fields of vLLM's ``AsyncEngineArgs``, such as ``tensor_parallel_size`` or ``quantization``.
-        kv_policy: What happens to the keys and values of requests in progress when the weights change: "keep" them
-            (cheap, later tokens attend to what older weights wrote) or "recompute" them.
         double_buffer: On CPU, build the next version beside the one that samples and swap them, at the cost of the
             weights' memory once more; otherwise the pause lasts as long as copying and packing.
         patch: On an accelerator, bring in only the values that differ from the version before; see
             `weightsync.vllm.patch` on how far that is tested.
-        start_deadline_s: How long loading may take.
         phase_deadline_s: How long each of the three steps of an update may take (prepare; pause and load; go back if that
             fails) before the engine counts as broken.
         drain_deadline_s: How long `pause` with mode WAIT waits for requests to end.
@@ -87,6 +83,7 @@ class VllmEngine(LoraEngine):
     """Samples with vLLM, in process as a library or behind the service.
 
     Args:
+        model: Directory or hub id of the base model.
         lora: How many adapters it holds beside the weights, and of which rank; None serves none.
     """
 
