@@ -156,6 +156,7 @@ def run_service(name: str, argv: list[str]) -> int:
         ConfigError: if the settings are wrong.
     """
     import asyncio
+    import atexit
     import gc
 
     import structlog
@@ -183,8 +184,14 @@ def run_service(name: str, argv: list[str]) -> int:
         if isinstance(server, ServerConfig) and server.metrics_port is not None and not rank:
             start_metrics_server(server.metrics_port, server.metrics_host)
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            if not runner.run(_serve_until_signal(service, run, section)):
-                log.info("stopped while starting")
+            started = runner.run(_serve_until_signal(service, run, section))
+        if not started:
+            log.info("stopped while starting")
+            # A thread may still load the model, and one that is inside torch when the interpreter ends aborts the process.
+            atexit._run_exitfuncs()  # noqa: SLF001 - what the interpreter runs at its exit; os._exit would leave it out
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
     except ConfigError as error:
         raise ConfigError(redact_text(str(error), secrets)) from error
     except UnfinishedError as stop:

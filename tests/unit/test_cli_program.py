@@ -130,6 +130,22 @@ async def test_a_service_that_is_still_loading_stops_on_a_signal(site):
     assert process.returncode == 0
 
 
+async def test_a_thread_that_computes_while_its_service_is_stopped_does_not_abort_the_process(site):
+    (site / "toy_svc" / "app.py").write_text(
+        "import asyncio, atexit, threading, torch\nfrom sluice.config import Service\nfrom toy_svc.config import ToyConfig\n"
+        "def load():\n    matrix = torch.ones(200, 200)\n    while True:\n        matrix @ matrix\n"
+        "async def serve(common, config):\n    threading.Thread(target=load, daemon=True).start()\n"
+        "    atexit.register(print, 'tidy')\n    print('loading', flush=True)\n    await asyncio.Event().wait()\n"
+        "SERVICE = Service('toy', ToyConfig, serve)\n"
+    )
+    process = await sluice(site, "toy", ends=False, OMP_NUM_THREADS="1")
+    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"loading\n"
+    process.terminate()
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert (process.returncode, out) == (0, b"tidy\n")
+    assert b"terminate called" not in err
+
+
 async def test_the_metrics_port_is_served_beside_the_service_whatever_rank_its_pod_has(site):
     ports = ("--server.port", "0", "--server.metrics-port", "0")
     process = await sluice(site, "toy", *ports, ends=False, SLUICE_LOG_LEVEL="info", RANK="1")
