@@ -35,8 +35,8 @@ from trainer_svc.checkpoint.state import (
 )
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.service.checkpoint_writer import CheckpointWriter
 from trainer_svc.service.learner import ComputeThread
+from trainer_svc.service.trainer import CheckpointWriter
 
 WAIT_S = 30.0
 
