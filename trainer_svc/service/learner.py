@@ -240,7 +240,7 @@ class Learner:
 
         Args:
             epoch: Its number.
-            checkpoint: Its name; empty for the newest one, or for the base model if there is none.
+            checkpoint: Its name; empty for the newest one, or for the base model if the run has no checkpoint.
 
         Raises:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
