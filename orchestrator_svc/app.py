@@ -40,9 +40,9 @@ EPISODE_SERVICE_NAME = "sluice.v1.EpisodeService"
 
 _NAME_CHARACTERS = 255
 
-_LEAST_END_S = 0.5
-"""Seconds that the run gets at least to write its report, and then its files to be closed, also if the calls in progress took
-the whole of ``server.drain_s``."""
+_LEAST_END_S = 1.0
+"""Seconds that the run gets at least to write its last records, also if the calls in progress took the whole of
+``server.drain_s``: `sluice rl` kills it two seconds after that."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -76,12 +76,15 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
                 _, late = await asyncio.wait({running}, timeout=max(left_s, _LEAST_END_S))
                 if late:
                     running.cancel()  # again: it waits for the disk to take its report
-                    end += _LEAST_END_S
+                    end += _LEAST_END_S / 2
                 ending.reschedule(end)
     except TimeoutError:
         if not ending.expired():
             raise
-        log.error("the disk does not take the last records: they are given up", path=str(common.run_dir))  # noqa: TRY400 - says all
+        what = (
+            "the last records were not written in time and are given up; the run samples them again when it continues"
+        )
+        log.error(what, path=str(common.run_dir))  # noqa: TRY400 - says all
     if running.cancelled() or not running.done():
         raise UnfinishedError("a signal came before the last step; start the run again to continue it")
     try:
