@@ -70,7 +70,7 @@ class EpisodeData:
 
 
 class RolloutWorkflow(Protocol):
-    """Runs the episodes of one task."""
+    """Runs the episodes of one task. The name of the method is AReaL's, whose workflows have the same form."""
 
     async def arun_episode(self, engine: PolicyEngine, data: EpisodeData) -> list[orchestrator_pb2.TrajectoryRecord]:
         """Run `data.episodes` attempts.
