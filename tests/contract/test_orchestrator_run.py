@@ -687,6 +687,16 @@ async def test_replicas_that_leave_before_a_batch_is_sent_end_the_run_instead_of
     assert scene.report()["state"] == "failed"
 
 
+async def test_a_batch_waits_for_the_first_digest_of_a_tokenizer_only_until_its_deadline(scene) -> None:
+    (replica,) = scene.replicas
+    replica.digest = ""
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(FailedForGoodError, match=r"no rollout replica for 0\.5 s .*lost_s"):
+            await scene.run(deadlines={"lost_s": 0.5, "start_s": 20})
+    assert not scene.trainer.headers
+    assert scene.report()["state"] == "failed"
+
+
 async def test_replicas_of_different_tokenizers_end_the_run_with_the_remedy(tmp_path) -> None:
     other = RolloutDouble("other")
     other.digest = "another-tokenizer"
