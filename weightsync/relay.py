@@ -230,17 +230,22 @@ class Follower:
         if announced.kind == pb.VERSION_KIND_ADAPTER:
             if base == BASE or base in versions:
                 return [announced]
-            return [*await self._ask_path(base, held), announced]
+            return [*await self._ask_path(announced, base, held), announced]
         if announced.kind == pb.VERSION_KIND_DELTA and held == base:
             return [announced]
-        return await self._ask_path(Version.from_proto(announced.version), held)
+        return await self._ask_path(announced, Version.from_proto(announced.version), held)
 
-    async def _ask_path(self, version: Version, held: Version | None) -> list[pb.Manifest]:
+    async def _ask_path(self, announced: pb.Manifest, version: Version, held: Version | None) -> list[pb.Manifest]:
         request = pb.GetUpdatePathRequest(
-            run=run_resource(self._run.name), version=version.to_proto(), held=None if held is None else held.to_proto()
+            run=announced.run, version=version.to_proto(), held=None if held is None else held.to_proto()
         )
         call = self._stub.GetUpdatePath(request, timeout=PATH_DEADLINE_S)
-        return [response.manifest async for response in call]
+        try:
+            return [response.manifest async for response in call]
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:  # an older release, which knows dense forms alone
+                return [announced]
+            raise
 
     def _measure_lag(self, announced: pb.Manifest | None) -> None:
         if announced is not None:

@@ -226,6 +226,8 @@ class VersionBuilder:
                 for response in await self._sources.update_path(request, timeout=PATH_DEADLINE_S)
             ]
         except grpc.aio.AioRpcError as error:
+            if direct is not None and error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                return [direct]
             unreachable = error.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
             raise PullError(str(SluiceError.from_rpc(error)), unreachable=unreachable) from error
         check_path(steps, Version.from_proto(target.version), held)
