@@ -57,9 +57,6 @@ def open_private(path: Path | str, flags: int, *, directory: int | None = None) 
         path: The file.
         flags: As for `os.open`; a symbolic link at the end of the path is never followed.
         directory: Descriptor of the directory that a relative path starts from.
-
-    Raises:
-        OSError: as `os.open`.
     """
     descriptor = os.open(path, flags | _SAFE, 0o600, dir_fd=directory)
     _open.add(descriptor)
@@ -75,9 +72,7 @@ def close(descriptor: int) -> None:
 def lock_now(descriptor: int, kind: int) -> bool:
     """Take a file lock (flock(2), which ends with its process) without waiting. Return False if another process holds it.
 
-    Args:
-        descriptor: The open file.
-        kind: ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
+    Its kind is ``fcntl.LOCK_SH`` or ``fcntl.LOCK_EX``.
     """
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -124,9 +119,7 @@ def unlink_at(directory: int, name: str) -> None:
 def remove_unlocked(path: Path | str, *, directory: int | None = None) -> bool:
     """Remove a regular file of this user that no process has locked. Return whether it was removed.
 
-    Args:
-        path: The file.
-        directory: Descriptor of the directory that a relative path starts from.
+    A relative path starts from the open `directory`.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | _SAFE, dir_fd=directory)

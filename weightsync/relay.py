@@ -25,8 +25,16 @@ from sluice.versions import BASE, Version
 from weightsync.format.manifest import ManifestError, check_manifest, run_resource
 from weightsync.format.safetensors import LayoutError
 from weightsync.metrics import RELAY_LAG, RELAYED_BYTES
-from weightsync.receive.pull import PATH_DEADLINE_S, ChunkSink, PullError, PullLimits, pull_shard
-from weightsync.receive.sources import REPORT_DEADLINE_S, Backoff, VersionWatch, behind, pull_call, renewal_s
+from weightsync.receive.pull import ChunkSink, PullError, PullLimits, pull_shard
+from weightsync.receive.sources import (
+    PATH_DEADLINE_S,
+    REPORT_DEADLINE_S,
+    Backoff,
+    VersionWatch,
+    behind,
+    pull_call,
+    renewal_s,
+)
 from weightsync.service.chain import is_reachable, newest_model
 from weightsync.service.runs import RELAY_PREFIX, Run, Runs
 from weightsync.service.upload import OffsetError, SupersededError, Upload, translated

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -81,6 +81,12 @@ def _digest_line(tensor: pb.TensorSlice) -> bytes:
     cut = [] if is_whole(tensor) else [where.offsets, where.sizes]
     numbers = " ".join(f"[{','.join(map(str, each))}]" for each in (tensor.global_shape, *cut))
     return f"{tensor.name} {tensor.dtype} {numbers} {tensor.digest}\n".encode()
+
+
+def tensor_slices(manifest: pb.Manifest) -> Iterator[pb.TensorSlice]:
+    """Yield the slices of all shards of a version."""
+    for shard in manifest.shards:
+        yield from shard.tensors
 
 
 def entry_name(tensor: pb.TensorSlice) -> str:

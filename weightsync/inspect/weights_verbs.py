@@ -43,11 +43,7 @@ ENCODINGS = {
 
 
 async def run_verb(verb: str, config: WeightsConfig, versions: Sequence[Version]) -> int:
-    """Run one verb; return 1 if a version turned out to be damaged or different.
-
-    Raises:
-        ConfigError: if the service or the replica does not give what the verb needs.
-    """
+    """Run one verb; return 1 if a version turned out to be damaged or different."""
     asked = config.replica or config.address
     try:
         async with asyncio.timeout(config.deadline_s):

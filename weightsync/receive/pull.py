@@ -52,8 +52,6 @@ _FINAL = {
 }
 """Answers that another attempt would get again."""
 
-PATH_DEADLINE_S = 30.0
-
 _LOCAL_BYTES = 64 << 20
 """Bytes that one thread reads from a file of this host; a pull that is no longer wanted ends after so many."""
 
@@ -223,7 +221,7 @@ class VersionBuilder:
         try:
             steps = [
                 PathStep(response.manifest, {file.shard: file for file in response.files if self._local_files})
-                for response in await self._sources.update_path(request, timeout=PATH_DEADLINE_S)
+                for response in await self._sources.update_path(request)
             ]
         except grpc.aio.AioRpcError as error:
             if direct is not None and error.code() == grpc.StatusCode.UNIMPLEMENTED:

@@ -130,11 +130,8 @@ class Claim:
 class SharedArea:
     """The directory ``<parent>/sluice-<run>.<user id>`` with the versions that receivers of the run stage on this host.
 
-    Its files are trusted by their names, so it must belong to this user alone: everybody may write to shared memory.
-
-    Args:
-        parent: Directory in shared memory, such as ``/dev/shm``.
-        run: The run's name.
+    The parent is a directory in shared memory, such as ``/dev/shm``, to which everybody may write. The files are trusted by
+    their names, so the directory must belong to this user alone.
     """
 
     def __init__(self, parent: Path, run: str) -> None:
@@ -198,11 +195,7 @@ class SharedArea:
         return [(each, each.exists()) for each in sorted(found - {path})]
 
     def check_room(self, needed: int) -> None:
-        """Check that there is memory for a file.
-
-        Raises:
-            StagingError: if there is not; the message says what to do.
-        """
+        """Raise StagingError if there is no memory for a file."""
         if needed > self.free_bytes:
             raise self.no_room(needed)
 
@@ -317,9 +310,7 @@ def _beside(path: Path, suffix: str) -> Path:
 class BehindError(Exception):
     """There is no room yet, because this receiver uses an older version than others of its host.
 
-    Args:
-        version: A version that is staged on this host or being staged. Take it first and try again; a newer one than the
-            wanted replaces it.
+    `version` is staged on this host or being staged. Take it first and try again; one newer than the wanted replaces it.
     """
 
     def __init__(self, version: Version) -> None:
@@ -328,13 +319,7 @@ class BehindError(Exception):
 
 
 class StagedFiles:
-    """The files of staged versions that one receiver uses.
-
-    Args:
-        area: The directory of the host's staged versions.
-        threads: Where files are locked and removed.
-        limits: How long to wait for other processes.
-    """
+    """The files of staged versions that one receiver uses. They are locked and removed in threads."""
 
     def __init__(self, area: SharedArea, threads: Executor, limits: PullLimits) -> None:
         self._area, self._threads, self._limits = area, threads, limits

@@ -31,6 +31,7 @@ Call: TypeAlias = Callable[..., Any]
 """A method, called with a request and a timeout. If it streams, it gives a call with `read` and `cancel`."""
 
 REPORT_DEADLINE_S = 10.0
+PATH_DEADLINE_S = 30.0
 
 _SHARE_OF_LEASE = 1 / 3
 """A lease is renewed after a third of it, so that one lost report does not end it."""
@@ -224,7 +225,6 @@ class Sources:
         replica: The engine's name.
         connect: Opens a channel to a relay; None keeps the engine at the root.
         host: Identity of this host; None asks the kernel.
-        limits: How long to wait.
 
     Attributes:
         current: Address of the source in use, `ROOT` for the root.
@@ -269,28 +269,18 @@ class Sources:
         self._watches.add(stream)
         return stream
 
-    async def update_path(
-        self,
-        request: pb.GetUpdatePathRequest,
-        *,
-        timeout: float,  # noqa: ASYNC109
-    ) -> list[pb.GetUpdatePathResponse]:
+    async def update_path(self, request: pb.GetUpdatePathRequest) -> list[pb.GetUpdatePathResponse]:
         """Call GetUpdatePath."""
         source, path = self._sources[self.current], []
-        stream = _Stream(self, source, source.delivery.GetUpdatePath(request, timeout=timeout))
+        stream = _Stream(self, source, source.delivery.GetUpdatePath(request, timeout=PATH_DEADLINE_S))
         while (response := await stream.read()) is not grpc.aio.EOF:
             path.append(response)
         return path
 
-    async def report(
-        self,
-        request: pb.ReportVersionRequest,
-        *,
-        timeout: float,  # noqa: ASYNC109
-    ) -> pb.ReportVersionResponse:
+    async def report(self, request: pb.ReportVersionRequest) -> pb.ReportVersionResponse:
         """Call ReportVersion."""
         source = self._sources[self.current]
-        response = await self.answer(source, source.delivery.ReportVersion(request, timeout=timeout))
+        response = await self.answer(source, source.delivery.ReportVersion(request, timeout=REPORT_DEADLINE_S))
         if not isinstance(response, pb.ReportVersionResponse):
             empty = grpc.aio.Metadata()
             details = "the source of versions was left during the call: ask again"
@@ -619,16 +609,15 @@ def observe_update(timings: UpdateTimings) -> None:
 
 
 class Reporter:
-    """Reports for one replica. Only the last report matters: the next one replaces a report that was not sent yet.
+    """Reports for one replica. Only the last report matters: the next one replaces a report that was not sent yet."""
 
-    Args:
-        call: ReportVersion of the service.
-        run: ``runs/{run}``.
-        replica: The replica's name.
-        serving: Returns the version that the engine serves.
-    """
-
-    def __init__(self, call: Call, run: str, replica: str, serving: Callable[[], Version]) -> None:
+    def __init__(
+        self,
+        call: Callable[[pb.ReportVersionRequest], Awaitable[pb.ReportVersionResponse]],
+        run: str,
+        replica: str,
+        serving: Callable[[], Version],
+    ) -> None:
         self._call, self._run, self._replica, self._serving = call, run, replica, serving
         self._last = pb.ReportVersionRequest(run=run, replica=replica, phase=pb.REPLICA_PHASE_SERVING)
         self._news = asyncio.Event()
@@ -672,7 +661,7 @@ class Reporter:
             request = pb.ReportVersionRequest()
             request.CopyFrom(self._last)
             request.version.CopyFrom(request.serving)
-        response = await self._call(request, timeout=REPORT_DEADLINE_S)
+        response = await self._call(request)
         self._renew_s = renewal_s(response.lease.ToTimedelta().total_seconds())
 
 

@@ -20,7 +20,16 @@ import xxhash
 from sluice.v1 import weightsync_pb2 as pb
 from weightsync.codec.slices import apply_slice, check_slice, slice_bytes
 from weightsync.codec.streams import CodecError
-from weightsync.format.manifest import Box, ManifestError, box, check_manifest, entry_name, is_whole, manifest_digest
+from weightsync.format.manifest import (
+    Box,
+    ManifestError,
+    box,
+    check_manifest,
+    entry_name,
+    is_whole,
+    manifest_digest,
+    tensor_slices,
+)
 from weightsync.format.safetensors import (
     DTYPES,
     HEADER_LENGTH_BYTES,
@@ -48,21 +57,13 @@ class StagingError(Exception):
 
 def tensor_specs(manifest: pb.Manifest) -> dict[str, TensorSpec]:
     """Return type and shape of every tensor of a version."""
-    return {
-        each.name: TensorSpec(each.dtype, tuple(each.global_shape))
-        for shard in manifest.shards
-        for each in shard.tensors
-    }
+    return {each.name: TensorSpec(each.dtype, tuple(each.global_shape)) for each in tensor_slices(manifest)}
 
 
 def dense_bytes(manifest: pb.Manifest) -> int:
     """Return the bytes of all tensors of a version, whichever form was announced."""
-    return sum(
-        box(each).volume * DTYPES[each.dtype].size
-        for shard in manifest.shards
-        for each in shard.tensors
-        if each.dtype in DTYPES
-    )
+    known = (each for each in tensor_slices(manifest) if each.dtype in DTYPES)
+    return sum(box(each).volume * DTYPES[each.dtype].size for each in known)
 
 
 # --- the file of a dense form -----------------------------------------------------------------------------------------
@@ -178,8 +179,7 @@ def _check_dense(manifest: pb.Manifest) -> None:
         check_manifest(manifest)
     except ManifestError as error:
         raise StagingError(str(error)) from error
-    tensors = [tensor for shard in manifest.shards for tensor in shard.tensors]
-    if not all(is_whole(tensor) and entry_name(tensor) == tensor.name for tensor in tensors):
+    if not all(is_whole(tensor) and entry_name(tensor) == tensor.name for tensor in tensor_slices(manifest)):
         raise StagingError("the shards hold slices or renamed tensors: pull from a service that assembles them")
 
 
@@ -195,8 +195,7 @@ def _longest_header(manifest: pb.Manifest) -> bytes:
     digits = int("9" * len(str(manifest.size_bytes)))
     entries = [
         Entry(tensor.name, tensor.dtype, tuple(tensor.global_shape), digits, digits)
-        for shard in manifest.shards
-        for tensor in shard.tensors
+        for tensor in tensor_slices(manifest)
     ]
     return render_header(entries, {"format": "pt"})
 
@@ -248,11 +247,7 @@ class DeltaShard:
         self.position = end
 
     def finish(self) -> None:
-        """Check that the whole file came, and what it holds.
-
-        Raises:
-            StagingError: if it is another file than announced.
-        """
+        """Check that the whole file came and is the announced one; raise StagingError if not."""
         name = self.shard.name
         if self.position != len(self._bytes):
             raise StagingError(f"shard {name} ended at byte {self.position} of {len(self._bytes)}")
@@ -308,9 +303,8 @@ class PatchedFile:
         except LayoutError as error:
             raise StagingError(f"the base: {error}") from error
         self._known: dict[str, dict[Box, str]] = defaultdict(dict)
-        for shard in known.shards if known is not None else ():
-            for tensor in shard.tensors:
-                self._known[tensor.name][box(tensor)] = tensor.digest
+        for tensor in () if known is None else tensor_slices(known):
+            self._known[tensor.name][box(tensor)] = tensor.digest
         self._map = mmap(descriptor, self._layout.size)
         self._map.madvise(MADV_DONTFORK)  # a forked engine would keep a removed file in memory
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
@@ -344,9 +338,8 @@ class PatchedFile:
             StagingError: if something differs or is not finite.
         """
         self._check_tensors(manifest)
-        for shard in manifest.shards:
-            for tensor in shard.tensors:
-                self._verify_slice(tensor)
+        for tensor in tensor_slices(manifest):
+            self._verify_slice(tensor)
         _check_digest(manifest)
 
     def close(self) -> None:
@@ -362,9 +355,7 @@ class PatchedFile:
         except ManifestError as error:
             raise StagingError(str(error)) from error
         found = {name: (entry.dtype, entry.shape) for name, entry in self._layout.entries.items()}
-        announced = {
-            each.name: (each.dtype, tuple(each.global_shape)) for shard in manifest.shards for each in shard.tensors
-        }
+        announced = {each.name: (each.dtype, tuple(each.global_shape)) for each in tensor_slices(manifest)}
         if found != announced:
             different = sorted(name for name, _ in found.items() ^ announced.items())
             raise StagingError(f"the delta is of other tensors than its base: {', '.join(different[:5])}")
