@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
@@ -88,11 +89,6 @@ def series(steps: Sequence[Step], name: str) -> list[tuple[float, float]]:
     return [(step["step"], step[key]) for step in steps if key in step]
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean; NaN without values."""
-    return sum(values) / len(values) if values else math.nan
-
-
 def summarise(steps: Sequence[Step]) -> dict[str, float]:
     """Return the number of steps, the seconds, and the mean of each metric over all steps and their first and last tenth."""
     tenth = max(1, len(steps) // 10)
@@ -103,8 +99,8 @@ def summarise(steps: Sequence[Step]) -> dict[str, float]:
     for name in METRIC_NAMES:
         values = [value for _, value in series(steps, name)]
         if values:
-            summary |= {f"{name}_first": mean(values[:tenth]), f"{name}_last": mean(values[-tenth:])}
-            summary[f"{name}_mean"] = mean(values)
+            summary |= {f"{name}_first": fmean(values[:tenth]), f"{name}_last": fmean(values[-tenth:])}
+            summary[f"{name}_mean"] = fmean(values)
     return summary
 
 
@@ -119,7 +115,7 @@ def plot_run(steps: Sequence[Step], path: Path, title: str) -> None:
     rewards = series(steps, "reward")
     numbers, values = [number for number, _ in rewards], [value for _, value in rewards]
     upper.plot(numbers, values, color="#9ecae1", linewidth=1, label="mean reward of a batch")
-    smooth = [mean(values[max(0, end - _SMOOTHING) : end]) for end in range(1, len(values) + 1)]
+    smooth = [fmean(values[max(0, end - _SMOOTHING) : end]) for end in range(1, len(values) + 1)]
     upper.plot(numbers, smooth, color="#08519c", linewidth=2, label=f"mean of {_SMOOTHING} steps")
     upper.set_ylabel("reward")
     upper.set_title(title)
