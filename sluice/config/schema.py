@@ -71,7 +71,7 @@ def is_open(annotation: FieldType) -> bool:
 
 
 def _mapping(annotation: FieldType) -> FieldType:
-    """Return the member of a type that is a mapping with the user's own keys, `Any` included; None if there is none."""
+    """Return the member of a type that is a mapping with keys of the user, `Any` included; None without one."""
     for part in alternatives(annotation):
         container = get_origin(part) or part
         if part is Any or (isinstance(container, type) and issubclass(container, Mapping)):
