@@ -141,7 +141,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             cached_prompt_tokens=result.cached_prompt_tokens,
         )
         for sample in result.samples:
-            text = self._tokenizer.decode([*wanted.continued_ids, *sample.token_ids]) if request.return_text else ""
+            text = self._tokenizer.decode([*wanted.continued, *sample.token_ids]) if request.return_text else ""
             for index in range(sample.index, sample.index + copies):
                 _fill(response.samples.add(), sample, index, text)
         return response
@@ -169,7 +169,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                         text = ""
                         if request.request.return_text:
                             if chunk.index not in texts:
-                                texts[chunk.index] = self._tokenizer.text_stream(wanted.continued_ids)
+                                texts[chunk.index] = self._tokenizer.text_stream(wanted.continued)
                             text = texts[chunk.index].after(chunk.token_ids, last=chunk.finish_reason is not None)
                         for index in range(chunk.index, chunk.index + copies):
                             response = pb.GenerateStreamResponse()
@@ -334,7 +334,7 @@ def generation_request(request: pb.GenerateRequest, prompt_ids: list[int], info:
         priority=request.priority,
         prompt_logprobs=request.return_prompt_logprobs,
         adapter=request.adapter,
-        continued=request.continued_tokens,
+        continued=prompt_ids[len(prompt_ids) - request.continued_tokens :],
     )
 
 

@@ -77,7 +77,7 @@ class GenerationRequest:
     ``adapter`` is a name given by `LoraEngine.load_named`. If it is empty, the policy samples: the weights, with their newest
     adapter version if there is one.
 
-    The samples continue the last ``continued`` tokens of the prompt: a stop string may begin in those, but must not end there.
+    The prompt ends with the ``continued`` tokens if the samples continue those: a stop string may begin there, but not end there.
     """
 
     request_id: str
@@ -87,12 +87,7 @@ class GenerationRequest:
     priority: int = 0
     prompt_logprobs: bool = False
     adapter: str = ""
-    continued: int = 0
-
-    @property
-    def continued_ids(self) -> list[int]:
-        """Return the tokens of the prompt that the samples continue."""
-        return self.prompt_ids[len(self.prompt_ids) - self.continued :]
+    continued: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -139,7 +139,7 @@ class TestEnding:
         last = next(i for i in range(5, len(ids)) if min(ids[i - 1 : i + 1]) > EOS)
         stop = text_of(ids[last - 1 : last + 1])
         sampling = replace(FREE, temperature=0.0, stop=("zzz", stop))
-        continuation = ask(sampling, prompt=[*PROMPT, *ids[:last]], continued=last)
+        continuation = ask(sampling, prompt=[*PROMPT, *ids[:last]], continued=ids[:last])
         sample = (await engine.sample(continuation)).samples[0]
         assert (sample.token_ids, sample.finish_reason, sample.stop_string) == ([ids[last]], FinishReason.STOP, stop)
         chunks = await collect(engine.stream(continuation))

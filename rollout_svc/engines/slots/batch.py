@@ -52,7 +52,7 @@ class ActiveSample:
         self.most_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         end_ids = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else info.eos_token_ids)
         generator = None if seed is None else np.random.default_rng(seed + index)
-        self.continued = request.continued_ids
+        self.continued = request.continued
         self.row = RowSampling(sampling, request.prompt_ids, self.token_ids, end_ids, generator)
 
     @property

@@ -190,7 +190,7 @@ async def submit(
         parent = processor.parent_requests[collector.request_id]
     states = [processor.request_states[name] for name in names]
     if request.continued and request.sampling.stop:  # vLLM looks for stop strings that end in new text
-        before = engine.tokenizer.decode(request.continued_ids, skip_special_tokens=True)
+        before = engine.tokenizer.decode(request.continued, skip_special_tokens=True)
         for state in states:
             state.detokenizer.output_text = before + state.detokenizer.output_text
     return TrackedRequest(request, adapter, collector.request_id, collector, states, parent)
