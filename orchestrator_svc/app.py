@@ -81,9 +81,9 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
     except TimeoutError:
         if not ending.expired():
             raise
-        what = (
-            "the last records were not written in time and are given up; the run samples them again when it continues"
-        )
+        what = "the run's files could not be closed in time"
+        if not running.done() or running.cancelled():
+            what = "the last records were not written in time and are given up; the run samples them again when it continues"
         log.error(what, path=str(common.run_dir))  # noqa: TRY400 - says all
     if running.cancelled() or not running.done():
         raise UnfinishedError("a signal came before the last step; start the run again to continue it")

@@ -104,7 +104,9 @@ class DeadlinesConfig(Section):
     begin_epoch_s: float = Field(900.0, gt=0, description="Seconds for the trainer to restore and publish its weights.")
     submit_s: float = Field(120.0, gt=0, description="Seconds for one attempt to submit a batch.")
     step_s: float = Field(
-        3600.0, gt=0, description="Seconds for the trainer to train one batch; then the run ends, and can be continued."
+        7200.0,
+        gt=0,
+        description="Seconds between two reports of a trainer that has a batch; then the run ends, and can be continued.",
     )
     generate_s: float = Field(600.0, gt=0, description="Seconds for one generation request.")
     episode_s: float = Field(

@@ -355,9 +355,9 @@ class Journal:
                 f"cannot write the journal in {self._directory.parent}: {type(error).__name__}: {error};"
                 " see to the disk, then start the run again: it continues from what was written before"
             )
-            log.error("the journal failed", error=repr(error))  # noqa: TRY400 - `durable` raises it
             if not isinstance(error, Exception):
                 raise
+            log.error("the journal failed", error=repr(error))  # noqa: TRY400 - `durable` raises it
         finally:
             self._flushing = None
             self._progress.set()

@@ -336,13 +336,15 @@ class Recorder:
             OSError: if a write failed, or the disk does not answer.
         """
         while len(self._waiting) > left or (self._waiting and self._waiting[0].done()):
-            done, _ = await asyncio.wait({self._waiting[0]}, timeout=_DISK_S)
+            first = self._waiting[0]
+            done, _ = await asyncio.wait({first}, timeout=_DISK_S)
             if not done:
                 raise TimeoutError(
                     f"the disk of {self._run_dir} did not take the run's files within {_DISK_S:g} s: check the disk, then start"
                     " the run again: it continues"
                 )
-            self._waiting.popleft().result()
+            if self._waiting and self._waiting[0] is first:  # another caller may have taken it meanwhile
+                self._waiting.popleft().result()
 
 
 def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) -> dict[str, Any]:

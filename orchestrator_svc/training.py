@@ -241,8 +241,10 @@ class Training:
         """
         if self._step_began is None or self._reporting:  # a report that takes long is no fault of the trainer
             return None
+        if self._trainer.away:  # that has a deadline of its own
+            return _RETRY_S
         limit = self._config.deadlines.step_s
-        left = self._step_began + limit - time.monotonic()
+        left = self._step_began + limit - self._trainer_time()
         if left <= 0:
             raise SluiceError(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -253,11 +255,17 @@ class Training:
             )
         return left
 
+    def _trainer_time(self) -> float:
+        """Return a clock in seconds that stands still while the trainer is away."""
+        return time.monotonic() - self._trainer.away_s
+
     def _note_load(self) -> None:
         """Note whether the trainer has something to do."""
-        now = time.monotonic()
-        self._status.trainer_idle.set(not self._at_trainer, now)
-        self._step_began = (self._step_began or now) if self._at_trainer or self._submitting else None
+        self._status.trainer_idle.set(not self._at_trainer, time.monotonic())
+        if not (self._at_trainer or self._submitting):
+            self._step_began = None
+        elif self._step_began is None:
+            self._step_began = self._trainer_time()
         self._changed.set()
 
     @property
@@ -416,10 +424,16 @@ class EpochLostError(Exception):
 
 
 class TrainerLink:
-    """Calls one trainer, and waits for it while it is away."""
+    """Calls one trainer, and waits for it while it is away.
+
+    Attributes:
+        away: Failed calls that wait for the trainer to answer again.
+        away_s: Seconds that such calls have waited so far.
+    """
 
     def __init__(self, client: TrainerClient, run: str, deadlines: DeadlinesConfig) -> None:
         self.client, self.run, self._deadlines = client, run, deadlines
+        self.away, self.away_s = 0, 0.0
 
     async def wait_until_there(self, deadline_s: float) -> trainer_pb2.GetTrainerStateResponse:
         """Wait until the trainer has loaded its model.
@@ -536,7 +550,13 @@ class TrainerLink:
             EpochLostError: if so.
             SluiceError: the failure, if repeating cannot help.
         """
-        state = await self.wait_until_there(self._deadlines.lost_s)
+        since = time.monotonic()
+        self.away += 1
+        try:
+            state = await self.wait_until_there(self._deadlines.lost_s)
+        finally:
+            self.away -= 1
+            self.away_s += time.monotonic() - since
         present = Version.from_proto(state.policy_version)
         if present.epoch != epoch or state.phase in _ENDED_PHASES:
             raise EpochLostError(

@@ -126,7 +126,7 @@ class RolloutConfig(Section):
     replica: str = Field(
         default_factory=socket.gethostname,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$",
-        description="Name of this replica, unique within the run.",
+        description="Name of this replica, unique within the run: letters, digits, '.', '_' and '-', at most 63 characters, a letter or digit first.",
     )
     follow_weights: bool = Field(
         True,

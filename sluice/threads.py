@@ -35,11 +35,18 @@ class SerialThread:
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:  # noqa: ANN401 - those of any function
-        """Call a function in the thread, after those before it."""
+        """Call a function in the thread, after those before it.
+
+        Raises:
+            RuntimeError: after `end`.
+        """
+        if self._ended:
+            raise RuntimeError("the thread was ended; it takes no further call")
         answer: Future[T] = Future()
 
         def call() -> None:
@@ -57,6 +64,7 @@ class SerialThread:
 
     def end(self) -> None:
         """End the thread after the calls before. Does not wait."""
+        self._ended = True
         self._calls.put(None)
 
     def _run(self) -> None:

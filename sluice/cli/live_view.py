@@ -120,12 +120,12 @@ class RunView:
             self.say(step_line(self.progress))
 
     async def follow(self, target: str, security: SecurityConfig) -> None:
-        """Show the run's events while all services serve, across restarts, until the run has succeeded.
+        """Show the run's events while the orchestrator serves, across restarts, until the run has succeeded.
 
         The supervisor notices a run that fails for good; cancel this then.
         """
         while not self.progress.succeeded:
-            if self._children and set(self._children.values()) == {ChildState.SERVING}:
+            if self._children.get("orchestrator") is ChildState.SERVING:
                 async with OrchestratorClient(target, security) as orchestrator:
                     with contextlib.suppress(SluiceError):
                         self.progress.describe(await orchestrator.run(self._run))

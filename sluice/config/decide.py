@@ -230,6 +230,7 @@ def check_tables_fit(run: CommonConfig) -> None:
     _check_adapters(run)
     _check_estimators(run)
     _check_columns(run)
+    _check_deadlines(run)
 
 
 def _check_adapters(run: CommonConfig) -> None:
@@ -259,6 +260,23 @@ def _check_estimators(run: CommonConfig) -> None:
         raise ConfigError(
             f"orchestrator.advantage is none, but objective {objective.name} reads advantages: set it to {objective.advantage}, or"
             " choose another trainer.objective"
+        )
+
+
+def _check_deadlines(run: CommonConfig) -> None:
+    """Refuse an orchestrator that gives a trainer up before the trainer's own deadlines act."""
+    own = getattr(_section(run, "orchestrator"), "deadlines", None)
+    trainer = getattr(_section(run, "trainer"), "deadlines", None)
+    if own is None or trainer is None:
+        return
+    longest = (
+        2 * trainer.step_s + trainer.push_s + trainer.save_s
+    )  # the step, comparing the weights, the push, a checkpoint
+    if own.step_s < longest:
+        raise ConfigError(
+            f"orchestrator.deadlines.step_s = {own.step_s:g} would give the trainer up before its own deadlines act, which allow"
+            f" {longest:g} s from one report to the next (twice trainer.deadlines.step_s, push_s and save_s): set it to"
+            f" {longest:g} or more, or lower those"
         )
 
 

@@ -383,8 +383,9 @@ def _describe(model: type[BaseModel], problem: ErrorDetails, layers: Sequence[La
         near = suggestion(model, keys) if len(keys) == len(location) else ""  # a list of tables has no dotted path
         return f"{source}: unknown key {name!r}{near}" if source else f"unknown key {name!r}{near}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
-    if problem["type"] == "string_pattern_mismatch":
-        message = f"does not fit ({dict(leaf_paths(model))[tuple(keys)].description})"
+    field = dict(leaf_paths(model)).get(tuple(keys))
+    if problem["type"] == "string_pattern_mismatch" and field is not None:
+        message = f"does not fit ({field.description})"
     value = problem.get("input")
     given = f"; got {value!r}" if isinstance(value, str | int | float | bool) else ""
     if any(is_secret_name(key) for key in keys):

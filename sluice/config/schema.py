@@ -52,7 +52,8 @@ def alternatives(annotation: FieldType) -> tuple[Any, ...]:
 
 def table_class(annotation: FieldType) -> type[BaseModel] | None:
     """Return the class of the table that a field of this type holds; None for a plain value."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    tables = [each for each in alternatives(annotation) if isinstance(each, type) and issubclass(each, BaseModel)]
+    return tables[0] if len(tables) == 1 else None
 
 
 def accepts_none(annotation: FieldType) -> bool:

@@ -159,8 +159,8 @@ def connect(
     else:
         channel = grpc.aio.secure_channel(target, credentials, options=_CHANNEL_OPTIONS)
     # The other role's token, if only that is configured.
-    tokens = (security.token_file, security.admin_token_file)
-    path = tokens[role == "admin"] or tokens[role != "admin"]
+    agent, admin = security.token_file, security.admin_token_file
+    path = (admin or agent) if role == "admin" else (agent or admin)
     fixed = () if path is None else (("authorization", f"Bearer {read_token(path)}"),)
     return _BoundedChannel(channel, fixed, default_deadline_s, stream_deadline_s)
 

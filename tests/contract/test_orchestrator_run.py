@@ -752,6 +752,28 @@ async def test_the_deadline_of_a_step_does_not_run_while_the_trainer_has_no_batc
     assert scene.report()["state"] == "succeeded"
 
 
+async def test_the_deadline_of_a_step_does_not_run_while_the_trainer_is_away(scene, monkeypatch) -> None:
+    trainer, watch = scene.trainer, TrainerLink.steps
+    trainer.automatic = False
+
+    def back() -> None:
+        trainer.phase = trainer_pb2.TRAINER_PHASE_TRAINING
+        trainer.run_freely()
+
+    async def broken(self: TrainerLink, epoch: int, from_number: int):
+        if from_number == 1:
+            await scene.until(lambda: trainer.waiting)
+            trainer.phase = trainer_pb2.TRAINER_PHASE_STARTING
+            asyncio.get_running_loop().call_later(1.0, back)
+            await self._explain(SluiceError.unavailable("GONE", "the connection broke"), epoch)
+        async for step in watch(self, epoch, from_number):
+            yield step
+
+    monkeypatch.setattr(TrainerLink, "steps", broken)
+    await scene.run(deadlines={"step_s": 0.6})
+    assert scene.report()["state"] == "succeeded"
+
+
 async def test_a_trainer_that_is_lost_while_a_step_is_reported_does_not_cut_the_report_off(scene, monkeypatch) -> None:
     scene.trainer.automatic = False
     report_step, submit, gone = RunReporter.step, TrainerLink.submit, asyncio.Event()

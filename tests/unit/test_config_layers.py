@@ -53,6 +53,11 @@ def test_tables_of_several_files_merge_key_by_key_and_lists_are_replaced(tmp_pat
     assert toy.engine == {"a": 1, "b": 2}
 
 
+def test_a_table_that_may_be_absent_is_a_table():
+    assert load_run([]).toy.late is None
+    assert load_run(["--toy.late.at", "7"]).toy.late.at == 7
+
+
 def test_a_partial_table_keeps_the_defaults_of_the_field_not_of_its_class(tmp_path):
     run = load_run(["@", toml(tmp_path, "a.toml", "[toy.server]\nhost = '::1'\n")])
     assert (run.toy.server.host, run.toy.server.port) == ("::1", 7999)

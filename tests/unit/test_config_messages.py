@@ -52,6 +52,13 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path, t
         load_run(["@", str(path)])
 
 
+def test_text_of_the_wrong_form_names_the_characters_that_fit():
+    with pytest.raises(ConfigError, match=r"run: does not fit .*lower-case letters.*got 'My Run'"):
+        load_run(["--run", "My Run"])
+    with pytest.raises(ConfigError, match=r"toy\.named\.here: .*pattern"):
+        load_run(["--toy.named.here", "UP"])
+
+
 def test_an_unknown_key_in_a_list_of_tables_is_found(tmp_path):
     path = tmp_path / "wrong.toml"
     path.write_text("[[toy.schedule]]\nat = 1\n[[toy.schedule]]\natt = 1\n")

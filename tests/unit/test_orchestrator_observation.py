@@ -209,6 +209,23 @@ async def test_a_step_is_written_although_whoever_recorded_it_was_cancelled(tmp_
     assert list(read_metrics(tmp_path / "metrics.jsonl")) == [1]
 
 
+async def test_two_callers_wait_for_a_slow_disk_side_by_side(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(report_module, "_WAITING", 0)
+    recorder, first, second = Recorder(tmp_path, write_text=False), threading.Event(), threading.Event()
+    recorder._waiting += [recorder._thread.submit(first.wait), recorder._thread.submit(second.wait)]
+    callers = [
+        asyncio.create_task(recorder.scalars(1, {"eval/reward_mean": 0.5})),
+        asyncio.create_task(recorder.step(1, {"reward/mean": 0.5}, [], Lineage())),
+    ]
+    await asyncio.sleep(0)
+    first.set()
+    await asyncio.wait(callers, timeout=0.1)
+    second.set()
+    await asyncio.gather(*callers)
+    await recorder.close()
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [1]
+
+
 def test_an_evaluation_counts_what_is_missing_and_treats_a_task_as_one_observation() -> None:
     def sample(task: str, reward: float | None, *, greedy: bool = False) -> EvalSample:
         return EvalSample(task, "p", "c", reward, greedy, truncated=False)

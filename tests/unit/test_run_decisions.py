@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 
 from rollout_svc.engines.slots import build
-from sluice.config import load_run
+from sluice.config import ConfigError, check_tables_fit, load_run
 from sluice.config.decide import decided
 from trainer_svc.objectives.objective import mismatch_warning
 
@@ -130,3 +130,9 @@ def test_a_trainer_warns_once_of_tokens_that_its_own_weights_did_not_sample(tmp_
         train(policy, 1)  # the batch's log-probabilities are made up
     warnings = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
     assert [text for text in warnings if "at staleness 0: the engine does not sample from the policy" in text]
+
+
+def test_an_orchestrator_that_is_less_patient_than_the_trainer_itself_is_refused():
+    with pytest.raises(ConfigError, match=r"orchestrator\.deadlines\.step_s = 7200 .* set it to 16800 or more"):
+        check_tables_fit(load_run(["--trainer.deadlines.step-s", "7200"]))
+    check_tables_fit(load_run(["--trainer.deadlines.step-s", "7200", "--orchestrator.deadlines.step-s", "16800"]))

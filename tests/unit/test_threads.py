@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from sluice.threads import SerialThread
+
 HANG_AND_LEAVE = """
 import asyncio, threading
 from sluice.threads import CallHungError, DeadlineThreads
@@ -48,3 +52,12 @@ def test_a_journal_on_a_dead_disk_does_not_keep_the_process_from_ending(tmp_path
     words = [sys.executable, "-c", HANG_IN_THE_JOURNAL, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
     assert done.stdout.startswith("gave up\n")
+
+
+async def test_a_thread_that_was_ended_refuses_further_calls() -> None:
+    thread = SerialThread("test")
+    answer = thread.submit(lambda: 1)
+    thread.end()
+    assert await answer == 1
+    with pytest.raises(RuntimeError, match="ended"):
+        thread.submit(lambda: 2)

@@ -7,6 +7,7 @@ import json
 import os
 import pickletools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,7 +188,10 @@ def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path
     assert error.value.reason == "CHECKPOINT_DAMAGED"
 
 
-def test_a_disk_that_fails_damages_no_checkpoint(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", [(saver, "_digest"), (checkpoints, "read_manifest")])
+def test_a_disk_that_fails_damages_no_checkpoint(
+    place: tuple[Any, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = learner(model, tmp_path)
     policy.restore(1, "")
     train(policy, 1)
@@ -196,7 +200,7 @@ def test_a_disk_that_fails_damages_no_checkpoint(model: Path, tmp_path: Path, mo
     def fails(_: Path) -> str:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(saver, "_digest", fails)
+    monkeypatch.setattr(*place, fails)
     with pytest.raises(SluiceError, match="Too many open files") as error:
         policy.restore(2, "")
     assert (error.value.code.name, error.value.reason) == ("UNAVAILABLE", "CHECKPOINT_UNREADABLE")

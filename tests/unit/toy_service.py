@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 CONFIG = """
-from typing import Any
+from typing import Annotated, Any
 from pydantic import Field, SecretStr
 from sluice.config import Section, ServerConfig
 
@@ -31,6 +31,8 @@ class ToyConfig(Section):
     api_key: SecretStr | None = Field(None, description="Key of the judge.")
     url: str = Field("", description="Address of the judge.")
     optimizer: Optimizer = Field(Optimizer(), description="The optimizer.")
+    late: Step | None = Field(None, description="A last factor.")
+    named: dict[str, Annotated[str, Field(pattern="^[a-z]+$")]] = Field({}, description="Names by place.")
 
 
 CONFIG = ToyConfig

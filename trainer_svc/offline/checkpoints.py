@@ -110,6 +110,11 @@ class RunCheckpoints:
             directory = self._kept.directory / newest.checkpoint.name
             instead = older[0].checkpoint.name if older else "the beginning"
             raise ConfigError(f"{error}; to resume from {instead}, remove {directory}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoint {newest.checkpoint.name} of {self._kept.directory}, which may not be damaged, cannot be read ({error}):"
+                " check the disk and the logs of all ranks, then resume again"
+            ) from error
         except ValueError as error:
             raise ConfigError(f"cannot resume from {self._kept.directory}: {error}") from error
         return newest.checkpoint.policy_version.number

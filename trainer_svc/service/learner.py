@@ -246,7 +246,10 @@ class Learner:
             SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
         """
         self._abandoned.clear()
-        manifest = self._choose(checkpoint)
+        try:
+            manifest = self._choose(checkpoint)
+        except OSError as error:
+            raise _unreadable("the list of checkpoints", error) from error
         origin = origin_of(manifest)
         name = "" if manifest is None else manifest.checkpoint.name
         with self._on_all_ranks("restore", epoch=epoch, checkpoint=name, **self._position()):
@@ -459,14 +462,18 @@ class Learner:
         except CheckpointDamagedError as error:
             raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
         except OSError as error:
-            raise SluiceError.unavailable(
-                "CHECKPOINT_UNREADABLE",
-                f"checkpoint {manifest.checkpoint.name}, which may not be damaged, cannot be read ({error}): check the disk and the"
-                " limit of open files, then begin the epoch again",
-                retry_after_s=10.0,
-            ) from error
+            raise _unreadable(f"checkpoint {manifest.checkpoint.name}", error) from error
         except ValueError as error:
             raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
+
+
+def _unreadable(what: str, error: OSError) -> SluiceError:
+    remedy = "check the disk and the limit of open files" if error.errno else "find the reason in the logs of all ranks"
+    return SluiceError.unavailable(
+        "CHECKPOINT_UNREADABLE",
+        f"{what}, which may not be damaged, cannot be read ({error}): {remedy}, then begin the epoch again",
+        retry_after_s=10.0,
+    )
 
 
 class FollowingRank:

@@ -272,8 +272,8 @@ class Trainer:
                 in a row had a step that was not finite.
         """
         try:
-            async with asyncio.TaskGroup() as pushes:
-                await self._train(admission, steps, pushes)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._train(admission, steps, tasks))  # a task, so that errors come in their order
         except ExceptionGroup as group:
             error: Exception = group
             while isinstance(error, ExceptionGroup):
@@ -484,9 +484,13 @@ def _step_report(
     """
     idle_s = batch_wait_s + push_wait_s
     tokens = applied.metrics.tokens if applied.metrics is not None else 0
+    of_step = dict(applied.metrics.as_flat()) if applied.metrics is not None else {}
+    for name in of_step.keys() & batch.metrics.keys():
+        if name.startswith("dropped_tokens/"):  # some were dropped on arrival, further ones in the step
+            of_step[name] += batch.metrics[name]
     metrics = {
         **batch.metrics,
-        **(applied.metrics.as_flat() if applied.metrics is not None else {}),
+        **of_step,
         "wait_batch_seconds": batch_wait_s,
         "wait_push_seconds": push_wait_s,
         "idle_share": idle_s / (idle_s + applied.seconds),
