@@ -153,12 +153,16 @@ class HttpServer:
     def _bind(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            return socket.create_server((self._host, self._port), family=family, backlog=2048)
+            listener = socket.create_server((self._host, self._port), family=family, backlog=2048)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self._host}:{self._port} for HTTP: {error.strerror or error}; is the port taken? "
                 "set server.http_port, 0 picks a free one"
             ) from error
+        # A connection inherits it: the kernel cuts a client off that does not read.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_DEADLINE_S * 1000))
+        return listener
 
 
 class RequestGuard:

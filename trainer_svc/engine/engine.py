@@ -237,7 +237,7 @@ class TrainEngine:
 
         batches, weight = agree(self.ranks, packed)
         totals = self.ranks.total({"weight": weight, "max_batches": len(batches)})
-        batches += [empty_batch(self.mesh.dims.cp)] * (int(totals["max_batches"]) - len(batches))
+        batches += [empty_batch(self.mesh.dims.cp) for _ in range(int(totals["max_batches"]) - len(batches))]
         return batches, totals["weight"] or 1.0
 
     def _add_gradients(self, batches: Rows[MicroBatch], loss_of: LossOf, record: StepRecord, entropy: Entropy) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
@@ -45,8 +45,6 @@ END_S = 1.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where vLLM puts its own segments
 
 
-T = TypeVar("T")
-
 log = structlog.get_logger()
 
 _OWNERS = (cygrpc.AioChannel, cygrpc.AioServer, cygrpc.Channel, cygrpc.Server)
@@ -65,11 +63,15 @@ class OwnerThread(SerialThread):
 
     def kill(self) -> None:
         """Kill the processes that the thread started, unless it has ended."""
-        with contextlib.suppress(OSError):  # it has ended
+        try:
             ids = Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split()
-            for process in multiprocessing.active_children():
-                if str(process.pid) in ids:
-                    process.kill()
+        except OSError as error:
+            if self._thread.is_alive():
+                log.warning("vLLM's processes cannot be found; they end with this one", error=str(error))
+            return
+        for process in multiprocessing.active_children():
+            if str(process.pid) in ids:
+                process.kill()
 
     def _run(self) -> None:
         super()._run()

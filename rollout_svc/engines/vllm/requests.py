@@ -21,10 +21,12 @@ from rollout_svc.engines.base import FinishReason, GenerationRequest, Generation
 from sluice.versions import Version, VersionSpan, spans_between
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.output_processor import RequestOutputCollector, RequestState
     from vllm.v1.engine.parallel_sampling import ParentRequest
     from vllm.v1.metrics.stats import SchedulerStats
@@ -189,11 +191,32 @@ async def submit(
         names = [f"{index}_{collector.request_id}" for index in range(params.n)]
         parent = processor.parent_requests[collector.request_id]
     states = [processor.request_states[name] for name in names]
-    if request.continued and request.sampling.stop:  # vLLM looks for stop strings that end in new text
-        before = engine.tokenizer.decode(request.continued, skip_special_tokens=True)
+    if request.continued and request.sampling.stop:
         for state in states:
-            state.detokenizer.output_text = before + state.detokenizer.output_text
+            prime(state.detokenizer, engine.tokenizer, request)
     return TrackedRequest(request, adapter, collector.request_id, collector, states, parent)
+
+
+def prime(
+    detokenizer: BaseIncrementalDetokenizer, tokenizer: PreTrainedTokenizerBase, request: GenerationRequest
+) -> None:
+    """Let vLLM find stop strings that begin in the tokens which a new request continues: it looks for those that end in new text.
+
+    A character may be cut where the new tokens begin. vLLM's stream of text, which begins with the prompt, would give the
+    whole prompt as new text when the character is complete. It therefore begins before that character.
+    """
+    reach = 4 * max(map(len, request.sampling.stop)) + 16  # a token may be one byte of a character
+    near = request.continued[-reach:]
+    text, cut = tokenizer.decode(near, skip_special_tokens=True), 0
+    while text.endswith("\ufffd") and cut < min(3, len(near)):
+        cut += 1
+        text = tokenizer.decode(near[:-cut], skip_special_tokens=True)
+    if cut:
+        from tokenizers.decoders import DecodeStream  # noqa: PLC0415 - comes with transformers
+
+        detokenizer.stream = DecodeStream(ids=request.prompt_ids[:-cut], skip_special_tokens=True)
+        text += "".join(map(detokenizer.decode_next, near[-cut:]))
+    detokenizer.output_text = text + detokenizer.output_text
 
 
 @functools.lru_cache(maxsize=64)

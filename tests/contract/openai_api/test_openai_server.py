@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import ssl
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -85,6 +87,25 @@ class TestDeadline:
 
         await asyncio.wait_for(server.EventStream(events())({}, nothing_arrives, nobody_reads), 10)
         assert ended.is_set()
+
+    async def test_the_kernel_cuts_off_a_connection_whose_client_reads_nothing(self, monkeypatch):
+        monkeypatch.setattr(server, "SEND_DEADLINE_S", 0.5)
+
+        async def endless(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    while True:
+                        await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+
+        served = HttpServer(endless, "127.0.0.1", 0, SecurityConfig())
+        port = await served.start()
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            connections = served._uvicorn.server_state.connections
+            await until(lambda: connections)
+            await until(lambda: not connections)
+        await served.stop(0)
 
 
 class TestDescription:
