@@ -162,7 +162,7 @@ async def test_a_sample_outlives_its_adapter_version(running):
     polling = asyncio.create_task(pool.run())
     engine = PolicyEngine(pool, RUN, DEADLINE_S)
     request = rollout_pb2.GenerateRequest(token_ids=tokens_pb2.TokenIds(ids=PROMPT), sampling=LONG, n=2)
-    generating = asyncio.create_task(engine.sample(request))
+    generating = asyncio.create_task(engine.agenerate(request))
     await running.until(lambda status: status.generated_tokens > 8)
     await running.pause()
     for number in (2, 3):  # two fit: the first goes when the third comes
