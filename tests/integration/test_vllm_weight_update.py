@@ -315,3 +315,10 @@ async def test_data_parallel_engines_switch_together(models):
         for result in await asyncio.gather(*[engine.sample(ask()) for _ in range(8)]):
             assert result.samples[0].spans == [VersionSpan(0, Version(1, 1))]
             assert_tokens_follow_their_versions(result.samples[0], weights)
+
+
+async def test_tied_weights_are_packed_again_where_they_are_loaded_in_place(tmp_path):
+    models = [save_model(tmp_path / str(seed), seed, tied=True) for seed in range(2)]
+    async with started(models[0], double_buffer=False) as engine:
+        await engine.apply(staged(models[1], Version(1, 1)))
+        assert_tokens_follow_their_versions(await one(engine), {Version(1, 1): models[1]})
