@@ -159,7 +159,7 @@ class GenerateRequest(_message.Message):
     continued_tokens: _builtins.int
     """Number of tokens at the end of the prompt that the samples continue, as after an interruption. The text of each sample
     then begins with theirs: all of them are decoded together, since a character may be spread over several tokens and the
-    first token of a text may lose its space. At most the length of the prompt. Unset: 0.
+    first token of a text may lose its space. A stop string may begin in them. At most the length of the prompt. Unset: 0.
     """
     @_builtins.property
     def token_ids(self) -> _tokens_pb2.TokenIds:
