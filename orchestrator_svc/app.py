@@ -176,7 +176,7 @@ async def _built(
             evaluations=evaluations,
             reporter=reporter,
         )
-        yield run, status, OrchestratorServicer(common.run, run, status, pool)
+        yield run, status, OrchestratorServicer(common.run, run, status, pool)  # type: ignore[abstract]  # SetRun follows
 
 
 async def _close_files(journal: Journal, recorder: Recorder) -> None:

@@ -53,7 +53,7 @@ async def _serve(
     supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
     weights = ReplicaWeights(common, config, supervisor)
     requests = RolloutServicer(f"runs/{common.run}", supervisor, tokenizer, config.limits, config.deadlines.request_s)
-    admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)
+    admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)  # type: ignore[abstract]  # Drain follows
     server.add(
         rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService", role="agent"
     )

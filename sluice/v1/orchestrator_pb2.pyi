@@ -110,6 +110,26 @@ class Run(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class GroupsFailedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
@@ -128,6 +148,8 @@ class Run(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
     BOTTLENECK_FIELD_NUMBER: _builtins.int
+    ENVIRONMENTS_FIELD_NUMBER: _builtins.int
+    GROUPS_FAILED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """`runs/{run}`."""
     state: Global___RunState.ValueType
@@ -174,6 +196,14 @@ class Run(_message.Message):
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Metrics of the last step, by name."""
 
+    @_builtins.property
+    def environments(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEnvironment]:
+        """Environments that tasks are drawn from."""
+
+    @_builtins.property
+    def groups_failed(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Groups that ended without a trajectory, by reason."""
+
     def __init__(
         self,
         *,
@@ -195,14 +225,146 @@ class Run(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         bottleneck: _builtins.str = ...,
+        environments: _abc.Iterable[Global___RunEnvironment] | None = ...,
+        groups_failed: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "error", b"error", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "replicas", b"replicas", "running_episodes", b"running_episodes", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "environments", b"environments", "error", b"error", "groups_failed", b"groups_failed", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "max_staleness", b"max_staleness", "max_staleness_seen", b"max_staleness_seen", "max_steps", b"max_steps", "metrics", b"metrics", "name", b"name", "policy_version", b"policy_version", "replicas", b"replicas", "running_episodes", b"running_episodes", "start_time", b"start_time", "state", b"state", "step", b"step", "trajectories_accepted", b"trajectories_accepted", "trajectories_dropped", b"trajectories_dropped", "trajectories_trained", b"trajectories_trained"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class RunEnvironment(_message.Message):
+    """One environment of a run, and where its tasks stand."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class PoolsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class GroupsByPoolEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WANTED_SHARE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    GROUPS_ACCEPTED_FIELD_NUMBER: _builtins.int
+    GROUPS_REFILLED_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
+    GROUPS_BY_POOL_FIELD_NUMBER: _builtins.int
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    QUARANTINED_COUNT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name within the run."""
+    wanted_share: _builtins.float
+    """Share of the groups that it is meant to have, 0 to 1."""
+    groups: _builtins.int
+    """Groups drawn so far."""
+    groups_accepted: _builtins.int
+    """Groups accepted so far."""
+    groups_refilled: _builtins.int
+    """Groups without signal that were replaced so far."""
+    quarantined_count: _builtins.int
+    """Number of tasks that are not drawn any more."""
+    @_builtins.property
+    def pools(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Tasks by pool: "new", "easy", "medium" and "hard"."""
+
+    @_builtins.property
+    def groups_by_pool(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Groups drawn so far, by pool of their task."""
+
+    @_builtins.property
+    def quarantined(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuarantinedTask]:
+        """Tasks that are not drawn any more; the first 100."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        wanted_share: _builtins.float = ...,
+        groups: _builtins.int = ...,
+        groups_accepted: _builtins.int = ...,
+        groups_refilled: _builtins.int = ...,
+        pools: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        groups_by_pool: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        quarantined: _abc.Iterable[Global___QuarantinedTask] | None = ...,
+        quarantined_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "groups_accepted", b"groups_accepted", "groups_by_pool", b"groups_by_pool", "groups_refilled", b"groups_refilled", "name", b"name", "pools", b"pools", "quarantined", b"quarantined", "quarantined_count", b"quarantined_count", "wanted_share", b"wanted_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunEnvironment: _TypeAlias = RunEnvironment  # noqa: Y015
+
+@_typing.final
+class QuarantinedTask(_message.Message):
+    """A task that is not drawn any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    task_id: _builtins.str
+    """The task."""
+    failures: _builtins.int
+    """Groups of it that failed one after the other."""
+    problem: _builtins.str
+    """Why the last one failed."""
+    def __init__(
+        self,
+        *,
+        task_id: _builtins.str = ...,
+        failures: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failures", b"failures", "problem", b"problem", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuarantinedTask: _TypeAlias = QuarantinedTask  # noqa: Y015
 
 @_typing.final
 class Replica(_message.Message):
@@ -827,6 +989,112 @@ class StopRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
+
+@_typing.final
+class SetRunRequest(_message.Message):
+    """Request of OrchestratorService.SetRun."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ValuesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """`runs/{run}`."""
+    @_builtins.property
+    def values(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """New values by setting, such as "trainer.lr" and "max_staleness", each as TOML."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        values: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRunRequest: _TypeAlias = SetRunRequest  # noqa: Y015
+
+@_typing.final
+class SetRunResponse(_message.Message):
+    """What was changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def changed(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChangedSetting]:
+        """One entry per setting that has another value now."""
+
+    def __init__(
+        self,
+        *,
+        changed: _abc.Iterable[Global___ChangedSetting] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRunResponse: _TypeAlias = SetRunResponse  # noqa: Y015
+
+@_typing.final
+class ChangedSetting(_message.Message):
+    """A setting of the live run that has another value now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    OLD_VALUE_FIELD_NUMBER: _builtins.int
+    NEW_VALUE_FIELD_NUMBER: _builtins.int
+    FROM_SEQUENCE_NO_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The setting."""
+    old_value: _builtins.str
+    """Its value before, as TOML."""
+    new_value: _builtins.str
+    """Its value now, as TOML."""
+    from_sequence_no: _builtins.int
+    """The first batch that it holds for."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        old_value: _builtins.str = ...,
+        new_value: _builtins.str = ...,
+        from_sequence_no: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_sequence_no", b"from_sequence_no", "key", b"key", "new_value", b"new_value", "old_value", b"old_value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangedSetting: _TypeAlias = ChangedSetting  # noqa: Y015
 
 @_typing.final
 class RegisterReplicaRequest(_message.Message):

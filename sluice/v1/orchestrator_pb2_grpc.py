@@ -60,6 +60,11 @@ class OrchestratorServiceStub:
                 request_serializer=sluice_dot_v1_dot_orchestrator__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_orchestrator__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.SetRun = channel.unary_unary(
+                '/sluice.v1.OrchestratorService/SetRun',
+                request_serializer=sluice_dot_v1_dot_orchestrator__pb2.SetRunRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_orchestrator__pb2.SetRunResponse.FromString,
+                _registered_method=True)
         self.RegisterReplica = channel.unary_unary(
                 '/sluice.v1.OrchestratorService/RegisterReplica',
                 request_serializer=sluice_dot_v1_dot_orchestrator__pb2.RegisterReplicaRequest.SerializeToString,
@@ -117,15 +122,23 @@ class OrchestratorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRun(self, request, context):
+        """Changes settings of the live run, all of them or none. The journal records who changed what. Idempotent.
+        Errors: INVALID_ARGUMENT (a key that cannot be changed while the run lives, with the list of those that can; a bad value).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegisterReplica(self, request, context):
-        """Announces a replica; it is used until its lease ends. Idempotent.
+        """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Renews a replica's lease. Idempotent. Errors: NOT_FOUND (register again).
+        """Renews a replica's lease. Idempotent. Needs the replica role. Errors: NOT_FOUND (register again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,6 +178,11 @@ def add_OrchestratorServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=sluice_dot_v1_dot_orchestrator__pb2.StopRunRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_orchestrator__pb2.StopRunResponse.SerializeToString,
+            ),
+            'SetRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRun,
+                    request_deserializer=sluice_dot_v1_dot_orchestrator__pb2.SetRunRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_orchestrator__pb2.SetRunResponse.SerializeToString,
             ),
             'RegisterReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterReplica,
@@ -318,6 +336,33 @@ class OrchestratorService:
             '/sluice.v1.OrchestratorService/StopRun',
             sluice_dot_v1_dot_orchestrator__pb2.StopRunRequest.SerializeToString,
             sluice_dot_v1_dot_orchestrator__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.OrchestratorService/SetRun',
+            sluice_dot_v1_dot_orchestrator__pb2.SetRunRequest.SerializeToString,
+            sluice_dot_v1_dot_orchestrator__pb2.SetRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,10 +45,14 @@ class OrchestratorServiceStub:
     """Dispatches again. Idempotent."""
     StopRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRunRequest, _orchestrator_pb2.StopRunResponse]
     """Ends the run in order: a last checkpoint, then the report. Idempotent."""
+    SetRun: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.SetRunRequest, _orchestrator_pb2.SetRunResponse]
+    """Changes settings of the live run, all of them or none. The journal records who changed what. Idempotent.
+    Errors: INVALID_ARGUMENT (a key that cannot be changed while the run lives, with the list of those that can; a bad value).
+    """
     RegisterReplica: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.RegisterReplicaRequest, _orchestrator_pb2.RegisterReplicaResponse]
-    """Announces a replica; it is used until its lease ends. Idempotent."""
+    """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]
-    """Renews a replica's lease. Idempotent. Errors: NOT_FOUND (register again)."""
+    """Renews a replica's lease. Idempotent. Needs the replica role. Errors: NOT_FOUND (register again)."""
     ListTrajectories: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]
     """Lists trajectories of a run, newest first. No side effects."""
 
@@ -69,10 +73,14 @@ class OrchestratorServiceAsyncStub(OrchestratorServiceStub):
     """Dispatches again. Idempotent."""
     StopRun: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.StopRunRequest, _orchestrator_pb2.StopRunResponse]  # type: ignore[assignment]
     """Ends the run in order: a last checkpoint, then the report. Idempotent."""
+    SetRun: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.SetRunRequest, _orchestrator_pb2.SetRunResponse]  # type: ignore[assignment]
+    """Changes settings of the live run, all of them or none. The journal records who changed what. Idempotent.
+    Errors: INVALID_ARGUMENT (a key that cannot be changed while the run lives, with the list of those that can; a bad value).
+    """
     RegisterReplica: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.RegisterReplicaRequest, _orchestrator_pb2.RegisterReplicaResponse]  # type: ignore[assignment]
-    """Announces a replica; it is used until its lease ends. Idempotent."""
+    """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.HeartbeatRequest, _orchestrator_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Renews a replica's lease. Idempotent. Errors: NOT_FOUND (register again)."""
+    """Renews a replica's lease. Idempotent. Needs the replica role. Errors: NOT_FOUND (register again)."""
     ListTrajectories: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.ListTrajectoriesRequest, _orchestrator_pb2.ListTrajectoriesResponse]  # type: ignore[assignment]
     """Lists trajectories of a run, newest first. No side effects."""
 
@@ -122,12 +130,22 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Ends the run in order: a last checkpoint, then the report. Idempotent."""
 
     @_abc_1.abstractmethod
+    def SetRun(
+        self,
+        request: _orchestrator_pb2.SetRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.SetRunResponse, _abc.Awaitable[_orchestrator_pb2.SetRunResponse]]:
+        """Changes settings of the live run, all of them or none. The journal records who changed what. Idempotent.
+        Errors: INVALID_ARGUMENT (a key that cannot be changed while the run lives, with the list of those that can; a bad value).
+        """
+
+    @_abc_1.abstractmethod
     def RegisterReplica(
         self,
         request: _orchestrator_pb2.RegisterReplicaRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.RegisterReplicaResponse, _abc.Awaitable[_orchestrator_pb2.RegisterReplicaResponse]]:
-        """Announces a replica; it is used until its lease ends. Idempotent."""
+        """Announces a replica; it is used until its lease ends. Idempotent. Needs the replica role."""
 
     @_abc_1.abstractmethod
     def Heartbeat(
@@ -135,7 +153,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _orchestrator_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.HeartbeatResponse, _abc.Awaitable[_orchestrator_pb2.HeartbeatResponse]]:
-        """Renews a replica's lease. Idempotent. Errors: NOT_FOUND (register again)."""
+        """Renews a replica's lease. Idempotent. Needs the replica role. Errors: NOT_FOUND (register again)."""
 
     @_abc_1.abstractmethod
     def ListTrajectories(

@@ -24,6 +24,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RequestStage:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestStage.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STAGE_UNSPECIFIED: _RequestStage.ValueType  # 0
+    """Not known."""
+    REQUEST_STAGE_QUEUED: _RequestStage.ValueType  # 1
+    """None of its samples has a place in the engine yet."""
+    REQUEST_STAGE_RUNNING: _RequestStage.ValueType  # 2
+    """The engine works on it."""
+    REQUEST_STAGE_PAUSED: _RequestStage.ValueType  # 3
+    """Sampling is paused, by an owner or for an update."""
+
+class RequestStage(_RequestStage, metaclass=_RequestStageEnumTypeWrapper):
+    """Where a request stands."""
+
+REQUEST_STAGE_UNSPECIFIED: RequestStage.ValueType  # 0
+"""Not known."""
+REQUEST_STAGE_QUEUED: RequestStage.ValueType  # 1
+"""None of its samples has a place in the engine yet."""
+REQUEST_STAGE_RUNNING: RequestStage.ValueType  # 2
+"""The engine works on it."""
+REQUEST_STAGE_PAUSED: RequestStage.ValueType  # 3
+"""Sampling is paused, by an owner or for an update."""
+Global___RequestStage: _TypeAlias = RequestStage  # noqa: Y015
+
 class _WeightPolicyMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -418,25 +446,67 @@ class StreamChunk(_message.Message):
 
     DELTA_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Number of the sample's tokens sent before this chunk."""
+    stage: Global___RequestStage.ValueType
+    """Where the request stands."""
+    engine_steps: _builtins.int
+    """Steps that the engine has made since it started, as in GetStatus. While the stage is RUNNING it grows, or the engine hangs."""
     @_builtins.property
     def delta(self) -> Global___GeneratedSample:
         """The new tokens; span starts count from the first token of the sample. finish_reason is set on the last chunk."""
+
+    @_builtins.property
+    def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleDelta]:
+        """The new tokens of every sample that has some; none says that the request is alive."""
 
     def __init__(
         self,
         *,
         delta: Global___GeneratedSample | None = ...,
         offset: _builtins.int = ...,
+        deltas: _abc.Iterable[Global___SampleDelta] | None = ...,
+        stage: Global___RequestStage.ValueType = ...,
+        engine_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "deltas", b"deltas", "engine_steps", b"engine_steps", "offset", b"offset", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamChunk: _TypeAlias = StreamChunk  # noqa: Y015
+
+@_typing.final
+class SampleDelta(_message.Message):
+    """Tokens of one sample that follow those already sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    """Number of the sample's tokens sent before."""
+    @_builtins.property
+    def tokens(self) -> Global___GeneratedSample:
+        """The new tokens; span starts count from the first token of the sample. finish_reason is set on the last delta of a sample."""
+
+    def __init__(
+        self,
+        *,
+        tokens: Global___GeneratedSample | None = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleDelta: _TypeAlias = SampleDelta  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):
@@ -1079,6 +1149,58 @@ class AbortRequestsResponse(_message.Message):
 Global___AbortRequestsResponse: _TypeAlias = AbortRequestsResponse  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    """Request of RolloutAdminService.Drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GRACE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """Time for the requests under way. Unset: `rollout.server.drain_s`; zero hands all of them over at once."""
+
+    def __init__(
+        self,
+        *,
+        grace: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    """The replica as it begins to drain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLES_LEFT_FIELD_NUMBER: _builtins.int
+    GRACE_LEFT_FIELD_NUMBER: _builtins.int
+    samples_left: _builtins.int
+    """Samples that are queued or running."""
+    @_builtins.property
+    def grace_left(self) -> _duration_pb2.Duration:
+        """When they end at the latest, from now."""
+
+    def __init__(
+        self,
+        *,
+        samples_left: _builtins.int = ...,
+        grace_left: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace_left", b"grace_left", "samples_left", b"samples_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     """Request of RolloutAdminService.GetStatus."""
 
@@ -1120,6 +1242,9 @@ class GetStatusResponse(_message.Message):
     ENGINE_RESTARTS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     LAST_UPDATE_FIELD_NUMBER: _builtins.int
+    ENGINE_STEPS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    DRAIN_LEFT_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     """Name of the replica, unique within the run."""
     state: Global___ReplicaState.ValueType
@@ -1146,6 +1271,10 @@ class GetStatusResponse(_message.Message):
     """Most samples that are generated at a time."""
     engine_restarts: _builtins.int
     """Engine restarts since the start."""
+    engine_steps: _builtins.int
+    """Steps that the engine has made since it started. One that stands still while samples run says that the engine hangs."""
+    preemptions: _builtins.int
+    """Samples that lost their place in the KV cache since the start and were computed again."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version that serves."""
@@ -1170,6 +1299,10 @@ class GetStatusResponse(_message.Message):
     def last_update(self) -> _weightsync_pb2.UpdateTimings:
         """What the last update cost; unset before the first."""
 
+    @_builtins.property
+    def drain_left(self) -> _duration_pb2.Duration:
+        """While it drains: time until what is left is handed over."""
+
     def __init__(
         self,
         *,
@@ -1192,10 +1325,13 @@ class GetStatusResponse(_message.Message):
         engine_restarts: _builtins.int = ...,
         adapters: _abc.Iterable[Global___LoadedAdapter] | None = ...,
         last_update: _weightsync_pb2.UpdateTimings | None = ...,
+        engine_steps: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        drain_left: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last_pause", b"last_pause", "last_update", b"last_update", "policy_version", b"policy_version", "staged_version", b"staged_version", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_left", b"drain_left", "last_pause", b"last_pause", "last_update", b"last_update", "policy_version", b"policy_version", "staged_version", b"staged_version", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "engine_restarts", b"engine_restarts", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "last_update", b"last_update", "max_running", b"max_running", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "drain_left", b"drain_left", "engine_restarts", b"engine_restarts", "engine_steps", b"engine_steps", "generated_tokens", b"generated_tokens", "kv_cache_usage", b"kv_cache_usage", "last_error", b"last_error", "last_pause", b"last_pause", "last_update", b"last_update", "max_running", b"max_running", "policy_version", b"policy_version", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "queued", b"queued", "replica", b"replica", "running", b"running", "staged_version", b"staged_version", "start_time", b"start_time", "state", b"state", "updates_applied", b"updates_applied", "weight_policy", b"weight_policy", "weight_policy_owner", b"weight_policy_owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

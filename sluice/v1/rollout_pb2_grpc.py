@@ -299,6 +299,11 @@ class RolloutAdminServiceStub:
                 request_serializer=sluice_dot_v1_dot_rollout__pb2.AbortRequestsRequest.SerializeToString,
                 response_deserializer=sluice_dot_v1_dot_rollout__pb2.AbortRequestsResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/sluice.v1.RolloutAdminService/Drain',
+                request_serializer=sluice_dot_v1_dot_rollout__pb2.DrainRequest.SerializeToString,
+                response_deserializer=sluice_dot_v1_dot_rollout__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/sluice.v1.RolloutAdminService/GetStatus',
                 request_serializer=sluice_dot_v1_dot_rollout__pb2.GetStatusRequest.SerializeToString,
@@ -385,6 +390,15 @@ class RolloutAdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Takes no new requests from now on, as SIGTERM does, and ends the replica when those under way have ended or the grace is
+        over; what is left then ends with finish reason ABORT and the tokens so far, which another replica continues. Answers at
+        once; GetStatus says how much is left. Idempotent: a further call may shorten the grace.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Reports version, load and health. No side effects; meant to be polled about once a second.
         """
@@ -439,6 +453,11 @@ def add_RolloutAdminServiceServicer_to_server(servicer, server):
                     servicer.AbortRequests,
                     request_deserializer=sluice_dot_v1_dot_rollout__pb2.AbortRequestsRequest.FromString,
                     response_serializer=sluice_dot_v1_dot_rollout__pb2.AbortRequestsResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=sluice_dot_v1_dot_rollout__pb2.DrainRequest.FromString,
+                    response_serializer=sluice_dot_v1_dot_rollout__pb2.DrainResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -691,6 +710,33 @@ class RolloutAdminService:
             '/sluice.v1.RolloutAdminService/AbortRequests',
             sluice_dot_v1_dot_rollout__pb2.AbortRequestsRequest.SerializeToString,
             sluice_dot_v1_dot_rollout__pb2.AbortRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/sluice.v1.RolloutAdminService/Drain',
+            sluice_dot_v1_dot_rollout__pb2.DrainRequest.SerializeToString,
+            sluice_dot_v1_dot_rollout__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -173,6 +173,11 @@ class RolloutAdminServiceStub:
     """
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequestsRequest, _rollout_pb2.AbortRequestsResponse]
     """Ends requests under way with finish reason ABORT; their callers get the tokens so far. Idempotent."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
+    """Takes no new requests from now on, as SIGTERM does, and ends the replica when those under way have ended or the grace is
+    over; what is left then ends with finish reason ABORT and the tokens so far, which another replica continues. Answers at
+    once; GetStatus says how much is left. Idempotent: a further call may shorten the grace.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]
     """Reports version, load and health. No side effects; meant to be polled about once a second."""
 
@@ -218,6 +223,11 @@ class RolloutAdminServiceAsyncStub(RolloutAdminServiceStub):
     """
     AbortRequests: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequestsRequest, _rollout_pb2.AbortRequestsResponse]  # type: ignore[assignment]
     """Ends requests under way with finish reason ABORT; their callers get the tokens so far. Idempotent."""
+    Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
+    """Takes no new requests from now on, as SIGTERM does, and ends the replica when those under way have ended or the grace is
+    over; what is left then ends with finish reason ABORT and the tokens so far, which another replica continues. Answers at
+    once; GetStatus says how much is left. Idempotent: a further call may shorten the grace.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetStatusRequest, _rollout_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Reports version, load and health. No side effects; meant to be polled about once a second."""
 
@@ -314,6 +324,17 @@ class RolloutAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.AbortRequestsResponse, _abc.Awaitable[_rollout_pb2.AbortRequestsResponse]]:
         """Ends requests under way with finish reason ABORT; their callers get the tokens so far. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _rollout_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.DrainResponse, _abc.Awaitable[_rollout_pb2.DrainResponse]]:
+        """Takes no new requests from now on, as SIGTERM does, and ends the replica when those under way have ended or the grace is
+        over; what is left then ends with finish reason ABORT and the tokens so far, which another replica continues. Answers at
+        once; GetStatus says how much is left. Idempotent: a further call may shorten the grace.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -534,6 +534,7 @@ class Trajectory(_message.Message):
     TEACHER_LOGPROBS_FIELD_NUMBER: _builtins.int
     TURN_RUNS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    OBJECTIVE_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """Unique within the run."""
     task_id: _builtins.str
@@ -550,6 +551,8 @@ class Trajectory(_message.Message):
     """Reward of the episode. Unset: missing (the reward function failed or timed out), which is not zero."""
     adapter: _builtins.str
     """Adapter that sampled the tokens; empty for the full weights."""
+    objective: _builtins.str
+    """Objective that trains it, as the trainer's settings name it (`trainer.objectives`); empty: the trainer's own objective."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All token ids, prompt first. At most 262,144."""
@@ -613,10 +616,11 @@ class Trajectory(_message.Message):
         teacher_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         turn_runs: _abc.Iterable[_builtins.int] | None = ...,
         adapter: _builtins.str = ...,
+        objective: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "adapter", b"adapter", "advantages", b"advantages", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "mask_runs", b"mask_runs", "ref_logprobs", b"ref_logprobs", "reward", b"reward", "task_id", b"task_id", "teacher_logprobs", b"teacher_logprobs", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "trajectory_id", b"trajectory_id", "turn_rewards", b"turn_rewards", "turn_runs", b"turn_runs", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "adapter", b"adapter", "advantages", b"advantages", "episode_id", b"episode_id", "finish_reason", b"finish_reason", "group_id", b"group_id", "logprobs", b"logprobs", "mask_runs", b"mask_runs", "objective", b"objective", "ref_logprobs", b"ref_logprobs", "reward", b"reward", "task_id", b"task_id", "teacher_logprobs", b"teacher_logprobs", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "trajectory_id", b"trajectory_id", "turn_rewards", b"turn_rewards", "turn_runs", b"turn_runs", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -211,6 +211,7 @@ class BatchHeader(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     ADVANTAGE_ESTIMATOR_FIELD_NUMBER: _builtins.int
     SAMPLER_DTYPE_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """`runs/{run}`."""
     batch_id: _builtins.str
@@ -233,6 +234,8 @@ class BatchHeader(_message.Message):
     """Precision of the weights that sampled, such as "bfloat16"; empty if it is not known or the replicas differ. The trainer
     names it when its log-probabilities differ from the sampler's.
     """
+    learning_rate: _builtins.float
+    """Peak learning rate from this batch on, in place of the trainer's settings; its schedule still scales it. Unset: as before."""
     @_builtins.property
     def target_version(self) -> _common_pb2.PolicyVersion:
         """Version that applying the batch will produce; its epoch must be the trainer's present one."""
@@ -250,12 +253,15 @@ class BatchHeader(_message.Message):
         tokenizer_digest: _builtins.str = ...,
         advantage_estimator: _builtins.str = ...,
         sampler_dtype: _builtins.str = ...,
+        learning_rate: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["target_version", b"target_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "learning_rate", b"learning_rate", "target_version", b"target_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advantage_estimator", b"advantage_estimator", "batch_id", b"batch_id", "max_staleness", b"max_staleness", "on_stale", b"on_stale", "run", b"run", "sampler_dtype", b"sampler_dtype", "sequence_no", b"sequence_no", "target_version", b"target_version", "tokenizer_digest", b"tokenizer_digest", "trajectory_count", b"trajectory_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "advantage_estimator", b"advantage_estimator", "batch_id", b"batch_id", "learning_rate", b"learning_rate", "max_staleness", b"max_staleness", "on_stale", b"on_stale", "run", b"run", "sampler_dtype", b"sampler_dtype", "sequence_no", b"sequence_no", "target_version", b"target_version", "tokenizer_digest", b"tokenizer_digest", "trajectory_count", b"trajectory_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
 
 Global___BatchHeader: _TypeAlias = BatchHeader  # noqa: Y015
 
@@ -550,6 +556,7 @@ class TrajectoryResult(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     TRAINED_TOKENS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     trajectory_id: _builtins.str
     """The trajectory."""
     outcome: _tokens_pb2.TrajectoryOutcome.ValueType
@@ -563,6 +570,8 @@ class TrajectoryResult(_message.Message):
     """Greatest staleness of its tokens when it was consumed, in versions."""
     trained_tokens: _builtins.int
     """Tokens that entered the policy's loss; 0 if it was dropped."""
+    digest: _builtins.bytes
+    """xxh3-128 of the trajectory as it arrived, in its deterministic serialization: 16 bytes."""
     def __init__(
         self,
         *,
@@ -571,10 +580,11 @@ class TrajectoryResult(_message.Message):
         reason: _builtins.str = ...,
         max_staleness: _builtins.int = ...,
         trained_tokens: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_staleness", b"max_staleness", "outcome", b"outcome", "reason", b"reason", "trained_tokens", b"trained_tokens", "trajectory_id", b"trajectory_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "max_staleness", b"max_staleness", "outcome", b"outcome", "reason", b"reason", "trained_tokens", b"trained_tokens", "trajectory_id", b"trajectory_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
