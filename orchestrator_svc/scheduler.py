@@ -1,7 +1,7 @@
 """Groups from dispatch to training: when one more may start, which make a batch, and what became of each.
 
 A pure state machine: no clock, no I/O. Every group ends as applied or dropped; `Accounting` counts the same of every
-trajectory. `choose` picks the groups of a batch: first in, first out within a window.
+trajectory. `selection` picks the groups of a batch.
 
 How old a token may be: batch k turns version k - 1 into version k, so a token that version v sampled is k - 1 - v versions
 old when batch k consumes it. With at most `max_staleness` allowed, a group's last possible batch is v + max_staleness + 1.
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from orchestrator_svc.selection import Selection, window_size
 from sluice.versions import Lineage, Version
 
 
@@ -43,7 +44,6 @@ class Group:
         number: Order of dispatch; also its name.
         position: Place of its task in the stream of tasks.
         versions: While it runs: the version that its replica served at dispatch, a lower bound. Then: those of its tokens.
-        passed: Younger groups that were batched while it was running.
         last_batch: The last batch that may train it; kept by the scheduler.
     """
 
@@ -52,7 +52,6 @@ class Group:
     versions: tuple[Version, ...]
     stage: Stage = Stage.RUNNING
     trajectories: int = 0
-    passed: int = 0
     last_batch: int = 0
 
 
@@ -197,9 +196,13 @@ class Scheduler:
         self.groups: dict[int, Group] = {}
         self.batches: dict[int, Batch] = {}
         self._stages: Counter[Stage] = Counter()
-        self._stale_sought_for = 0
-        self._window = window_size(bound.batch_groups, window_fraction)
         self._on_stale = on_stale
+        # Where stale tokens are cut rather than dropped, a late group is due at once.
+        self._selection = Selection(
+            bound.batch_groups,
+            window_size(bound.batch_groups, window_fraction),
+            late_is_due=on_stale is OnStale.TRUNCATE,
+        )
 
     @property
     def next_batch(self) -> int:
@@ -246,7 +249,6 @@ class Scheduler:
         group.versions = tuple(sorted(set(versions))) or group.versions
         group.trajectories = trajectories
         self._move(group, Stage.READY)
-        self._date(group)
         self.accounting.accept(trajectories)
 
     def drop(self, number: int, reason: str) -> Group:
@@ -265,32 +267,17 @@ class Scheduler:
 
     def drop_stale(self) -> tuple[Group, ...]:
         """Drop and return the ready groups that no batch may train any more, because they came too late for the next one."""
-        number = self.next_batch
-        if self._on_stale is OnStale.TRUNCATE or self._stale_sought_for == number:
+        if self._on_stale is OnStale.TRUNCATE:
             return ()
-        self._stale_sought_for = number
-        late = [group for group in self.groups.values() if group.stage is Stage.READY and group.last_batch < number]
-        return tuple(self.drop(group.number, Reason.STALE) for group in late)
+        return tuple(self.drop(number, Reason.STALE) for number in self._selection.late(self.next_batch))
 
     def make_batch(self) -> Batch | None:
         """Make the next batch if its groups are there, after `drop_stale`; return None if it has to wait."""
         number = self.next_batch
-        if number > self.max_steps or self.count(Stage.READY) < self.bound.batch_groups:
-            return None
-        waiting = [group for group in self.groups.values() if group.stage is not Stage.BATCHED]
-        # Where stale tokens are cut rather than dropped, a late group is due at once.
-        earliest = number if self._on_stale is OnStale.TRUNCATE else 0
-        candidates = [
-            Candidate(group.number, group.stage is Stage.READY, max(earliest, group.last_batch), group.passed)
-            for group in sorted(waiting, key=lambda each: each.number)
-        ]
-        chosen = choose(candidates, number, self.bound.batch_groups, self._window)
+        chosen = self._selection.take(number) if number <= self.max_steps else None
         if chosen is None:
             return None
-        for group in waiting:
-            if group.stage is Stage.RUNNING:
-                group.passed += sum(each > group.number for each in chosen)
-        batch = Batch(number, f"batch-{number}-epoch-{self.epoch}", tuple(chosen))
+        batch = Batch(number, f"batch-{number}-epoch-{self.epoch}", chosen)
         self._add(batch)
         return batch
 
@@ -385,89 +372,19 @@ class Scheduler:
     def _remove_group(self, number: int) -> Group:
         group = self.groups.pop(number)
         self._stages[group.stage] -= 1
+        self._selection.discard(number)
         return group
 
     def _move(self, group: Group, stage: Stage) -> None:
         self._stages[group.stage] -= 1
         self._stages[stage] += 1
         group.stage = stage
+        self._date(group)
 
     def _date(self, group: Group) -> None:
+        """Note what the selection reads of a group, at each change of it."""
         group.last_batch = self.bound.last_batch(min(map(self.lineage.number, group.versions)))
-        if group.last_batch < self.next_batch:
-            self._stale_sought_for = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A live group that is in no batch yet.
-
-    Attributes:
-        group: Its number; lower ones were dispatched earlier.
-        ready: Whether it is scored; otherwise its episodes are under way.
-        last_batch: The last batch that may train it.
-        passed: Younger groups that were batched while it was under way.
-    """
-
-    group: int
-    ready: bool
-    last_batch: int
-    passed: int = 0
-
-
-def window_size(batch_groups: int, fraction: float) -> int:
-    """W: at most W - 1 younger groups may pass the oldest unfinished one."""
-    return max(1, int(fraction * batch_groups))
-
-
-def choose(candidates: Sequence[Candidate], batch: int, size: int, window: int) -> list[int] | None:
-    """Choose the groups of a batch, or wait.
-
-    Args:
-        candidates: The live groups in no batch, in order of dispatch.
-        batch: Sequence number of the batch to make.
-        size: Groups per batch.
-        window: W of `window_size`.
-
-    Returns:
-        Numbers of the chosen groups in order of dispatch; None to wait for groups under way. It never waits unless
-        one is under way whose finish (or end by its deadline) changes the answer.
-    """
-    ready = [each for each in candidates if each.ready]
-    if len(ready) < size:
-        return None
-    first_in = ready[:size]
-    most_urgent = sorted(ready, key=lambda each: (each.last_batch, each.group))[:size]
-    for picked in (first_in, most_urgent):
-        if _fits(candidates, picked, batch, size):
-            return None if _overtakes(candidates, picked, window) else sorted(each.group for each in picked)
-    if any(
-        not each.ready and each.last_batch <= _tightest(candidates, most_urgent, batch, size) for each in candidates
-    ):
-        return None
-    return sorted(each.group for each in most_urgent)
-
-
-def _overloaded(candidates: Sequence[Candidate], picked: Sequence[Candidate], batch: int, size: int) -> list[int]:
-    """Deadlines by which more groups are due than the batches until then can hold, if `picked` is the next batch."""
-    chosen = {each.group for each in picked}
-    due = sorted(each.last_batch for each in candidates if each.group not in chosen)
-    # The i-th most urgent of the rest needs ceil(i / size) further batches.
-    return [deadline for place, deadline in enumerate(due) if deadline < batch + 1 + place // size]
-
-
-def _fits(candidates: Sequence[Candidate], picked: Sequence[Candidate], batch: int, size: int) -> bool:
-    return not _overloaded(candidates, picked, batch, size)
-
-
-def _tightest(candidates: Sequence[Candidate], picked: Sequence[Candidate], batch: int, size: int) -> int:
-    return max(_overloaded(candidates, picked, batch, size))
-
-
-def _overtakes(candidates: Sequence[Candidate], picked: Sequence[Candidate], window: int) -> bool:
-    """Whether more younger groups would pass the oldest unfinished one than the window allows."""
-    oldest = next((each for each in candidates if not each.ready), None)
-    if oldest is None:
-        return False
-    younger = sum(each.group > oldest.group for each in picked)
-    return younger > 0 and oldest.passed + younger > window - 1
+        if group.stage is Stage.BATCHED:
+            self._selection.discard(group.number)
+        else:
+            self._selection.put(group.number, ready=group.stage is Stage.READY, last_batch=group.last_batch)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from orchestrator_svc.scheduler import Batch, Candidate, OnStale, Reason, Scheduler, Stage, StalenessBound, choose
+from orchestrator_svc.scheduler import Batch, OnStale, Reason, Scheduler, Stage, StalenessBound
 from sluice.versions import BASE, Lineage, Version
 
 GROUP = 4
@@ -248,30 +248,6 @@ def test_no_more_groups_are_started_than_the_last_batch_needs() -> None:
     assert each.wanted_version() is None
     each.drop(1, Reason.EPISODE_FAILED)
     assert each.wanted_version() is not None
-
-
-def candidates(ready: str, last: int = 100) -> list[Candidate]:
-    """One candidate per letter: `r` is ready, `.` is under way."""
-    return [Candidate(number, letter == "r", last) for number, letter in enumerate(ready)]
-
-
-def test_younger_groups_pass_the_oldest_only_within_the_window() -> None:
-    assert choose(candidates(".rrrrr"), batch=1, size=4, window=5) == [1, 2, 3, 4]
-    assert choose(candidates(".rrrrr"), batch=1, size=4, window=4) is None
-    assert choose(candidates("rr.rr"), batch=1, size=4, window=3) == [0, 1, 3, 4]
-    passed = [Candidate(0, ready=False, last_batch=100, passed=2), *candidates(".rrr")[1:]]
-    assert choose(passed, batch=1, size=3, window=5) is None
-
-
-def test_no_group_is_passed_when_that_would_make_it_too_late() -> None:
-    due = [Candidate(0, ready=False, last_batch=7), *candidates(".rrrr")[1:]]
-    assert choose(due, batch=6, size=4, window=10) == [1, 2, 3, 4]
-    assert choose(due, batch=7, size=4, window=10) is None
-
-
-def test_groups_that_are_due_go_before_older_ones_that_are_not() -> None:
-    mixed = [Candidate(0, True, 9), Candidate(1, True, 9), Candidate(2, True, 5), Candidate(3, True, 5)]
-    assert choose(mixed, batch=5, size=2, window=1) == [2, 3]
 
 
 def test_versions_that_the_weights_never_contained_count_as_older() -> None:
