@@ -163,9 +163,9 @@ Global___BatchRecordPosition: _TypeAlias = BatchRecordPosition  # noqa: Y015
 
 @_typing.final
 class BatchRecord(_message.Message):
-    """One applied batch in `trainer/batches/*.record`, which a trainer only appends to. A file is a row of frames; each is the
-    length and the CRC-32 of a serialized BatchRecord, both 32-bit little-endian, then its bytes. A frame cut short at the
-    end of the last file is the trace of a crash and not part of the record.
+    """One applied batch in `trainer/batches/*.record`, which a trainer only appends to; no file is ever removed. A file is a row
+    of frames; each is the length and the CRC-32 of a serialized BatchRecord, both 32-bit little-endian, then its bytes. A frame
+    cut short at the end of the last file is the trace of a crash and not part of the record.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -182,8 +182,8 @@ class BatchRecord(_message.Message):
     sequence_no: _builtins.int
     """Its sequence number."""
     content_digest: _builtins.str
-    """xxh3-128, hexadecimal, of its trajectories: for each in the order of arrival the length of its deterministic
-    serialization (64-bit little-endian), then the serialization.
+    """xxh3-128, hexadecimal, of the digests of its trajectories (TrajectoryResult.digest) one after the other, in the order of
+    arrival.
     """
     skipped: _builtins.bool
     """True if no optimizer step of the batch was applied."""
@@ -193,7 +193,7 @@ class BatchRecord(_message.Message):
 
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.TrajectoryResult]:
-        """What became of each trajectory."""
+        """What became of each trajectory, in the order of arrival."""
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:

@@ -503,7 +503,7 @@ class StepReport(_message.Message):
     skipped: _builtins.bool
     """True if no optimizer step of the batch was applied because loss or gradient was never finite."""
     content_digest: _builtins.str
-    """Digest of the batch's trajectories as they arrived: xxh3-128, hexadecimal. See BatchRecord for how it is computed."""
+    """Digest of the batch's trajectories as they arrived: xxh3-128, hexadecimal, of the digests in `results` one after the other."""
     @_builtins.property
     def policy_version(self) -> _common_pb2.PolicyVersion:
         """Version that resulted."""

@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file
 from trainer_stack import RUN, Stack, batch, settings, stack, tiny_model, trainer_config, trainer_service, trajectory
 
+from sluice.batch_record import read_record_file
 from sluice.client import TrainerClient
 from sluice.config import SecurityConfig
+from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError, connect
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint.batch_record import content_digest, read_records
 
 pytestmark = pytest.mark.slow
 
@@ -358,9 +359,11 @@ async def test_a_batch_leaves_its_outcome_on_disk_and_not_its_payload(running: S
         )
     report = await running.report(1)
     (path,) = (running.output_dir / RUN / "trainer" / "batches").iterdir()
-    (record,) = read_records(path)
+    (record,) = read_record_file(path).records
     assert list(record.results) == list(report.results)
-    assert record.content_digest == report.content_digest == content_digest(batch(1, version=Version(1, 0)))
+    digests = [trajectory_digest(each) for each in batch(1, version=Version(1, 0))]
+    assert [each.digest for each in record.results] == digests
+    assert record.content_digest == report.content_digest == batch_digest(digests)
     assert path.stat().st_size < 64 * len(report.results) + 200
 
 

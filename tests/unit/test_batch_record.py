@@ -1,19 +1,21 @@
-"""The record of applied batches: append-only, whole after a crash, bounded, and read along the line of the weights."""
+"""The record of applied batches: append-only, whole after a crash, kept for ever, and read along the line of the weights."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from io import FileIO
 from pathlib import Path
 
 import pytest
 
+from sluice.batch_record import frame, read_record_file
 from sluice.rpc import SluiceError
-from sluice.v1 import checkpoint_pb2, tokens_pb2, trainer_pb2
+from sluice.v1 import checkpoint_pb2, trainer_pb2
 from sluice.versions import BASE, Lineage, Version
 from trainer_svc.checkpoint import batch_record
-from trainer_svc.checkpoint.batch_record import BatchRecordFiles, content_digest, read_records
+from trainer_svc.checkpoint.batch_record import BatchRecordFiles
 
 FIRST_EPOCH = Lineage().begin(1, BASE)
 
@@ -35,8 +37,12 @@ def written(directory: Path, *numbers: int, epoch: int = 1) -> BatchRecordFiles:
     return files
 
 
-def ids(records: list[checkpoint_pb2.BatchRecord]) -> list[str]:
+def ids(records: Iterable[checkpoint_pb2.BatchRecord]) -> list[str]:
     return [each.batch_id for each in records]
+
+
+def read_records(path: Path) -> tuple[checkpoint_pb2.BatchRecord, ...]:
+    return read_record_file(path).records
 
 
 def test_what_was_appended_is_read_again_by_another_process(tmp_path: Path) -> None:
@@ -82,24 +88,53 @@ def test_after_a_gap_only_what_follows_it_is_held(tmp_path: Path) -> None:
     assert files.held_by(Version(1, 5), FIRST_EPOCH, 10) == []
 
 
-def test_the_record_is_bounded_and_loses_its_oldest_files_first(
+def test_a_full_file_is_followed_by_the_next_and_none_is_ever_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_record, "FILE_BYTES", 1)
-    monkeypatch.setattr(batch_record, "KEPT_FILES", 3)
-    files = written(tmp_path, 1, 2, 3, 4, 5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"0000000{number}.record" for number in (3, 4, 5)]
-    assert ids(files.held_by(Version(1, 5), FIRST_EPOCH, 10)) == ["e1b3", "e1b4", "e1b5"]
+    files = written(tmp_path, *range(1, 101))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{number:08d}.record" for number in range(1, 101)]
+    assert ids(files.held_by(Version(1, 100), FIRST_EPOCH, 2)) == ["e1b99", "e1b100"]
+    assert len(files.held_by(Version(1, 100), FIRST_EPOCH, 1000)) == 100
+
+
+@pytest.mark.parametrize("place", [0, 4, 9])  # the length, the checksum, the content
+def test_a_damaged_frame_hides_no_later_one_and_is_not_cut_off(tmp_path: Path, place: int) -> None:
+    written(tmp_path, 1, 2, 3)
+    path = next(tmp_path.iterdir())
+    begin = len(frame(record(1)))
+    damaged = bytearray(path.read_bytes())
+    damaged[begin + place] ^= 0x40
+    path.write_bytes(damaged)
+    found = read_record_file(path)
+    assert (ids(found.records), found.damaged, found.torn) == (["e1b1", "e1b3"], (begin,), False)
+    written(tmp_path, 4)
+    assert path.read_bytes() == bytes(damaged) + frame(record(4))
+
+
+def test_a_trajectory_takes_about_forty_bytes_for_ever(tmp_path: Path) -> None:
+    results = [
+        trainer_pb2.TrajectoryResult(
+            trajectory_id=f"g12345-{number % 16}", outcome=1, max_staleness=1, trained_tokens=900, digest=bytes(16)
+        )
+        for number in range(512)
+    ]
+    files = BatchRecordFiles(tmp_path)
+    files.append(checkpoint_pb2.BatchRecord(batch_id="run-32", sequence_no=32, results=results))
+    assert next(tmp_path.iterdir()).stat().st_size < 40 * len(results)
 
 
 def test_the_position_that_a_checkpoint_names_is_the_end(tmp_path: Path) -> None:
     files = BatchRecordFiles(tmp_path / "batches")
-    assert files.sync() is None
+    assert files.position() is None
     files.append(record(1))
-    position = files.sync()
+    position = files.position()
     assert position is not None
     assert position.file == "batches/00000001.record"
     assert position.size_bytes == (tmp_path / position.file).stat().st_size
+    path = tmp_path / position.file
+    path.write_bytes(path.read_bytes() + frame(record(2))[:-1])
+    assert BatchRecordFiles(tmp_path / "batches").position() == position, "a torn frame is no part of the record"
 
 
 def test_a_full_disk_is_told_and_leaves_the_record_whole(tmp_path: Path) -> None:
@@ -116,14 +151,6 @@ def test_a_full_disk_is_told_and_leaves_the_record_whole(tmp_path: Path) -> None
     assert ids(list(read_records(path))) == ["e1b1", "e1b2"]
 
 
-def test_the_digest_is_one_of_content_and_order() -> None:
-    one, two = (tokens_pb2.Trajectory(trajectory_id=name, token_ids=[1, 2]) for name in ("a", "b"))
-    assert content_digest([one, two]) == content_digest([one, two])
-    changed = tokens_pb2.Trajectory(trajectory_id="b", token_ids=[1, 3])
-    digests = {content_digest(rows) for rows in ([one, two], [two, one], [one, changed], [one], [])}
-    assert len(digests) == 5
-
-
 def test_a_disk_that_fails_is_no_end_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many open files, or a bad sector: the batches may all be there, so none is reported as unknown."""
     written(tmp_path, 1, 2)
@@ -133,7 +160,7 @@ def test_a_disk_that_fails_is_no_end_of_the_record(tmp_path: Path, monkeypatch: 
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", fails)
+        patched.setattr(Path, "read_bytes", fails)
         with pytest.raises(SluiceError, match="Too many open files") as failed:
             again.held_by(Version(1, 2), FIRST_EPOCH, 10)
     assert failed.value.reason == "BATCH_RECORD_UNREADABLE"

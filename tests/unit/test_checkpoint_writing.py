@@ -142,7 +142,7 @@ async def test_a_record_that_cannot_be_synced_fails_the_checkpoint_and_training_
     compute = ComputeThread()
     writer = CheckpointWriter(policy, compute)
     with monkeypatch.context() as patched:
-        patched.setattr(policy.record, "sync", hang_up)
+        patched.setattr(policy.record, "position", hang_up)
         await writer.begin_scheduled()
         with pytest.raises(SluiceError, match="Input/output error") as refused:
             await writer.save(0)
@@ -151,7 +151,7 @@ async def test_a_record_that_cannot_be_synced_fails_the_checkpoint_and_training_
     assert names(policy) == []
     train(policy, 2)
     assert (await writer.save(0)).name == "step_2"
-    assert policy.checkpoints.newest().batch_record == policy.record.sync()
+    assert policy.checkpoints.newest().batch_record == policy.record.position()
     assert await compute.stop(WAIT_S)
 
 

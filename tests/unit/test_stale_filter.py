@@ -74,7 +74,7 @@ def consumed(
     )
     own = {"advantage": estimator} if estimator in TRAINER_ESTIMATORS else {}
     objective = ObjectiveConfig(preset="grpo" if reads_behaviour else "distill", **own).resolved
-    return judge(samples, header, lineage, objective)
+    return judge(samples, header, lineage, objective, [b""] * len(samples))
 
 
 def results(

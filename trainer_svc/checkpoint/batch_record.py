@@ -1,54 +1,33 @@
-"""The record of applied batches: the outcome of every trajectory, in append-only files.
+"""The record of applied batches: the outcome of every trajectory, in append-only files (`sluice.batch_record` has their form).
 
-    trainer/batches/00000001.record    frames of length, CRC-32 and a serialized BatchRecord (checkpoint.proto)
-
-A batch is appended when it is applied, before anyone learns of it. A checkpoint syncs the files and notes where they end, so
-that the record of every batch that its weights hold is on disk when the checkpoint is. After a restart the record answers
-what became of those batches; an audit reads it as a whole. Batches that a restart rolled back stay in the record, under
-the version of the epoch that applied them.
+A batch is appended when it is applied, and on disk before anyone learns of it. A checkpoint notes where the files end. After a
+restart the record answers what became of the batches that the weights hold; `sluice audit` reads it as a whole and compares
+it with the orchestrator's journal. Nothing is ever removed: a trajectory takes about 37 bytes. Batches that a restart rolled
+back stay, under the version of the epoch that applied them.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import struct
-import zlib
-from collections.abc import Iterable, Iterator
 from io import FileIO
 from pathlib import Path
 
 import structlog
-import xxhash
-from google.protobuf.message import DecodeError
 
+from sluice.batch_record import frame, read_record_file, record_paths
 from sluice.rpc import SluiceError
-from sluice.v1 import checkpoint_pb2, tokens_pb2
+from sluice.v1 import checkpoint_pb2
 from sluice.versions import Lineage, Version
+from trainer_svc.checkpoint.saver import sync_directory
 
 FILE_BYTES = 16 << 20
 """Size at which a new file is begun: some hundred batches of 512 trajectories."""
 
-KEPT_FILES = 64
-"""Files that stay, 1 GiB in all; the oldest is removed first, so that no run fills the disk."""
-
 KEPT_REPORTS = 1024
-"""Batches whose outcome WatchSteps reports, as the contract says; the record holds at least as many."""
-
-_FRAME = struct.Struct("<II")
-_LENGTH = struct.Struct("<Q")
+"""Batches whose outcome WatchSteps reports, as the contract says."""
 
 log = structlog.get_logger(__name__)
-
-
-def content_digest(trajectories: Iterable[tokens_pb2.Trajectory]) -> str:
-    """Return the digest of a batch's trajectories, as `BatchRecord.content_digest` defines it."""
-    digest = xxhash.xxh3_128()
-    for trajectory in trajectories:
-        content = trajectory.SerializeToString(deterministic=True)
-        digest.update(_LENGTH.pack(len(content)))
-        digest.update(content)
-    return digest.hexdigest()
 
 
 class BatchRecordFiles:
@@ -63,16 +42,19 @@ class BatchRecordFiles:
         self._file: FileIO | None = None
 
     def append(self, record: checkpoint_pb2.BatchRecord) -> None:
-        """Append one batch. It survives a kill of this process, and after the next `sync` also a power failure.
+        """Append one batch; on return it survives a power failure.
 
         Raises:
             SluiceError: RESOURCE_EXHAUSTED if the disk is full or not writable.
         """
-        content = record.SerializeToString()
-        frame = _FRAME.pack(len(content), zlib.crc32(content)) + content
+        content = frame(record)
+        fault: OSError | None = None
         try:
-            written = self._open().write(frame)
-            fault = None if written == len(frame) else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            file = self._open()
+            if file.write(content) != len(content):
+                fault = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            else:
+                os.fdatasync(file.fileno())
         except OSError as error:
             fault = error
         if fault is not None:
@@ -84,22 +66,17 @@ class BatchRecordFiles:
                 retry_after_s=10.0,
             ) from fault
 
-    def sync(self) -> checkpoint_pb2.BatchRecordPosition | None:
-        """Make everything appended so far survive a power failure.
-
-        Returns:
-            Where the record ends; None if nothing was ever appended.
+    def position(self) -> checkpoint_pb2.BatchRecordPosition | None:
+        """Return where the record ends, and cut a torn frame off first; None if nothing was ever appended.
 
         Raises:
             OSError: if the disk refuses.
         """
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-        paths = self._paths()
-        if not paths:
+        if not record_paths(self.directory):
             return None
+        file = self._open()
         return checkpoint_pb2.BatchRecordPosition(
-            file=f"{self.directory.name}/{paths[-1].name}", size_bytes=paths[-1].stat().st_size
+            file=f"{self.directory.name}/{Path(os.fsdecode(file.name)).name}", size_bytes=file.tell()
         )
 
     def held_by(self, version: Version, lineage: Lineage, most: int) -> list[checkpoint_pb2.BatchRecord]:
@@ -110,9 +87,9 @@ class BatchRecordFiles:
         """
         found: dict[int, checkpoint_pb2.BatchRecord] = {}
         oldest_wanted = max(1, version.number - most + 1)
-        for path in reversed(self._paths()):
+        for path in reversed(record_paths(self.directory)):
             try:
-                records = list(read_records(path))
+                records = read_record_file(path).records
             except OSError as error:
                 raise SluiceError.unavailable(
                     "BATCH_RECORD_UNREADABLE",
@@ -142,51 +119,27 @@ class BatchRecordFiles:
     def _open(self) -> FileIO:
         """Return the file to append to. Cut off a torn frame at its end; begin a new file when it is full."""
         if self._file is None:
-            paths = self._paths()
+            paths = record_paths(self.directory)
             if paths:
-                whole = max((end for end, _ in _frames(paths[-1])), default=0)
-                if whole < paths[-1].stat().st_size:
+                newest = read_record_file(paths[-1])
+                if newest.torn:
                     log.warning(
-                        "cutting off the end of a batch record that a crash tore", path=str(paths[-1]), at=whole
+                        "cutting off the end of a batch record that a crash tore",
+                        path=str(newest.path),
+                        at=newest.whole_bytes,
                     )
-                    os.truncate(paths[-1], whole)
-                self._file = FileIO(paths[-1], "a")
+                    os.truncate(newest.path, newest.whole_bytes)
+                self._file = FileIO(newest.path, "a")
         if self._file is None or self._file.tell() >= FILE_BYTES:
             self._file = self._next_file()
         return self._file
 
     def _next_file(self) -> FileIO:
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        self.close()
         self.directory.mkdir(parents=True, exist_ok=True)
-        paths = self._paths()
+        paths = record_paths(self.directory)
         number = int(paths[-1].stem) + 1 if paths else 1
         opened = FileIO(self.directory / f"{number:08d}.record", "x")
-        for surplus in paths[: len(paths) + 1 - KEPT_FILES]:
-            surplus.unlink(missing_ok=True)
+        for directory in (self.directory, self.directory.parent) if number == 1 else (self.directory,):
+            sync_directory(directory)
         return opened
-
-    def _paths(self) -> list[Path]:
-        return sorted(self.directory.glob("*.record"))
-
-
-def read_records(path: Path) -> Iterator[checkpoint_pb2.BatchRecord]:
-    """Yield the batches of one file in order, up to the first frame that is torn or damaged."""
-    return (record for _, record in _frames(path))
-
-
-def _frames(path: Path) -> Iterator[tuple[int, checkpoint_pb2.BatchRecord]]:
-    """Yield each whole batch of a file and the offset at which its frame ends."""
-    with path.open("rb") as file:
-        while len(header := file.read(_FRAME.size)) == _FRAME.size:
-            length, checksum = _FRAME.unpack(header)
-            content = file.read(length)
-            if not length or len(content) < length or zlib.crc32(content) != checksum:
-                return
-            try:
-                record = checkpoint_pb2.BatchRecord.FromString(content)
-            except DecodeError:
-                return
-            yield file.tell(), record

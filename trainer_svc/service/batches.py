@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from sluice.advantages import Episode, estimate
+from sluice.digests import batch_digest
 from sluice.v1 import tokens_pb2, trainer_pb2
 from sluice.versions import Lineage, Version, VersionSpan, span_lengths
 from trainer_svc.batch.rows import Sequence
@@ -99,13 +100,13 @@ class Batch:
         dropped_trajectories/<reason>, dropped_tokens/<reason>   not trained, by cause
 
     Attributes:
-        content_digest: Digest of its trajectories as they arrived.
+        digests: Digest of each of its trajectories as it arrived, in order.
         sequences: Rows to train on, with the facts about the whole batch.
         decisions: One per trajectory, in the batch's order.
     """
 
     header: trainer_pb2.BatchHeader
-    content_digest: str
+    digests: tuple[bytes, ...]
     sequences: tuple[Sequence, ...]
     decisions: tuple[Decision, ...]
     metrics: Mapping[str, float]
@@ -114,6 +115,11 @@ class Batch:
     def target(self) -> Version:
         """Version that applying it produces."""
         return Version.from_proto(self.header.target_version)
+
+    @property
+    def content_digest(self) -> str:
+        """Digest of its trajectories as they arrived."""
+        return batch_digest(self.digests)
 
     def results(self, trained: NDArray[np.int64], *, critic_only: bool = False) -> list[trainer_pb2.TrajectoryResult]:
         """Return the answer per trajectory, in the batch's order.
@@ -124,8 +130,8 @@ class Batch:
         """
         rows = iter(trained.tolist())
         return [
-            _result(decision, *((0, 0) if decision.reason else next(rows)), critic_only=critic_only)
-            for decision in self.decisions
+            _result(decision, digest, *((0, 0) if decision.reason else next(rows)), critic_only=critic_only)
+            for decision, digest in zip(self.decisions, self.digests, strict=True)
         ]
 
 
@@ -389,9 +395,16 @@ def judge(
     header: trainer_pb2.BatchHeader,
     lineage: Lineage,
     objective: ResolvedObjective,
-    content_digest: str = "",
+    digests: Rows[bytes],
 ) -> Batch:
     """Decide which tokens of a batch are trained, and estimate the advantages that are missing.
+
+    Args:
+        samples: Its trajectories.
+        header: What announced it.
+        lineage: The epochs of the run.
+        objective: What the trainer minimizes.
+        digests: Digest of each trajectory as it arrived.
 
     Raises:
         ValueError: if the estimator cannot take these rewards.
@@ -411,7 +424,7 @@ def judge(
     rows = [decision.sequence for decision in decisions if decision.sequence is not None]
     return Batch(
         header=header,
-        content_digest=content_digest,
+        digests=tuple(digests),
         sequences=tuple(with_batch_facts(rows, objective, partial(lineage.staleness, now=now))),
         decisions=tuple(decisions),
         metrics=metrics | _staleness_metrics(decisions) | _drop_metrics(decisions),
@@ -523,7 +536,9 @@ def _drop_metrics(decisions: Rows[Decision]) -> dict[str, float]:
     }
 
 
-def _result(decision: Decision, tokens: int, steps: int, *, critic_only: bool) -> trainer_pb2.TrajectoryResult:
+def _result(
+    decision: Decision, digest: bytes, tokens: int, steps: int, *, critic_only: bool
+) -> trainer_pb2.TrajectoryResult:
     reason = decision.reason
     if not reason and not tokens:
         reason = NO_TRAINED_TOKENS
@@ -537,6 +552,7 @@ def _result(decision: Decision, tokens: int, steps: int, *, critic_only: bool) -
         reason=reason,
         max_staleness=decision.oldest,
         trained_tokens=0 if reason else tokens,
+        digest=digest,
     )
 
 

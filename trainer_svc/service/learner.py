@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
+from sluice.batch_record import record_directory
 from sluice.config import CommonConfig
 from sluice.render import tokenizer_digest
 from sluice.rpc import SluiceError
@@ -182,7 +183,7 @@ class Learner:
             Saver.of(mesh, config.deadlines.save_s),
             epochs=common.run_dir / "trainer" / "epochs.binpb",
         )
-        self.record = BatchRecordFiles(common.run_dir / "trainer" / "batches")
+        self.record = BatchRecordFiles(record_directory(common.run_dir))
         self.version = BASE
         self.last_batch_id = ""
         self.newest_checkpoint: Checkpoint | None = None
@@ -380,8 +381,8 @@ class Learner:
         )
 
         def note_record() -> None:
-            if (end := self.record.sync()) is not None:
-                manifest.batch_record.CopyFrom(end)
+            if (position := self.record.position()) is not None:
+                manifest.batch_record.CopyFrom(position)
 
         state = training_state(self.update.engines, self.mesh.rank)
         export = partial(export_state, self.engine, dtype=self.publish_dtype)

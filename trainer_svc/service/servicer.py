@@ -13,11 +13,11 @@ import grpc
 
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config.decide import check_sides
+from sluice.digests import batch_digest, trajectory_digest
 from sluice.rpc import SluiceError
 from sluice.v1 import tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.v1.trainer_pb2 import SubmitBatchRequest, SubmitBatchResponse
 from sluice.versions import BASE, Version
-from trainer_svc.checkpoint.batch_record import content_digest
 from trainer_svc.config import IN_BATCH, TrainerConfig
 from trainer_svc.service.admission import RefusedError, Ticket
 from trainer_svc.service.batches import MAX_NAME, Batch, Expectations, applied_to, convert, judge
@@ -34,7 +34,7 @@ MAX_TRAJECTORIES = 16_384
 MAX_REPORT_BYTES = 3 << 20
 """Most bytes of the answers about a batch: they travel in one message with the metrics."""
 
-RESULT_BYTES = 48
+RESULT_BYTES = 66
 """Upper bound on the bytes of one answer, without the trajectory's id."""
 
 MAX_BATCH_BYTES = 1 << 30
@@ -107,17 +107,18 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             admission.check(ticket)  # refuse what cannot enter before its trajectories arrive
         _check_header(header, self._trainer.config)
         trajectories = await _receive(header, requests)
-        ticket = replace(ticket, content_digest=await asyncio.to_thread(content_digest, trajectories))
+        digests = await asyncio.to_thread(lambda: [trajectory_digest(each) for each in trajectories])
+        ticket = replace(ticket, content_digest=batch_digest(digests))
         async with self._entering:
             with _typed_refusal():
                 duplicate = admission.check(ticket)
                 if not duplicate:
-                    batch = await asyncio.to_thread(self._judged, header, ticket.content_digest, trajectories)
+                    batch = await asyncio.to_thread(self._judged, header, digests, trajectories)
                     duplicate = self._trainer.admit(ticket, batch)
             return SubmitBatchResponse(batch_id=ticket.batch_id, queued_batches=admission.queued, duplicate=duplicate)
 
     def _judged(
-        self, header: trainer_pb2.BatchHeader, content_digest: str, trajectories: Rows[tokens_pb2.Trajectory]
+        self, header: trainer_pb2.BatchHeader, digests: Rows[bytes], trajectories: Rows[tokens_pb2.Trajectory]
     ) -> Batch:
         """Convert the trajectories of a batch to training rows, and decide which are trained. Blocks.
 
@@ -130,7 +131,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         violations = violations or _oversize(trajectories)
         if not violations:
             try:
-                return judge(samples, header, learner.checkpoints.lineage, config.objective.resolved, content_digest)
+                return judge(samples, header, learner.checkpoints.lineage, config.objective.resolved, digests)
             except ValueError as error:
                 violations = {"header.advantage_estimator": str(error)}
         first = "; ".join(f"{name} {fault}" for name, fault in list(violations.items())[:3])
