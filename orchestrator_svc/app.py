@@ -109,11 +109,11 @@ def _server(common: CommonConfig, config: OrchestratorConfig, servicer: Orchestr
         "orchestrator", config.server, common.security, features=[f"workflow.{config.workflow}"], run=common.run
     )
     add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
-    server.add(add, servicer, SERVICE_NAME, role="admin")
+    server.add(add, servicer, SERVICE_NAME)
     # External agents come later: the contract is there, each of its methods answers UNIMPLEMENTED.
     add_episodes = orchestrator_pb2_grpc.add_EpisodeServiceServicer_to_server
     episodes = orchestrator_pb2_grpc.EpisodeServiceServicer()  # type: ignore[abstract]
-    server.add(add_episodes, episodes, EPISODE_SERVICE_NAME, role="agent")
+    server.add(add_episodes, episodes, EPISODE_SERVICE_NAME)
     return server
 
 

@@ -17,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.servicer import RolloutServicer
-from sluice.config import SecurityConfig
 from sluice.openai.dialect import (
     Body,
     ChatRequest,
@@ -37,7 +36,7 @@ from sluice.openai.dialect import (
 from sluice.openai.errors import answer_errors
 from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
 from sluice.rpc import SluiceError
-from sluice.rpc.server import TokenCheck
+from sluice.rpc.access import Access, require_role
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
@@ -69,23 +68,27 @@ def create_app(
     servicer: RolloutServicer,
     admin: RolloutAdminServicer,
     model_name: str,
-    security: SecurityConfig,
+    access: Access,
     host: str,
     *,
     max_requests: int = MAX_REQUESTS,
 ) -> FastAPI:
     """Build the app.
 
-    Raises:
-        ConfigError: if a token file cannot be used.
+    Args:
+        servicer: Generates.
+        admin: Changes the weights.
+        model_name: Name of the model in requests and answers.
+        access: Who may call, shared with the gRPC port.
+        host: Address that the server is bound to.
+        max_requests: Requests in progress at once.
     """
-    tokens = TokenCheck(security)
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(RequestGuard, tokens=tokens, paths=PATHS, most=max_requests, host=host)
+    app.add_middleware(RequestGuard, access=access, paths=PATHS, most=max_requests, host=host)
     answer_errors(app)
     _add_generation(app, servicer, model_name)
     _add_description(app, servicer, model_name)
-    _add_administration(app, admin, tokens)
+    _add_administration(app, admin)
     return app
 
 
@@ -202,10 +205,10 @@ def _require_model(name: str, served: str) -> None:
         raise SluiceError.not_found("MODEL_NOT_FOUND", f"the model {name[:256]!r} is not served here; use {served!r}")
 
 
-def _add_administration(app: FastAPI, admin: RolloutAdminServicer, tokens: TokenCheck) -> None:
+def _add_administration(app: FastAPI, admin: RolloutAdminServicer) -> None:
     # Checked in the route: a comparison of paths elsewhere could differ from how the router matches them.
-    def admins_only(http: Request) -> None:
-        tokens.verify(http.headers.get("authorization"), "admin")
+    async def admins_only() -> None:
+        require_role()
 
     @app.post("/update_weights", dependencies=[Depends(admins_only)])
     async def update_weights(body: UpdateRequest | None = None) -> JSONResponse:

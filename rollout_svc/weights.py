@@ -42,7 +42,7 @@ class ReplicaWeights:
         self._channel: grpc.aio.Channel | None = None
         self._receiver: WeightReceiver | None = None
         if config.follow_weights:
-            self._channel = connect(common.peers.weightsync, common.security)
+            self._channel = connect(common.peers.weightsync, common.security, role="replica")
             self._receiver = WeightReceiver(
                 self._channel,
                 common.run,
@@ -53,7 +53,9 @@ class ReplicaWeights:
                     apply_deadline_s=_APPLY_STEPS * config.deadlines.apply_s,
                     pull=PullLimits(deadline_s=config.deadlines.pull_s, copy_wait_s=config.deadlines.pull_s),
                     local_files=config.local_files,
-                    connect_to=partial(connect, security=common.security, role="agent") if config.use_relays else None,
+                    connect_to=partial(connect, security=common.security, role="replica")
+                    if config.use_relays
+                    else None,
                 ),
             )
 

@@ -17,7 +17,7 @@ import grpc
 
 from sluice.config import SecurityConfig
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError, connect
-from sluice.rpc.channel import Role
+from sluice.rpc.principals import Role
 from sluice.v1 import (
     orchestrator_pb2,
     orchestrator_pb2_grpc,

@@ -138,14 +138,9 @@ async def running_stack(
     runs = build_runs(common, config)
     ingest, delivery = WeightSyncServicer(runs), WeightDeliveryServicer(runs)
     server = RpcServer("weightsync", config.server, SecurityConfig())
+    server.add(weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, ingest, "sluice.v1.WeightSyncService")
     server.add(
-        weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, ingest, "sluice.v1.WeightSyncService", "admin"
-    )
-    server.add(
-        weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server,
-        delivery,
-        "sluice.v1.WeightDeliveryService",
-        "agent",
+        weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server, delivery, "sluice.v1.WeightDeliveryService"
     )
     with contextlib.suppress(SluiceError):  # as the service does; a test may look at what it answers then
         await runs.open(RESOURCE)

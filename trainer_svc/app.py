@@ -82,7 +82,7 @@ async def _lead(
     common: CommonConfig, config: TrainerConfig, compute: ComputeThread, mesh: Mesh, link: RankLink | None
 ) -> None:
     """Serve on rank 0. The port is open while the model loads, so that the state can be read; then health says SERVING."""
-    channel = connect(common.peers.weightsync, common.security)
+    channel = connect(common.peers.weightsync, common.security, role="trainer")
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
     ranks = None
     if link is not None:
@@ -98,9 +98,7 @@ async def _lead(
         features=[f"objective.{config.objective.preset}", f"device.{config.device}"],
         run=common.run,
     )
-    server.add(
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(trainer), SERVICE_NAME, role="admin"
-    )
+    server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(trainer), SERVICE_NAME)
     server.set_serving(False)
     await server.start()
     loading = asyncio.create_task(_load(trainer, server, failed))
@@ -131,7 +129,7 @@ async def _follow(
     """Carry out the commands of rank 0 until it says stop."""
     if link is None:
         raise RuntimeError("a rank other than the first needs a link to it")
-    channel = connect(common.peers.weightsync, common.security)
+    channel = connect(common.peers.weightsync, common.security, role="trainer")
     publisher = PolicyPublisher(_weight_publisher(common, config, channel, link))
     learner = Learner(common, config, mesh)
     try:

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,10 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
     async with AsyncExitStack() as stack:
         relay: Relay | None = None
         if config.upstream is not None:
-            relay = Relay(await stack.enter_async_context(connect(config.upstream, common.security)), config.upstream)
+            relay = Relay(
+                await stack.enter_async_context(connect(config.upstream, common.security, role="trainer")),
+                config.upstream,
+            )
         runs = build_runs(common, config, relay)
         stack.push_async_callback(runs.close)
         server = RpcServer("weightsync", config.server, common.security)
@@ -78,13 +80,11 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
             weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server,
             WeightSyncServicer(runs),
             "sluice.v1.WeightSyncService",
-            "admin",
         )
         server.add(
             weightsync_pb2_grpc.add_WeightDeliveryServiceServicer_to_server,
-            WeightDeliveryServicer(runs, partial(server.require, role="admin")),
+            WeightDeliveryServicer(runs),
             "sluice.v1.WeightDeliveryService",
-            "agent",
         )
         await _open_own_run(runs, common.run)
         failed = asyncio.Event()

@@ -34,7 +34,7 @@ from sluice.config import (
 )
 from sluice.config.decide import visible_devices
 from sluice.models import check_hub, check_model
-from sluice.rpc.server import TokenCheck, server_credentials
+from sluice.rpc.access import Access, server_credentials
 from sluice.supervise.plan import Place, assign_devices, child_specs, free_addresses, replica_names, replicas_of
 from sluice.supervise.supervisor import MAX_RESTARTS, Ending, Outcome, Supervisor, run_until_signal
 
@@ -97,7 +97,7 @@ def _check(replicas_flag: int | None, config: RunConfig) -> list[str]:
     replicas = replicas_of(replicas_flag, config)
     notes = [line for name in NEEDED for line in config.section(name).check_start(config) or ()]
     check_tables_fit(config)
-    TokenCheck(config.security)
+    Access(config.security)
     server_credentials(ServerConfig(), config.security)
     _places(config, replicas)
     return notes

@@ -298,6 +298,10 @@ def load_run(
     """
 
     def complete(config: RunConfig) -> tuple[RunConfig, Sequence[str]]:
+        own_token = config.security.service_token_files.get(service or "")
+        if own_token is not None:
+            security = config.security.model_copy(update={"token_file": own_token, "admin_token_file": None})
+            config = config.model_copy(update={"security": security})
         config, decisions = decided(allocated(config), cuda=bool(visible_devices(os.environ)))
         notes = check(config) or ()
         return config, [*(f"decided: {decision}" for decision in decisions), *notes]

@@ -207,8 +207,22 @@ class Section(BaseModel):
 class SecurityConfig(Section):
     """Who may call a service: tokens and TLS."""
 
-    token_file: Path | None = Field(None, description="File with the bearer token of the role `agent`.")
-    admin_token_file: Path | None = Field(None, description="File with the bearer token of the role `admin`.")
+    principals_file: Path | None = Field(
+        None,
+        description="TOML file of the principals that may call the servers of this process, with roles and quotas (docs/security.md); `sluice token new` adds one. Unset: there are two, `agent` and `admin`, if their token files are set.",
+    )
+    token_file: Path | None = Field(
+        None,
+        description="File with the bearer token that this process sends. Without `principals_file` it is also the token of the principal `agent`.",
+    )
+    service_token_files: dict[str, Path] = Field(
+        default_factory=dict,
+        description="Files to use as `token_file` in the process of a service, by the name of the service, so that one file of settings gives each service a principal of its own.",
+    )
+    admin_token_file: Path | None = Field(
+        None,
+        description="File with the bearer token that this process sends instead where the role `agent` is not enough. Without `principals_file` it is also the token of the principal `admin`.",
+    )
     tls_cert: Path | None = Field(None, description="PEM certificate chain that this process presents.")
     tls_key: Path | None = Field(None, description="PEM private key of `tls_cert`.")
     tls_ca: Path | None = Field(
@@ -225,6 +239,8 @@ class SecurityConfig(Section):
     def _complete(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: set both or neither")
+        if self.service_token_files and self.principals_file is None:
+            raise ValueError("service_token_files needs principals_file: without it servers know no tokens of services")
         if self.require_client_cert and (self.tls_ca is None or self.tls_cert is None):
             raise ValueError(
                 "require_client_cert needs tls_cert, tls_key and tls_ca: the authority that signs the clients"

@@ -23,12 +23,15 @@ import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.openai.errors import error_response, too_large
 from sluice.rpc import MAX_MESSAGE_BYTES, SluiceError
+from sluice.rpc.access import Access, check_exposure, is_local, roles_for
 from sluice.rpc.channel import UNIX
-from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL, TokenCheck, check_exposure, is_local
+from sluice.rpc.quota import Usage
+from sluice.rpc.server import LOOPBACK, RPC_IN_FLIGHT, RPC_SECONDS, RPC_TOTAL
 
 STEP_S = 0.05
 """Seconds between two checks whether uvicorn has started; it has no event for that."""
@@ -51,6 +54,11 @@ SERVICE = "openai"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that neither change anything nor start a computation."""
 
+CERTIFICATE = "client_certificate"
+"""Key of the names in the client's certificate, in the state of a scope."""
+
+GENERATING = roles_for("sluice.v1.RolloutService", "Generate") or frozenset()
+
 JSON = "application/json"
 
 MAX_REQUEST_ID = 128
@@ -59,6 +67,17 @@ RETRY_AFTER_S = 1.0
 Result = TypeVar("Result")
 
 log = structlog.get_logger()
+
+
+class _CertificateProtocol(H11Protocol):
+    """HTTP over mutual TLS: `scope["state"]` has the names of the client's certificate."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        super().connection_made(transport)
+        certificate = transport.get_extra_info("peercert") or {}
+        subject = [value for pairs in certificate.get("subject", ()) for key, value in pairs if key == "commonName"]
+        uris = [value for key, value in certificate.get("subjectAltName", ()) if key == "URI"]
+        self.app_state = {**self.app_state, CERTIFICATE: frozenset([*subject, *uris])}
 
 
 class _Server(uvicorn.Server):
@@ -95,6 +114,7 @@ class HttpServer:
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                http=_CertificateProtocol if security.require_client_cert else "auto",
                 ssl_certfile=security.tls_cert,
                 ssl_keyfile=security.tls_key,
                 ssl_ca_certs=str(security.tls_ca) if security.require_client_cert else None,
@@ -170,17 +190,17 @@ class RequestGuard:
 
     Args:
         app: The app.
-        tokens: Checks the tokens. Every path but health needs the role agent.
+        access: Who may call. Every path but health needs a role that may generate.
         paths: Paths with metrics of their own; all others are counted together.
         most: Maximum number of requests in progress.
         host: Address that the server is bound to.
     """
 
-    def __init__(self, app: ASGIApp, tokens: TokenCheck, paths: Collection[str], most: int, host: str) -> None:
+    def __init__(self, app: ASGIApp, access: Access, paths: Collection[str], most: int, host: str) -> None:
         self._bound = host.strip("[]").lower()
         self._loopback = is_local(self._bound)
         self._app, self._paths, self._most = app, frozenset(paths), most
-        self._tokens = None if tokens.open else tokens
+        self._access = access
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,12 +209,13 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         call = _Call(scope, receive, send)
+        usage = None
         path = scope["path"] if scope["path"] in self._paths else "other"
         structlog.contextvars.bind_contextvars(request_id=call.request_id)
         self._in_flight += 1
         RPC_IN_FLIGHT.labels(SERVICE, path).inc()
         try:
-            self._admit(scope, call.headers)
+            usage = self._admit(scope, call.headers)
             await self._app(scope, call.receive, call.send)
         except SluiceError as error:
             await error_response(error)(scope, receive, call.send)
@@ -203,18 +224,18 @@ class RequestGuard:
             if not call.status:
                 await error_response(_unexpected(error, call.request_id))(scope, receive, call.send)
         finally:
+            if usage is not None:
+                usage.end()
             self._in_flight -= 1
             RPC_IN_FLIGHT.labels(SERVICE, path).dec()
             call.account(path)
 
-    def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Accept or refuse a request by its head, before its body is read."""
+    def _admit(self, scope: Scope, headers: Headers) -> Usage | None:
+        """Accept or refuse a request by its head, before its body is read; return what counts it."""
         if scope["path"] == HEALTH_PATH:
-            return
-        if self._tokens is None:
+            return None
+        if self._access.open:
             self._check_origin(headers)
-        else:
-            self._tokens.verify(headers.get("authorization"), "agent")
         # A page can make a browser send a form or plain text to any server. To send JSON, the browser first asks the server
         # by CORS, and ours never agrees.
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -228,6 +249,8 @@ class RequestGuard:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_REQUESTS", f"{self._most} requests are in progress; retry after the delay", RETRY_AFTER_S
             )
+        certificate = scope.get("state", {}).get(CERTIFICATE, ())
+        return self._access.admit(headers.get("authorization"), certificate, GENERATING)
 
     def _check_origin(self, headers: Headers) -> None:
         """Refuse a request that a page of another site made, by `Host` and `Origin`.
@@ -239,7 +262,7 @@ class RequestGuard:
             SluiceError: PERMISSION_DENIED.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
-        remedy = "or protect the server by tokens (security.admin_token_file)"
+        remedy = "or protect the server by tokens (security.principals_file)"
         # A server that is bound to the network may have names that it does not know; then only the origin is checked.
         if self._loopback and not self._is_ours(f"//{host}"):
             message = f"the request is addressed to {host[:100]!r}: use localhost or 127.0.0.1, {remedy}"

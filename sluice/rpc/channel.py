@@ -12,19 +12,17 @@ import json
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from sluice.config import ConfigError, SecurityConfig
+from sluice.rpc.principals import Role, read_token
 
 UNIX = "unix:"
 """Prefix of the address of a unix socket."""
-
-Role = Literal["agent", "admin"]
-"""`agent`: inference, episodes, environments. `admin`: everything."""
 
 REQUEST_ID_KEY = "x-request-id"
 """Metadata with the id of a call, for the logs of both sides."""
@@ -146,7 +144,7 @@ def connect(
     Args:
         target: ``host:port``, ``dns:///name:port`` (all addresses, round robin) or ``unix:/path``.
         security: Tokens and TLS; TLS is used when an authority or a certificate is configured, never on a unix socket.
-        role: Whose token to send.
+        role: The role that the calls need: of two tokens, that of the admin is sent unless an agent's is enough.
         default_deadline_s: Deadline of a call with one response that has no ``timeout`` of its own.
         stream_deadline_s: The same for a call with a stream of responses.
 
@@ -187,25 +185,6 @@ def read_pem(path: Path) -> bytes:
         raise ConfigError(
             f"cannot read the key or certificate {path}: {error.strerror}; correct security.tls_cert, tls_key or tls_ca"
         ) from error
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file.
-
-    Raises:
-        ConfigError: if it cannot be read, or holds anything but one token.
-    """
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the token file {path}: {error.strerror}; correct security.token_file or admin_token_file"
-        ) from error
-    if not token or not token.isascii() or any(character.isspace() for character in token):
-        raise ConfigError(
-            f"token file {path} must hold one line of ASCII without blanks, such as `openssl rand -hex 32` prints"
-        )
-    return token
 
 
 class _BoundedChannel(grpc.aio.Channel):

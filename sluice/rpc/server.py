@@ -1,4 +1,4 @@
-"""The gRPC server of every service: who may call it, what happens around each call, health, and drain.
+"""The gRPC server of every service: what happens around each call, health, and drain.
 
 One interceptor wraps the handler once per method and does its work at the beginning and the end of a call; the messages of
 a stream pass through the same loop that gRPC itself would run, so that streaming tokens costs nothing extra.
@@ -7,14 +7,12 @@ a stream pass through the same loop that gRPC itself would run, so that streamin
 from __future__ import annotations
 
 import asyncio
-import hmac
 import inspect
-import ipaddress
 import signal
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, TypeAlias
 
@@ -26,18 +24,17 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
-from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TRANSPORT_OPTIONS, UNIX, Role, read_pem, read_token
+from sluice.rpc.access import INFO_SERVICE, Access, check_exposure, roles_for, server_credentials
+from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
+from sluice.rpc.principals import Role
+from sluice.rpc.quota import Usage
 from sluice.v1 import common_pb2, common_pb2_grpc
 
 LOOPBACK = "127.0.0.1"
 
-_SCHEME = "Bearer "
-
 CONTRACT_VERSION = 1
 """Grows with every additive change within ``sluice.v1``."""
-
-INFO_SERVICE = "sluice.v1.ServerInfoService"
 
 Servicer: TypeAlias = Any
 """An implementation of a generated servicer class."""
@@ -86,105 +83,21 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def is_local(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
-    if host.startswith(UNIX) or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def check_exposure(server: ServerConfig, security: SecurityConfig) -> None:
-    """Refuse to expose an unprotected server to the network.
-
-    Raises:
-        ConfigError: if the address is not local, and TLS or tokens are missing, and `insecure` is not set.
-    """
-    if security.insecure or is_local(server.host):
-        return
-    missing = []
-    if security.tls_cert is None:
-        missing.append("TLS (security.tls_cert, security.tls_key)")
-    if security.admin_token_file is None:
-        missing.append("tokens (security.token_file, security.admin_token_file)")
-    if missing:
-        raise ConfigError(
-            f"refusing to listen on {server.host} without {' and '.join(missing)}:"
-            " set them, bind 127.0.0.1, or say --insecure if the network is trusted"
-        )
-
-
-def server_credentials(server: ServerConfig, security: SecurityConfig) -> grpc.ServerCredentials | None:
-    """Return the server's TLS credentials, mutual if configured; None on a unix socket or without a certificate."""
-    if server.host.startswith(UNIX) or security.tls_cert is None or security.tls_key is None:
-        return None
-    authorities = read_pem(security.tls_ca) if security.tls_ca is not None else None
-    return grpc.ssl_server_credentials(
-        [(read_pem(security.tls_key), read_pem(security.tls_cert))],
-        root_certificates=authorities if security.require_client_cert else None,
-        require_client_auth=security.require_client_cert,
-    )
-
-
-class TokenCheck:
-    """Decides whether a call's ``authorization`` metadata has the role that its service asks for."""
-
-    def __init__(self, security: SecurityConfig) -> None:
-        self._agent = None if security.token_file is None else read_token(security.token_file).encode()
-        self._admin = None if security.admin_token_file is None else read_token(security.admin_token_file).encode()
-        if self._agent is not None and self._admin is None:
-            raise ConfigError(
-                "security.token_file without security.admin_token_file would leave the admin RPCs unusable;"
-                " set both (they may name the same file)"
-            )
-
-    @property
-    def open(self) -> bool:
-        """Whether no token is configured, so that every call passes."""
-        return self._admin is None
-
-    def verify(self, authorization: str | bytes | None, role: Role) -> None:
-        """Check one call.
-
-        Raises:
-            SluiceError: UNAUTHENTICATED without a known token, PERMISSION_DENIED with a token of the lesser role.
-        """
-        if self._admin is None:
-            return
-        given = authorization.encode() if isinstance(authorization, str) else authorization or b""
-        scheme, token = given[: len(_SCHEME)], given[len(_SCHEME) :]
-        # Both comparisons always run, so that the time does not reveal which token was closer.
-        is_admin = hmac.compare_digest(token, self._admin)
-        is_agent = self._agent is not None and hmac.compare_digest(token, self._agent)
-        if scheme.lower() != _SCHEME.lower().encode() or not (is_admin or is_agent):
-            raise SluiceError(
-                grpc.StatusCode.UNAUTHENTICATED,
-                "TOKEN_REQUIRED",
-                "send the metadata `authorization: Bearer TOKEN` with a token of this server"
-                " (security.token_file or security.admin_token_file)",
-            )
-        if role == "admin" and not is_admin:
-            raise SluiceError(
-                grpc.StatusCode.PERMISSION_DENIED,
-                "ADMIN_REQUIRED",
-                "this call needs the admin token (security.admin_token_file); the token given has the role agent",
-            )
-
-
 class RpcServer:
     """A gRPC server with what the contracts promise of every server.
 
     Args:
         name: The service's name in logs and in GetServerInfo.
         server: Where to listen and how much to take on.
-        security: Tokens and TLS.
+        security: Principals and TLS.
         features: Optional abilities that are switched on.
         run: Name of the run served, not its resource name; empty where there are several.
 
+    Attributes:
+        access: Decides about its calls; an HTTP port of the same service shares it.
+
     Raises:
-        ConfigError: if the address needs TLS and tokens that are not configured.
+        ConfigError: if the address needs TLS and principals that are not configured.
         ValueError: if `run` is a resource name.
     """
 
@@ -199,35 +112,25 @@ class RpcServer:
         self._config, self._security = server, security
         self._features, self._run = list(features), run
         self._unimplemented: set[str] = set()
-        self._tokens = TokenCheck(security)
-        self._roles: dict[str, Role] = {}
+        self.access = Access(security)
+        self._services: list[str] = []
         self._registrations: list[tuple[Callable[[Servicer, grpc.aio.Server], None], Servicer]] = []
         self._health = health.aio.HealthServicer()
         self._serving = True
         self._server: grpc.aio.Server | None = None
         self._calls: CallInterceptor | None = None
 
-    def add(self, add_fn: Callable[[Servicer, Any], None], servicer: Servicer, service_name: str, role: Role) -> None:
-        """Register a servicer before `start`.
+    def add(self, add_fn: Callable[[Servicer, Any], None], servicer: Servicer, service_name: str) -> None:
+        """Register a servicer before `start`; `sluice.rpc.access` says who may call it.
 
         Args:
             add_fn: The generated ``add_XServicer_to_server``.
             servicer: The implementation; methods that it leaves out answer UNIMPLEMENTED and are listed as such.
             service_name: Fully qualified name, such as ``sluice.v1.TrainerService``.
-            role: Whose token the service asks for; the admin's is good for both.
         """
         self._registrations.append((add_fn, servicer))
-        self._roles[service_name] = role
+        self._services.append(service_name)
         self._unimplemented.update(_missing_methods(service_name, servicer))
-
-    def require(self, context: grpc.aio.ServicerContext[Any, Any], role: Role) -> None:
-        """Require a higher role for one call than its service requires.
-
-        Raises:
-            SluiceError: as `TokenCheck.verify`.
-        """
-        given = (value for key, value in context.invocation_metadata() or () if key == "authorization")
-        self._tokens.verify(next(given, None), role)
 
     async def start(self) -> int:
         """Bind and serve.
@@ -238,14 +141,11 @@ class RpcServer:
         Raises:
             ConfigError: if the address cannot be bound or a key file cannot be read.
         """
-        roles: dict[str, Role] = {**self._roles, INFO_SERVICE: "agent", reflection.SERVICE_NAME: "agent"}
-        self._calls = CallInterceptor(
-            self._tokens, roles, self._config.max_concurrent_rpcs, frozenset(self._unimplemented)
-        )
+        self._calls = CallInterceptor(self.access, self._config.max_concurrent_rpcs, frozenset(self._unimplemented))
         self._server = grpc.aio.server(interceptors=[self._calls], options=_SERVER_OPTIONS)
         for add_fn, servicer in self._registrations:
             add_fn(servicer, self._server)
-        names = sorted([*self._roles, INFO_SERVICE])
+        names = sorted([*self._services, INFO_SERVICE])
         info = _ServerInfo(
             common_pb2.GetServerInfoResponse(
                 service=self.name,
@@ -265,7 +165,9 @@ class RpcServer:
         await self._publish_health()
         port = self._bind(self._server)
         await self._server.start()
-        log.info("listening", target=self.target, services=sorted(self._roles), tls=self._security.tls_cert is not None)
+        log.info(
+            "listening", target=self.target, services=sorted(self._services), tls=self._security.tls_cert is not None
+        )
         return port
 
     def _bind(self, server: grpc.aio.Server) -> int:
@@ -303,7 +205,7 @@ class RpcServer:
     async def _publish_health(self) -> None:
         statuses = health_pb2.HealthCheckResponse
         status = statuses.SERVING if self._serving else statuses.NOT_SERVING
-        for name in ("", INFO_SERVICE, *self._roles):
+        for name in ("", INFO_SERVICE, *self._services):
             await self._health.set(name, status)
 
     async def serve_until_signal(
@@ -395,19 +297,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of one server.
 
     Args:
-        tokens: Who may call.
-        roles: The role that each service asks for; a service that is not named is open (health).
+        access: Who may call.
         max_concurrent_rpcs: Calls in progress at once, open services not counted.
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
     """
 
-    def __init__(
-        self, tokens: TokenCheck, roles: Mapping[str, Role], max_concurrent_rpcs: int, unimplemented: frozenset[str]
-    ) -> None:
-        self.tokens = tokens
+    def __init__(self, access: Access, max_concurrent_rpcs: int, unimplemented: frozenset[str]) -> None:
+        self.access = access
         self.max_concurrent_rpcs = max_concurrent_rpcs
         self.in_flight = 0
-        self._roles = roles
         self._unimplemented = unimplemented
         self.watchers: set[asyncio.Task[Any]] = set()
         self.ended: set[asyncio.Task[Any]] = set()
@@ -441,7 +339,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         body = _streaming(inner) if handler.response_streaming else _unary(inner)
         if method in self._unimplemented:
             body = _unimplemented(method)
-        observed = _ObservedMethod(self, service, name, self._roles.get(service), body)
+        observed = _ObservedMethod(self, service, name, body)
         observed.is_watch = handler.response_streaming and name.startswith("Watch")
         make: Any = {
             (False, False): grpc.unary_unary_rpc_method_handler,
@@ -464,9 +362,10 @@ class _ObservedMethod:
 
     is_watch = False
 
-    def __init__(self, calls: CallInterceptor, service: str, name: str, role: Role | None, body: Body) -> None:
+    def __init__(self, calls: CallInterceptor, service: str, name: str, body: Body) -> None:
         self._calls = calls
-        self._service, self._name, self._role, self._body = service, name, role, body
+        self._service, self._name, self._body = service, name, body
+        self._roles = roles_for(service, name)
         self._seconds = RPC_SECONDS.labels(service, name)
         self._in_flight = RPC_IN_FLIGHT.labels(service, name)
         self._totals: dict[grpc.StatusCode, Counter] = {}
@@ -481,10 +380,12 @@ class _ObservedMethod:
         request_id, authorization = _identify(context)
         structlog.contextvars.bind_contextvars(request_id=request_id)
         code = grpc.StatusCode.OK
-        self._calls.in_flight += self._role is not None
+        usage = None
+        self._calls.in_flight += self._roles is not None
         self._in_flight.inc()
         try:
-            self._admit(authorization)
+            if self._roles is not None:
+                usage = self._admit(self._roles, authorization, context)
             response = await self._body(request, context)
             code = _code_of(context)
         except asyncio.CancelledError:
@@ -509,15 +410,14 @@ class _ObservedMethod:
             message = f"the server failed unexpectedly ({type(error).__name__}); its log has the traceback under request id {request_id}"
             await _abort(context, SluiceError(code, "UNEXPECTED", message, metadata={"request_id": request_id}))
         finally:
-            self._calls.in_flight -= self._role is not None
+            if usage is not None:
+                usage.end()
+            self._calls.in_flight -= self._roles is not None
             self._in_flight.dec()
             self._account(code, time.perf_counter() - started)
         return response
 
-    def _admit(self, authorization: str | bytes | None) -> None:
-        if self._role is None:
-            return
-        self._calls.tokens.verify(authorization, self._role)
+    def _admit(self, roles: frozenset[Role], authorization: str | bytes | None, context: Context) -> Usage | None:
         if self._calls.in_flight > self._calls.max_concurrent_rpcs:
             raise SluiceError.resource_exhausted(
                 "TOO_MANY_RPCS",
@@ -525,6 +425,9 @@ class _ObservedMethod:
                 " (server.max_concurrent_rpcs); retry after the delay",
                 _RETRY_AFTER_S,
             )
+        access = self._calls.access
+        certificate = _certificate_of(context) if access.knows_certificates else frozenset()
+        return access.admit(authorization, certificate, roles)
 
     def _account(self, code: grpc.StatusCode, seconds: float) -> None:
         total = self._totals.get(code)
@@ -546,6 +449,13 @@ def _identify(context: Context) -> tuple[str, str | bytes | None]:
         elif key == "authorization":
             authorization = value
     return request_id or uuid.uuid4().hex, authorization
+
+
+def _certificate_of(context: Context) -> frozenset[str]:
+    """Return common name and URIs of the client's certificate, which TLS has verified; empty without one."""
+    properties: Mapping[str, Iterable[bytes]] = context.auth_context()
+    names = [*properties.get("x509_common_name", ()), *properties.get("peer_uri", ())]
+    return frozenset(name.decode(errors="replace") for name in names)
 
 
 def _code_of(context: Context) -> grpc.StatusCode:

@@ -47,7 +47,7 @@ class ServerInfoServiceServicer:
     """
 
     def GetServerInfo(self, request, context):
-        """Describes the server. No side effects; needs the agent role.
+        """Describes the server. No side effects; any role may call it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,7 +49,7 @@ class ServerInfoServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ServerInfoServiceAsyncStub: ...
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_common_pb2.GetServerInfoRequest, _common_pb2.GetServerInfoResponse]
-    """Describes the server. No side effects; needs the agent role."""
+    """Describes the server. No side effects; any role may call it."""
 
 @_typing.type_check_only
 class ServerInfoServiceAsyncStub(ServerInfoServiceStub):
@@ -57,7 +57,7 @@ class ServerInfoServiceAsyncStub(ServerInfoServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_common_pb2.GetServerInfoRequest, _common_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """Describes the server. No side effects; needs the agent role."""
+    """Describes the server. No side effects; any role may call it."""
 
 class ServerInfoServiceServicer(metaclass=_abc_1.ABCMeta):
     """Answers what a server is and what it can do. Every Sluice server serves it beside its own contracts."""
@@ -68,6 +68,6 @@ class ServerInfoServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.GetServerInfoResponse, _abc.Awaitable[_common_pb2.GetServerInfoResponse]]:
-        """Describes the server. No side effects; needs the agent role."""
+        """Describes the server. No side effects; any role may call it."""
 
 def add_ServerInfoServiceServicer_to_server(servicer: ServerInfoServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

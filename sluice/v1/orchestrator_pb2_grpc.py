@@ -456,7 +456,7 @@ class OrchestratorService:
 
 
 class EpisodeServiceStub:
-    """Lets external agents run episodes. Called by agents; needs the agent role.
+    """Lets external agents run episodes. Called by agents; needs the role agent or gateway.
     """
 
     def __init__(self, channel):
@@ -493,7 +493,7 @@ class EpisodeServiceStub:
 
 
 class EpisodeServiceServicer:
-    """Lets external agents run episodes. Called by agents; needs the agent role.
+    """Lets external agents run episodes. Called by agents; needs the role agent or gateway.
     """
 
     def LeaseTasks(self, request, context):
@@ -570,7 +570,7 @@ def add_EpisodeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EpisodeService:
-    """Lets external agents run episodes. Called by agents; needs the agent role.
+    """Lets external agents run episodes. Called by agents; needs the role agent or gateway.
     """
 
     @staticmethod

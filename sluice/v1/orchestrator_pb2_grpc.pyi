@@ -166,7 +166,7 @@ class OrchestratorServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_OrchestratorServiceServicer_to_server(servicer: OrchestratorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class EpisodeServiceStub:
-    """Lets external agents run episodes. Called by agents; needs the agent role."""
+    """Lets external agents run episodes. Called by agents; needs the role agent or gateway."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -189,7 +189,7 @@ class EpisodeServiceStub:
 
 @_typing.type_check_only
 class EpisodeServiceAsyncStub(EpisodeServiceStub):
-    """Lets external agents run episodes. Called by agents; needs the agent role."""
+    """Lets external agents run episodes. Called by agents; needs the role agent or gateway."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     LeaseTasks: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.LeaseTasksRequest, _orchestrator_pb2.LeaseTasksResponse]  # type: ignore[assignment]
@@ -208,7 +208,7 @@ class EpisodeServiceAsyncStub(EpisodeServiceStub):
     """Gives an episode up; its task is drawn again if asked for. Idempotent."""
 
 class EpisodeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lets external agents run episodes. Called by agents; needs the agent role."""
+    """Lets external agents run episodes. Called by agents; needs the role agent or gateway."""
 
     @_abc_1.abstractmethod
     def LeaseTasks(

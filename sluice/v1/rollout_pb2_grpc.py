@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RolloutServiceStub:
-    """Samples from the policy. Called by agents and by the orchestrator; needs the agent role. A replica samples a
+    """Samples from the policy. Called by agents and by the orchestrator; needs the role agent or gateway. A replica samples a
     request that is under way with whatever weights it holds at each step: `version_spans` says which.
     """
 
@@ -59,7 +59,7 @@ class RolloutServiceStub:
 
 
 class RolloutServiceServicer:
-    """Samples from the policy. Called by agents and by the orchestrator; needs the agent role. A replica samples a
+    """Samples from the policy. Called by agents and by the orchestrator; needs the role agent or gateway. A replica samples a
     request that is under way with whatever weights it holds at each step: `version_spans` says which.
     """
 
@@ -130,7 +130,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService:
-    """Samples from the policy. Called by agents and by the orchestrator; needs the agent role. A replica samples a
+    """Samples from the policy. Called by agents and by the orchestrator; needs the role agent or gateway. A replica samples a
     request that is under way with whatever weights it holds at each step: `version_spans` says which.
     """
 

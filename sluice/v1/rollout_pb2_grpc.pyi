@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """Samples from the policy. Called by agents and by the orchestrator; needs the agent role. A replica samples a
+    """Samples from the policy. Called by agents and by the orchestrator; needs the role agent or gateway. A replica samples a
     request that is under way with whatever weights it holds at each step: `version_spans` says which.
     """
 
@@ -56,7 +56,7 @@ class RolloutServiceStub:
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """Samples from the policy. Called by agents and by the orchestrator; needs the agent role. A replica samples a
+    """Samples from the policy. Called by agents and by the orchestrator; needs the role agent or gateway. A replica samples a
     request that is under way with whatever weights it holds at each step: `version_spans` says which.
     """
 
@@ -81,7 +81,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Samples from the policy. Called by agents and by the orchestrator; needs the agent role. A replica samples a
+    """Samples from the policy. Called by agents and by the orchestrator; needs the role agent or gateway. A replica samples a
     request that is under way with whatever weights it holds at each step: `version_spans` says which.
     """
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub:
-    """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
+    """Takes versions in. Called by the ranks of a trainer and by operators; needs the trainer role. A version is
     invisible until CommitVersion succeeds, and whole from then on.
     """
 
@@ -64,7 +64,7 @@ class WeightSyncServiceStub:
 
 
 class WeightSyncServiceServicer:
-    """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
+    """Takes versions in. Called by the ranks of a trainer and by operators; needs the trainer role. A version is
     invisible until CommitVersion succeeds, and whole from then on.
     """
 
@@ -100,7 +100,7 @@ class WeightSyncServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetManifest(self, request, context):
-        """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version).
+        """Describes one committed version. No side effects; the replica role may call it too. Errors: NOT_FOUND (run or version).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,7 +152,7 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService:
-    """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
+    """Takes versions in. Called by the ranks of a trainer and by operators; needs the trainer role. A version is
     invisible until CommitVersion succeeds, and whole from then on.
     """
 
@@ -293,7 +293,7 @@ class WeightSyncService:
 
 
 class WeightDeliveryServiceStub:
-    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    """Gives versions out. Called by engines and relays; needs the role replica or trainer. Every call answers NOT_FOUND NO_SUCH_RUN for a
     run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
@@ -331,7 +331,7 @@ class WeightDeliveryServiceStub:
 
 
 class WeightDeliveryServiceServicer:
-    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    """Gives versions out. Called by engines and relays; needs the role replica or trainer. Every call answers NOT_FOUND NO_SUCH_RUN for a
     run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
@@ -372,6 +372,7 @@ class WeightDeliveryServiceServicer:
 
     def ReportVersion(self, request, context):
         """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease.
+        A relay reports itself so too; that needs the trainer role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -414,7 +415,7 @@ def add_WeightDeliveryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightDeliveryService:
-    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    """Gives versions out. Called by engines and relays; needs the role replica or trainer. Every call answers NOT_FOUND NO_SUCH_RUN for a
     run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 

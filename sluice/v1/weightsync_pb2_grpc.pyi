@@ -29,7 +29,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightSyncServiceStub:
-    """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
+    """Takes versions in. Called by the ranks of a trainer and by operators; needs the trainer role. A version is
     invisible until CommitVersion succeeds, and whole from then on.
     """
 
@@ -56,7 +56,7 @@ class WeightSyncServiceStub:
     ListVersions: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ListVersionsRequest, _weightsync_pb2.ListVersionsResponse]
     """Lists committed versions of a run, newest first. No side effects. Errors: NOT_FOUND (run)."""
     GetManifest: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.GetManifestRequest, _weightsync_pb2.GetManifestResponse]
-    """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version)."""
+    """Describes one committed version. No side effects; the replica role may call it too. Errors: NOT_FOUND (run or version)."""
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]
     """Deletes a version that no live replica needs. Idempotent.
     Errors: NOT_FOUND (run), FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says
@@ -65,7 +65,7 @@ class WeightSyncServiceStub:
 
 @_typing.type_check_only
 class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
-    """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
+    """Takes versions in. Called by the ranks of a trainer and by operators; needs the trainer role. A version is
     invisible until CommitVersion succeeds, and whole from then on.
     """
 
@@ -89,7 +89,7 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     ListVersions: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ListVersionsRequest, _weightsync_pb2.ListVersionsResponse]  # type: ignore[assignment]
     """Lists committed versions of a run, newest first. No side effects. Errors: NOT_FOUND (run)."""
     GetManifest: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.GetManifestRequest, _weightsync_pb2.GetManifestResponse]  # type: ignore[assignment]
-    """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version)."""
+    """Describes one committed version. No side effects; the replica role may call it too. Errors: NOT_FOUND (run or version)."""
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.DeleteVersionRequest, _weightsync_pb2.DeleteVersionResponse]  # type: ignore[assignment]
     """Deletes a version that no live replica needs. Idempotent.
     Errors: NOT_FOUND (run), FAILED_PRECONDITION (newest version, pinned, or base of a chain in use; the message says
@@ -97,7 +97,7 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     """
 
 class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Takes versions in. Called by the ranks of a trainer and by operators; needs the admin role. A version is
+    """Takes versions in. Called by the ranks of a trainer and by operators; needs the trainer role. A version is
     invisible until CommitVersion succeeds, and whole from then on.
     """
 
@@ -143,7 +143,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.GetManifestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.GetManifestResponse, _abc.Awaitable[_weightsync_pb2.GetManifestResponse]]:
-        """Describes one committed version. No side effects. Errors: NOT_FOUND (run or version)."""
+        """Describes one committed version. No side effects; the replica role may call it too. Errors: NOT_FOUND (run or version)."""
 
     @_abc_1.abstractmethod
     def DeleteVersion(
@@ -159,7 +159,7 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WeightDeliveryServiceStub:
-    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    """Gives versions out. Called by engines and relays; needs the role replica or trainer. Every call answers NOT_FOUND NO_SUCH_RUN for a
     run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
@@ -187,11 +187,13 @@ class WeightDeliveryServiceStub:
     FAILED_PRECONDITION NO_DELTA (base is not what the delta is based on).
     """
     ReportVersion: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ReportVersionRequest, _weightsync_pb2.ReportVersionResponse]
-    """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease."""
+    """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease.
+    A relay reports itself so too; that needs the trainer role.
+    """
 
 @_typing.type_check_only
 class WeightDeliveryServiceAsyncStub(WeightDeliveryServiceStub):
-    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    """Gives versions out. Called by engines and relays; needs the role replica or trainer. Every call answers NOT_FOUND NO_SUCH_RUN for a
     run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
@@ -216,10 +218,12 @@ class WeightDeliveryServiceAsyncStub(WeightDeliveryServiceStub):
     FAILED_PRECONDITION NO_DELTA (base is not what the delta is based on).
     """
     ReportVersion: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ReportVersionRequest, _weightsync_pb2.ReportVersionResponse]  # type: ignore[assignment]
-    """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease."""
+    """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease.
+    A relay reports itself so too; that needs the trainer role.
+    """
 
 class WeightDeliveryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Gives versions out. Called by engines and relays; needs the agent role. Every call answers NOT_FOUND NO_SUCH_RUN for a
+    """Gives versions out. Called by engines and relays; needs the role replica or trainer. Every call answers NOT_FOUND NO_SUCH_RUN for a
     run that nothing was pushed to, and makes nothing for it: call again once its trainer has begun.
     """
 
@@ -272,6 +276,8 @@ class WeightDeliveryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.ReportVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.ReportVersionResponse, _abc.Awaitable[_weightsync_pb2.ReportVersionResponse]]:
-        """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease."""
+        """Reports what a replica serves or failed to take. Idempotent; also renews the replica's lease.
+        A relay reports itself so too; that needs the trainer role.
+        """
 
 def add_WeightDeliveryServiceServicer_to_server(servicer: WeightDeliveryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

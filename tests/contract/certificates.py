@@ -25,11 +25,13 @@ class Authority:
         self.path = folder / "ca.pem"
         self.path.write_bytes(_pem(certificate.sign(self.key, hashes.SHA256())))
 
-    def issue(self, name: str) -> tuple[Path, Path]:
-        """Certificate and key files."""
+    def issue(self, name: str, uri: str | None = None) -> tuple[Path, Path]:
+        """Certificate and key files; `uri` is one of its alternative names."""
         key = ec.generate_private_key(ec.SECP256R1())
-        addresses = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-        certificate = _builder(_name(name), self.name, key).add_extension(addresses, critical=False)
+        names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        names += [] if uri is None else [x509.UniformResourceIdentifier(uri)]
+        alternatives = x509.SubjectAlternativeName(names)
+        certificate = _builder(_name(name), self.name, key).add_extension(alternatives, critical=False)
         certificate_path, key_path = self.folder / f"{name}.pem", self.folder / f"{name}.key"
         certificate_path.write_bytes(_pem(certificate.sign(self.key, hashes.SHA256())))
         key_path.write_bytes(

@@ -299,7 +299,7 @@ async def served(*registrations) -> AsyncIterator[str]:
     """Serve some servicers on a free loopback port; gives the address."""
     server = RpcServer("double", ServerConfig(), SecurityConfig())
     for add, servicer, name in registrations:
-        server.add(add, servicer, name, role="admin")
+        server.add(add, servicer, name)
     port = await server.start()
     try:
         yield f"127.0.0.1:{port}"

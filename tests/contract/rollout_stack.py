@@ -92,20 +92,12 @@ class Replica:
         weights = ReplicaWeights(common, config, self.supervisor)
         self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer)
         self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN)
+        self._rpc.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, "sluice.v1.RolloutService")
         self._rpc.add(
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-            self.servicer,
-            "sluice.v1.RolloutService",
-            role="agent",
-        )
-        self._rpc.add(
-            rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server,
-            self.admin,
-            "sluice.v1.RolloutAdminService",
-            role="admin",
+            rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, self.admin, "sluice.v1.RolloutAdminService"
         )
         app = create_app(
-            self.servicer, self.admin, str(self.model), self.security, "127.0.0.1", max_requests=self.max_requests
+            self.servicer, self.admin, str(self.model), self._rpc.access, "127.0.0.1", max_requests=self.max_requests
         )
         self.http = HttpServer(app, "127.0.0.1", 0, self.security)
         await self._rpc.start()

@@ -124,11 +124,9 @@ async def replica(base: Path, adapters: list[Path], tmp_path: Path) -> AsyncIter
         requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), 60.0)
         admin = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
-        server.add(
-            rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService", role="agent"
-        )
+        server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService")
         name = "sluice.v1.RolloutAdminService"
-        server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, name, role="admin")
+        server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, name)
         await server.start()
         task = asyncio.create_task(weights.run_forever())
         async with connect(server.target, SecurityConfig()) as channel:

@@ -74,7 +74,7 @@ async def replica(models: list[Path], tmp_path: Path) -> AsyncIterator[Replica]:
             admin = RolloutAdminServicer("one", supervisor, weights, requests)
             server = RpcServer("rollout", ServerConfig(port=0), SecurityConfig())
             name = "sluice.v1.RolloutAdminService"
-            server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, name, role="admin")
+            server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, name)
             await server.start()
             task = asyncio.create_task(weights.run_forever())
             try:

@@ -102,7 +102,7 @@ async def follow(
         servicer = RolloutAdminServicer("one", supervisor, weights, requests)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
         name = "sluice.v1.RolloutAdminService"
-        server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, servicer, name, role="admin")
+        server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, servicer, name)
         await server.start()
         duties = [weights.run_forever(), *([supervisor.watch_forever(weights.restart_engine)] if restarts else [])]
         tasks = [asyncio.create_task(duty) for duty in duties]

@@ -91,7 +91,7 @@ async def server():
         (orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server, Orchestrator(), "OrchestratorService"),
         (weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, WeightSync(), "WeightSyncService"),
     ):
-        rpc.add(add, servicer, f"sluice.v1.{name}", "admin")
+        rpc.add(add, servicer, f"sluice.v1.{name}")
     await rpc.start()
     yield rpc
     await rpc.stop(0)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import re
 from pathlib import Path
 
 import grpc
 import pytest
 from certificates import Authority
+from google.protobuf import descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from trainer_double import start_double
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError, connect
-from sluice.v1 import common_pb2, common_pb2_grpc, trainer_pb2, trainer_pb2_grpc
+from sluice.rpc.access import ACCESS, roles_for
+from sluice.rpc.principals import ROLES, add_token
+from sluice.v1 import (
+    common_pb2,
+    common_pb2_grpc,
+    environment_pb2,
+    orchestrator_pb2,
+    rollout_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+    weightsync_pb2,
+)
 
 
 def token_file(folder: Path, name: str, text: str | None = None) -> Path:
@@ -38,6 +53,16 @@ async def outcome(target: str, security: SecurityConfig, role: str = "admin") ->
     return "OK"
 
 
+async def info_outcome(target: str, security: SecurityConfig) -> str:
+    """The code that a call ends with which every principal may make."""
+    async with connect(target, security) as channel:
+        try:
+            await common_pb2_grpc.ServerInfoServiceStub(channel).GetServerInfo(common_pb2.GetServerInfoRequest())
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return "OK"
+
+
 @pytest.mark.parametrize(
     ("needed", "sent", "code"),
     [
@@ -52,10 +77,150 @@ async def outcome(target: str, security: SecurityConfig, role: str = "admin") ->
     ],
 )
 async def test_each_token_grants_its_role_and_the_admin_token_grants_both(tmp_path, tokens, needed, sent, code):
-    server, double = await start_double(tokens, role=needed)
+    server, double = await start_double(tokens)
     path = None if sent is None else token_file(tmp_path, f"sent-{sent}", sent)
-    assert await outcome(server.target, SecurityConfig(admin_token_file=path)) == code
-    assert double.calls == (code == "OK")
+    call = outcome if needed == "admin" else info_outcome
+    assert await call(server.target, SecurityConfig(admin_token_file=path)) == code
+    assert double.calls == (code == "OK" and needed == "admin")
+    await server.stop(0)
+
+
+def test_every_method_of_every_contract_has_a_rule():
+    contracts = {
+        f"{service.full_name}"
+        for module in (common_pb2, environment_pb2, orchestrator_pb2, rollout_pb2, trainer_pb2, weightsync_pb2)
+        for service in module.DESCRIPTOR.services_by_name.values()
+    }
+    listed = {name.partition("/")[0] for name in ACCESS} - {reflection.SERVICE_NAME}
+    assert listed == contracts
+    pool = descriptor_pool.Default()
+    for service, _, method in (name.partition("/") for name in ACCESS if "/" in name):
+        assert method in pool.FindServiceByName(service).methods_by_name
+
+
+def test_the_page_on_security_has_the_same_table():
+    page = (Path(__file__).parents[2] / "docs/security.md").read_text()
+    rows = re.findall(r"^\| ((?:`[A-Za-z.]+(?:/[A-Za-z]+)?`(?:, )?)+) \| (.*?) ?\|$", page, re.MULTILINE)
+    shown = {name: roles for names, roles in rows for name in re.findall(r"`([^`]+)`", names)}
+    for name, roles in ACCESS.items():
+        short = "grpc.reflection" if name == reflection.SERVICE_NAME else name.removeprefix("sluice.v1.")
+        told = set(ROLES) if shown[short] == "every role" else set(re.findall(r"`([a-z]+)`", shown.pop(short)))
+        assert told - {"admin"} == roles - {"admin"}, short
+
+
+@pytest.mark.parametrize(
+    ("method", "roles"),
+    [
+        ("sluice.v1.RolloutService/Generate", {"agent", "gateway"}),
+        ("sluice.v1.RolloutAdminService/Drain", set()),
+        ("sluice.v1.WeightSyncService/PushWeights", {"trainer"}),
+        ("sluice.v1.WeightSyncService/GetManifest", {"trainer", "replica"}),
+        ("sluice.v1.WeightDeliveryService/PullWeights", {"replica", "trainer"}),
+        ("sluice.v1.OrchestratorService/RegisterReplica", {"replica"}),
+        ("sluice.v1.OrchestratorService/SetRun", set()),
+        ("sluice.v1.TrainerService/SubmitBatch", set()),
+        ("sluice.v1.ServerInfoService/GetServerInfo", {"agent", "gateway", "replica", "trainer"}),
+        ("unheard.of.Service/Method", set()),
+    ],
+)
+def test_a_role_may_call_what_its_work_needs(method, roles):
+    service, _, name = method.partition("/")
+    assert roles_for(service, name) == roles | {"admin"}
+    assert roles_for("grpc.health.v1.Health", "Check") is None
+
+
+class Principals:
+    """A principals file with one principal per role, and a quota for some."""
+
+    def __init__(self, folder: Path, **quotas: str) -> None:
+        self.file = folder / "principals.toml"
+        self.tokens = {role: token_file(folder, f"{role}.token", add_token(self.file, role, role)) for role in ROLES}
+        text = self.file.read_text()
+        for role, quota in quotas.items():
+            text = text.replace(f'role = "{role}"\n', f'role = "{role}"\nquota = {quota}\n')
+        self.file.write_text(text)
+
+    def server(self) -> SecurityConfig:
+        return SecurityConfig(principals_file=self.file)
+
+    def client(self, role: str) -> SecurityConfig:
+        return SecurityConfig(token_file=self.tokens[role])
+
+
+async def refusal(target: str, security: SecurityConfig) -> SluiceError:
+    async with connect(target, security) as channel:
+        stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=10)
+    return SluiceError.from_rpc(caught.value)
+
+
+async def test_each_principal_of_a_file_has_its_role(tmp_path):
+    principals = Principals(tmp_path)
+    server, double = await start_double(principals.server())
+    for role in ROLES:
+        assert await info_outcome(server.target, principals.client(role)) == "OK"
+        code = "OK" if role == "admin" else "PERMISSION_DENIED"
+        assert await outcome(server.target, principals.client(role)) == code
+    assert double.callers == ["admin"]
+    error = await refusal(server.target, principals.client("replica"))
+    assert error.metadata == {"principal": "replica", "role": "replica", "needed": "admin"}
+    assert "principal 'replica' has the role replica" in error.message
+    assert principals.tokens["replica"].read_text().strip() not in error.message
+    await server.stop(0)
+
+
+async def test_a_quota_of_calls_a_second_is_refused_with_a_delay(tmp_path):
+    principals = Principals(tmp_path, admin="{requests_per_s = 0.01, burst = 2}")
+    server, double = await start_double(principals.server())
+    assert [await outcome(server.target, principals.client("admin")) for _ in range(2)] == ["OK", "OK"]
+    error = await refusal(server.target, principals.client("admin"))
+    assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_RATE")
+    assert 50 < error.retry_after_s <= 100
+    assert await info_outcome(server.target, principals.client("replica")) == "OK"
+    assert double.calls == 2
+    await server.stop(0)
+
+
+async def test_a_quota_of_calls_in_progress_counts_streams_until_they_end(tmp_path):
+    principals = Principals(tmp_path, admin="{in_flight = 1}")
+    server, double = await start_double(principals.server())
+    async with connect(server.target, principals.client("admin")) as channel:
+        stream = trainer_pb2_grpc.TrainerServiceStub(channel).WatchSteps(
+            trainer_pb2.WatchStepsRequest(run="wait"), timeout=30
+        )
+        await asyncio.wait_for(double.entered.wait(), 10)
+        error = await refusal(server.target, principals.client("admin"))
+        assert (error.reason, error.retry_after_s) == ("QUOTA_IN_FLIGHT", 1.0)
+        stream.cancel()
+        await asyncio.wait_for(double.cancelled.wait(), 10)
+    assert await outcome(server.target, principals.client("admin")) == "OK"
+    await server.stop(0)
+
+
+async def test_a_call_that_its_role_does_not_allow_uses_the_quota_up_too(tmp_path):
+    principals = Principals(tmp_path, agent="{requests_per_s = 0.01, burst = 1}")
+    server, _ = await start_double(principals.server())
+    assert await outcome(server.target, principals.client("agent")) == "PERMISSION_DENIED"
+    assert await outcome(server.target, principals.client("agent")) == "RESOURCE_EXHAUSTED"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("certificate", ["client", "spiffe://site/client"])
+async def test_a_client_certificate_names_its_principal(tmp_path, certificate):
+    authority = Authority(tmp_path / "a")
+    own, own_key = authority.issue("server")
+    client, client_key = authority.issue("client", uri="spiffe://site/client")
+    stranger, stranger_key = authority.issue("stranger", uri="spiffe://site/stranger")
+    file = tmp_path / "principals.toml"
+    file.write_text(f'[[principal]]\nname = "op"\nrole = "admin"\ncertificate = "{certificate}"\n')
+    tls = {"tls_cert": own, "tls_key": own_key, "tls_ca": authority.path, "require_client_cert": True}
+    server, double = await start_double(SecurityConfig(principals_file=file, **tls))
+    known = SecurityConfig(tls_ca=authority.path, tls_cert=client, tls_key=client_key)
+    unknown = SecurityConfig(tls_ca=authority.path, tls_cert=stranger, tls_key=stranger_key)
+    assert await outcome(server.target, known) == "OK"
+    assert await outcome(server.target, unknown) == "UNAUTHENTICATED"
+    assert double.callers == ["op"]
     await server.stop(0)
 
 

@@ -17,6 +17,7 @@ from weightsync_stack import RESOURCE, RUN, equal_bits, error_of, eventually, we
 from sluice.config import ConfigError, SecurityConfig
 from sluice.host_files import host_id
 from sluice.rpc import connect
+from sluice.rpc.principals import add_token
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
 from sluice.versions import Version
@@ -240,28 +241,34 @@ async def test_a_cycle_of_relays_is_refused(tmp_path: Path) -> None:
     assert all("takes its versions from this relay" in reason for reason in reasons)
 
 
-async def test_only_an_administrator_calls_itself_a_relay(tmp_path: Path) -> None:
-    tokens = {role: tmp_path / f"{role}.token" for role in ("agent", "admin")}
-    for role, path in tokens.items():
-        path.write_text(f"the-token-of-the-{role}")
-    security = SecurityConfig(token_file=tokens["agent"], admin_token_file=tokens["admin"])
+async def test_a_replica_cannot_call_itself_a_relay(tmp_path: Path) -> None:
+    file = tmp_path / "principals.toml"
+    sent = {}
+    for role in ("agent", "replica", "trainer"):
+        (tmp_path / f"{role}.token").write_text(add_token(file, role, role))
+        sent[role] = SecurityConfig(token_file=tmp_path / f"{role}.token")
     request = pb.ReportVersionRequest(
         run=RESOURCE, replica="r", version=Version(1, 1).to_proto(), phase=pb.REPLICA_PHASE_SERVING
     )
-    async with running(Node(tmp_path / "root", security=security, **FAST)) as root:
-        async with connect(root.target, security, role="agent") as channel:
-            stub = weightsync_pb2_grpc.WeightDeliveryServiceStub(channel)
-            await stub.ReportVersion(request, timeout=30)
-            taking_its_name = pb.ReportVersionRequest(
-                run=RESOURCE, replica="relay:a:1", version=request.version, phase=request.phase
-            )
-            request.relay_address = "evil.example:1"
-            for wrong in (request, taking_its_name):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await stub.ReportVersion(wrong, timeout=30)
-                assert error_of(caught.value).code is grpc.StatusCode.PERMISSION_DENIED
-        async with connect(root.target, security, role="admin") as channel:
-            await weightsync_pb2_grpc.WeightDeliveryServiceStub(channel).ReportVersion(request, timeout=30)
+    taking_its_name = pb.ReportVersionRequest(
+        run=RESOURCE, replica="relay:a:1", version=request.version, phase=request.phase
+    )
+    announcing = pb.ReportVersionRequest(relay_address="evil.example:1")
+    announcing.MergeFrom(request)
+
+    async def report(role: str, what: pb.ReportVersionRequest) -> str:
+        async with connect(root.target, sent[role]) as channel:
+            try:
+                await weightsync_pb2_grpc.WeightDeliveryServiceStub(channel).ReportVersion(what, timeout=30)
+            except grpc.aio.AioRpcError as error:
+                return error.code().name
+        return "OK"
+
+    async with running(Node(tmp_path / "root", security=SecurityConfig(principals_file=file), **FAST)) as root:
+        assert await report("agent", request) == "PERMISSION_DENIED"
+        assert await report("replica", request) == "OK"
+        assert [await report("replica", wrong) for wrong in (taking_its_name, announcing)] == ["PERMISSION_DENIED"] * 2
+        assert await report("trainer", announcing) == "OK"
         run = await root.serving.runs.open(RESOURCE)
         assert [each.address for each in run.describe_relays(root.serving.runs.clock())] == ["evil.example:1"]
 

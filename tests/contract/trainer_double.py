@@ -10,6 +10,7 @@ import grpc
 
 from sluice.config import SecurityConfig, ServerConfig
 from sluice.rpc import RpcServer, SluiceError
+from sluice.rpc.access import caller
 from sluice.v1 import trainer_pb2, trainer_pb2_grpc
 
 SERVICE = "sluice.v1.TrainerService"
@@ -23,12 +24,14 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
         self.metadata: list[dict[str, str]] = []
         self.failures: list[Exception] = []
         self.calls = 0
+        self.callers: list[str] = []
         self.entered = asyncio.Event()
         self.release = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     def _note(self, context: grpc.aio.ServicerContext) -> None:
         self.calls += 1
+        self.callers.append(caller().name)
         self.remaining_s.append(context.time_remaining())
         self.metadata.append(dict(context.invocation_metadata()))
         if self.failures:
@@ -73,14 +76,12 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
                 self.cancelled.set()
 
 
-async def start_double(
-    security: SecurityConfig | None = None, role: str = "admin", **server: object
-) -> tuple[RpcServer, TrainerDouble]:
+async def start_double(security: SecurityConfig | None = None, **server: object) -> tuple[RpcServer, TrainerDouble]:
     """A server on a free loopback port with the double in it."""
     double = TrainerDouble()
     rpc = RpcServer(
         "trainer", ServerConfig(**server), security or SecurityConfig(), features=["engine.double"], run="r1"
     )
-    rpc.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, double, SERVICE, role)
+    rpc.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, double, SERVICE)
     await rpc.start()
     return rpc, double

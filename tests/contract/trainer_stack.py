@@ -49,9 +49,7 @@ async def weight_service(common: CommonConfig, port: int = 0) -> AsyncIterator[s
     runs = build_runs(common, config)
     servicer = WeightSyncServicer(runs)
     server = RpcServer("weightsync", ServerConfig(port=port), SecurityConfig())
-    server.add(
-        weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, servicer, "sluice.v1.WeightSyncService", "admin"
-    )
+    server.add(weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server, servicer, "sluice.v1.WeightSyncService")
     await server.start()
     try:
         yield server.target
@@ -70,10 +68,7 @@ async def trainer_service(
     trainer = Trainer(Learner(common, config), publisher)
     server = RpcServer("trainer", ServerConfig(), SecurityConfig(), run=common.run)
     server.add(
-        trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-        TrainerServicer(trainer),
-        "sluice.v1.TrainerService",
-        "admin",
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(trainer), "sluice.v1.TrainerService"
     )
     await server.start()
     try:

@@ -52,7 +52,7 @@ async def one_process(programs: Programs) -> AsyncIterator[tuple[Trainer, Traine
     trainer = Trainer(Learner(common, config), PolicyPublisher(WeightPublisher(channel, ALONE)))
     server = RpcServer("trainer", ServerConfig(), SecurityConfig(), run=ALONE)
     add = trainer_pb2_grpc.add_TrainerServiceServicer_to_server
-    server.add(add, TrainerServicer(trainer), "sluice.v1.TrainerService", "admin")
+    server.add(add, TrainerServicer(trainer), "sluice.v1.TrainerService")
     await server.start()
     try:
         await trainer.load()

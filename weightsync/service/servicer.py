@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 
 from sluice.host_files import PeerFileError, host_id, open_peer_file
 from sluice.rpc import SluiceError
+from sluice.rpc.access import require_role
 from sluice.tasks import settle
 from sluice.v1 import weightsync_pb2 as pb
 from sluice.v1 import weightsync_pb2_grpc
@@ -267,15 +268,10 @@ async def _next(requests: AsyncIterator[pb.PushWeightsRequest], idle_s: float) -
 
 
 class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
-    """Serves `sluice.v1.WeightDeliveryService`.
+    """Serves `sluice.v1.WeightDeliveryService`."""
 
-    `require_admin` raises `SluiceError` if a call comes without the admin's token. Engines load what a relay gives them,
-    so only the admin may report as one.
-    """
-
-    def __init__(self, runs: Runs, require_admin: Callable[[Context], None] | None = None) -> None:
+    def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._require_admin = require_admin
         self._watchers = 0
 
     async def WatchVersions(
@@ -352,8 +348,8 @@ class WeightDeliveryServicer(weightsync_pb2_grpc.WeightDeliveryServiceServicer):
         if request.phase == pb.REPLICA_PHASE_UNSPECIFIED:
             raise SluiceError.invalid_argument("phase", "say what became of the version")
         is_relay = bool(request.relay_address) or request.replica.startswith(RELAY_PREFIX)
-        if is_relay and self._require_admin is not None:
-            self._require_admin(context)
+        if is_relay:
+            require_role("trainer")  # engines load what a relay gives them
         run = await self._runs.find(request.run)
         lease_s = self._runs.config.lease_s
         if self._runs.upstream is not None:

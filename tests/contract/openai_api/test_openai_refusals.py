@@ -154,7 +154,7 @@ class TestRoles:
         async with httpx.AsyncClient() as http:
             response = await http.post(guarded.url + path, json={"prompt": PROMPT, "max_tokens": 1}, headers=headers)
         assert response.status_code == status
-        assert status == 200 or response.json()["error"]["code"] in {"TOKEN_REQUIRED", "ADMIN_REQUIRED"}
+        assert status == 200 or response.json()["error"]["code"] in {"TOKEN_REQUIRED", "ROLE_REQUIRED"}
 
     async def test_the_client_raises_its_own_errors(self, guarded):
         async with client_of(guarded, "stranger") as client:

@@ -1,0 +1,187 @@
+"""Who may call what, over what, and where a server may listen.
+
+`ACCESS` is the one table of roles and methods. `Access` applies it to the calls of one server, gRPC and HTTP together.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
+
+import grpc
+from grpc_health.v1 import health
+from grpc_reflection.v1alpha import reflection
+
+from sluice.config import ConfigError, SecurityConfig, ServerConfig
+from sluice.rpc.channel import UNIX, read_pem
+from sluice.rpc.errors import SluiceError
+from sluice.rpc.principals import ANYONE, ROLES, Principal, Principals, Role, now_utc
+from sluice.rpc.quota import Usage
+
+INFO_SERVICE = "sluice.v1.ServerInfoService"
+
+_EVERY_ROLE = frozenset(ROLES)
+
+ACCESS: Mapping[str, frozenset[Role]] = {
+    INFO_SERVICE: _EVERY_ROLE,
+    reflection.SERVICE_NAME: _EVERY_ROLE,
+    "sluice.v1.RolloutService": frozenset({"agent", "gateway"}),
+    "sluice.v1.EpisodeService": frozenset({"agent", "gateway"}),
+    "sluice.v1.EnvironmentService": frozenset({"agent", "gateway"}),
+    "sluice.v1.RolloutAdminService": frozenset(),
+    "sluice.v1.TrainerService": frozenset(),
+    "sluice.v1.OrchestratorService": frozenset(),
+    "sluice.v1.OrchestratorService/RegisterReplica": frozenset({"replica"}),
+    "sluice.v1.OrchestratorService/Heartbeat": frozenset({"replica"}),
+    "sluice.v1.WeightSyncService": frozenset({"trainer"}),
+    "sluice.v1.WeightSyncService/GetManifest": frozenset({"trainer", "replica"}),
+    # A relay is a principal of the role trainer: engines load what it gives them, as they load what a trainer pushes.
+    "sluice.v1.WeightDeliveryService": frozenset({"replica", "trainer"}),
+}
+"""Roles that may call a service, or one method of it, besides admin, who may call everything. What is not here is admin's."""
+
+_OPEN = frozenset({health.SERVICE_NAME})
+"""Services that need no principal."""
+
+_caller: ContextVar[Principal] = ContextVar("caller", default=ANYONE)
+
+
+def roles_for(service: str, method: str) -> frozenset[Role] | None:
+    """Return the roles that may call a method; None if it needs no principal.
+
+    Args:
+        service: Fully qualified, such as ``sluice.v1.TrainerService``.
+        method: Its name in the service.
+    """
+    if service in _OPEN:
+        return None
+    listed = ACCESS.get(f"{service}/{method}", ACCESS.get(service, frozenset()))
+    return listed | {"admin"}
+
+
+def caller() -> Principal:
+    """Return who makes the call that is being served; `ANYONE` where the server knows no principals."""
+    return _caller.get()
+
+
+def require_role(*roles: Role) -> None:
+    """Refuse the call that is being served unless its principal has one of the roles, or is an admin.
+
+    Raises:
+        SluiceError: PERMISSION_DENIED.
+    """
+    principal = caller()
+    if principal.role != "admin" and principal.role not in roles:
+        needed = " or ".join([*sorted({*roles} - {"admin"}), "admin"])
+        raise SluiceError(
+            grpc.StatusCode.PERMISSION_DENIED,
+            "ROLE_REQUIRED",
+            f"this call needs the role {needed}; principal {principal.name!r} has the role {principal.role}: call with the"
+            " token or certificate of another principal",
+            metadata={"principal": principal.name, "role": principal.role, "needed": needed},
+        )
+
+
+class Access:
+    """Decides about the calls of one server.
+
+    Args:
+        security: Which principals there are.
+        clock: Monotonic seconds, for quotas.
+
+    Raises:
+        ConfigError: if a file of principals or tokens cannot be used.
+    """
+
+    def __init__(self, security: SecurityConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._principals = Principals.of(security)
+        self._clock = clock
+        self._usage: dict[str, Usage] = {}
+
+    @property
+    def open(self) -> bool:
+        """Whether no principals are configured, so that every call passes."""
+        return self._principals is None
+
+    @property
+    def knows_certificates(self) -> bool:
+        """Whether callers may be known by a certificate."""
+        return self._principals is not None and self._principals.know_certificates
+
+    def admit(
+        self, authorization: str | bytes | None, certificate: Collection[str], roles: frozenset[Role]
+    ) -> Usage | None:
+        """Admit one call, and make its principal the `caller` of this context.
+
+        The quota comes before the role: refused calls use it up too.
+
+        Args:
+            authorization: The call's `authorization` metadata or header.
+            certificate: Common name and URIs of the verified client certificate.
+            roles: The roles that may make the call.
+
+        Returns:
+            What must be told of the call's end; None if nobody counts.
+
+        Raises:
+            SluiceError: UNAUTHENTICATED, RESOURCE_EXHAUSTED beyond the quota, PERMISSION_DENIED.
+        """
+        if self._principals is None:
+            return None
+        principal = self._principals.identify(authorization, certificate, now_utc())
+        _caller.set(principal)
+        usage = self._usage.get(principal.name)
+        now = self._clock()
+        if usage is None:  # as many as there are principals, at most
+            usage = self._usage[principal.name] = Usage(principal, now)
+        usage.begin(now)
+        try:
+            require_role(*roles)
+        except SluiceError:
+            usage.end()
+            raise
+        return usage
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine can reach the address."""
+    if host.startswith(UNIX) or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(server: ServerConfig, security: SecurityConfig) -> None:
+    """Refuse to expose an unprotected server to the network.
+
+    Raises:
+        ConfigError: if the address is not local, and TLS or principals are missing, and `insecure` is not set.
+    """
+    if security.insecure or is_local(server.host):
+        return
+    missing = []
+    if security.tls_cert is None:
+        missing.append("TLS (security.tls_cert, security.tls_key)")
+    if security.admin_token_file is None and security.principals_file is None:
+        missing.append("tokens (security.principals_file, or security.token_file and security.admin_token_file)")
+    if missing:
+        raise ConfigError(
+            f"refusing to listen on {server.host} without {' and '.join(missing)}:"
+            " set them, bind 127.0.0.1, or say --insecure if the network is trusted"
+        )
+
+
+def server_credentials(server: ServerConfig, security: SecurityConfig) -> grpc.ServerCredentials | None:
+    """Return the server's TLS credentials, mutual if configured; None on a unix socket or without a certificate."""
+    if server.host.startswith(UNIX) or security.tls_cert is None or security.tls_key is None:
+        return None
+    authorities = read_pem(security.tls_ca) if security.tls_ca is not None else None
+    return grpc.ssl_server_credentials(
+        [(read_pem(security.tls_key), read_pem(security.tls_cert))],
+        root_certificates=authorities if security.require_client_cert else None,
+        require_client_auth=security.require_client_cert,
+    )
