@@ -563,7 +563,7 @@ class TrajectoryResult(_message.Message):
     """Trained or dropped."""
     reason: _builtins.str
     """Why it was dropped. STALE, RETIRED_EPOCH: its tokens are too old. MISSING_REWARD: nothing to estimate its advantage
-    from. NO_TRAINED_TOKENS: no token has everything that the loss reads. NON_FINITE_STEP: every optimizer step that it
+    from. MASKED: it came without a token to train. NO_TRAINED_TOKENS: no token has everything that the loss reads. NON_FINITE_STEP: every optimizer step that it
     was part of was skipped. CRITIC_WARMUP: it trained the critic alone; the policy did not change.
     """
     max_staleness: _builtins.int

@@ -171,7 +171,7 @@ def test_branches_of_an_episode_count_once() -> None:
 
 def test_nothing_to_train_is_told_apart_from_stale() -> None:
     result = consumed(sample("empty", tokens=0), sample("missing", logprob=float("nan")))
-    assert outcomes(result) == {"empty": "NO_TRAINED_TOKENS", "missing": "NO_TRAINED_TOKENS"}
+    assert outcomes(result) == {"empty": "MASKED", "missing": "NO_TRAINED_TOKENS"}
     assert result.sequences == ()
 
 

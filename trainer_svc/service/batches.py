@@ -37,6 +37,8 @@ LOGPROB_ROUNDING = 1e-3
 
 MISSING_REWARD = "MISSING_REWARD"
 NO_TRAINED_TOKENS = "NO_TRAINED_TOKENS"
+MASKED = "MASKED"
+"""It came without a token to train, so that its reward counts in its group's statistics and nothing else does."""
 NON_FINITE_STEP = "NON_FINITE_STEP"
 CRITIC_WARMUP = "CRITIC_WARMUP"
 RETIRED_EPOCH = "RETIRED_EPOCH"
@@ -447,7 +449,7 @@ def _judge(
         row = replace(row, loss_mask=mask)
     (kept,), lost = keep_trainable([row], objective)
     if not kept.loss_mask.any():
-        return _dropped(sample, NO_TRAINED_TOKENS, oldest)
+        return _dropped(sample, NO_TRAINED_TOKENS if sample.trained_tokens else MASKED, oldest)
     if stale := len(ages) - int(fresh.sum()):
         lost |= {STALE: stale}
     return Decision(sample, kept, "", oldest, ages[kept.loss_mask[sample.sequence.loss_mask].numpy()], lost)
