@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from sluice.advantages import ESTIMATORS, TRAINER_ESTIMATORS
 from sluice.config import CommonConfig, Section, ServerConfig
+from sluice.config.schema import Value, deep_merge
 
 NO_ADVANTAGE = "none"
 """Value of `advantage` with which batches bring no advantages and name no estimator."""
@@ -63,14 +67,69 @@ class CheckpointConfig(Section):
 
 
 class FilterConfig(Section):
-    """Which scored groups are trained."""
+    """Which scored groups are trained. Another task of the same environment takes the place of one that is not (dynamic sampling)."""
 
     drop_degenerate: bool = Field(
-        False, description="Drop groups whose rewards are all equal and draw others in their place (dynamic sampling)."
+        False, description="Replace groups whose rewards are all equal: most objectives learn nothing from them."
     )
-    min_reward_mean: float | None = Field(None, description="Drop groups whose mean reward is below this.")
-    max_reward_mean: float | None = Field(None, description="Drop groups whose mean reward is above this.")
-    max_in_a_row: int = Field(1024, ge=1, description="Groups dropped one after the other before the run fails.")
+    min_reward_mean: float | None = Field(None, description="Replace groups whose mean reward is below this.")
+    max_reward_mean: float | None = Field(None, description="Replace groups whose mean reward is above this.")
+
+    @property
+    def replaces(self) -> bool:
+        """Whether any group may be replaced."""
+        return self.drop_degenerate or self.min_reward_mean is not None or self.max_reward_mean is not None
+
+
+class OverlongConfig(Section):
+    """What becomes of episodes that were cut off by a limit of length or turns."""
+
+    policy: Literal["none", "mask", "penalise", "filter"] = Field(
+        "none",
+        description="none: train them as they are. mask: their rewards count in the group's statistics, their tokens are not trained. penalise: lower the reward of long turns. filter: drop them, rewards included.",
+    )
+    buffer_tokens: int = Field(
+        0,
+        ge=0,
+        description="penalise: the penalty grows linearly over the last this many tokens before the limit of a turn, from 0 to `penalty`. 0: only episodes that were cut off get it.",
+    )
+    penalty: float = Field(
+        1.0,
+        gt=0,
+        description="penalise: what a turn of full length, or an episode that was cut off, loses of its reward.",
+    )
+
+
+class PoolSharesConfig(Section):
+    """How often tasks of each pool are drawn; only the proportions matter. A pool without tasks passes its share on."""
+
+    new: float = Field(0.3, ge=0, description="Weight of tasks without a result.")
+    easy: float = Field(0.05, ge=0, description="Weight of tasks that are almost always solved.")
+    medium: float = Field(0.5, ge=0, description="Weight of the tasks between easy and hard.")
+    hard: float = Field(0.15, ge=0, description="Weight of tasks that are almost never solved.")
+
+
+class PoolsConfig(Section):
+    """Tasks by how often they are solved."""
+
+    enabled: bool = Field(
+        False, description="Draw tasks by pool. Otherwise every task comes once per pass, whatever its solve rate."
+    )
+    solved_reward: float = Field(1.0, description="An episode is solved if its reward is at least this.")
+    newest_weight: float = Field(
+        0.5, gt=0, le=1, description="Weight of a task's newest group in the moving mean of its solve rate."
+    )
+    easy_from: float = Field(0.9, gt=0, le=1, description="Least solve rate of an easy task.")
+    hard_to: float = Field(0.1, ge=0, lt=1, description="Greatest solve rate of a hard task.")
+    shares: PoolSharesConfig = Field(default_factory=PoolSharesConfig, description="How often each pool is drawn.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.hard_to >= self.easy_from:
+            raise ValueError(f"hard_to ({self.hard_to:g}) must be below easy_from ({self.easy_from:g})")
+        if not any(self.shares.model_dump().values()):
+            raise ValueError("every weight of shares is 0, so that no task could be drawn: raise one")
+        return self
 
 
 class ReplicasConfig(Section):
@@ -131,28 +190,108 @@ class JournalConfig(Section):
     )
 
 
-class OrchestratorConfig(Section):
-    """The table `[orchestrator]`."""
+class EpisodeConfig(Section):
+    """What may differ between the environments of a run. A table of `environments` takes over what `[orchestrator]` sets."""
 
-    environment: str = Field(
-        "", description="Environment: an installed id, `module:Attr`, or `path/to/env.py:Attr` (a class or a function)."
-    )
-    environment_args: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of the environment's class or function."
-    )
     split: str = Field("train", description="Split of the environment that tasks are drawn from.")
     workflow: str = Field(
         "auto",
         description="How an episode runs: `auto` (chosen by the environment), `single_turn`, `multi_turn`, or `module:Class`.",
+    )
+    max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
+    group_size: int = Field(8, ge=1, le=256, description="Episodes per group: attempts at one task.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training episodes are sampled.")
+    advantage: str = Field(
+        "centered",
+        description=f"Advantage estimator: {', '.join(ESTIMATORS)}, from rewards alone; {', '.join(TRAINER_ESTIMATORS)}, which the trainer runs and `trainer.objective` must name as well; or {NO_ADVANTAGE}, for an objective that reads no advantages.",
+    )
+    filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="Episodes that were cut off.")
+    pools: PoolsConfig = Field(default_factory=PoolsConfig, description="Tasks by how often they are solved.")
+    quarantine_after: int = Field(
+        3,
+        ge=1,
+        description="Groups of one task that may fail one after the other (the environment died, hung or raised, no reward, the deadline); then the task is not drawn any more.",
+    )
+    groups_per_s: float | None = Field(
+        None, gt=0, description="Most groups of an environment that start per second. none: no limit."
+    )
+
+    @model_validator(mode="after")
+    def _estimates(self) -> Self:
+        names = (*ESTIMATORS, *TRAINER_ESTIMATORS, NO_ADVANTAGE)
+        if self.advantage not in names:
+            raise ValueError(f"there is no advantage estimator {self.advantage!r}; choose one of {', '.join(names)}")
+        if self.group_size < 2 and self.advantage in ESTIMATORS:
+            raise ValueError(
+                f"{self.advantage} compares the episodes of a group: with a single episode every advantage is 0 and nothing is"
+                " learned; set group_size to 2 or more"
+            )
+        if self.filter.drop_degenerate and self.advantage not in ESTIMATORS:
+            raise ValueError(
+                f"filter.drop_degenerate drops groups of equal rewards, from which {self.advantage} still learns: set it to false"
+            )
+        return self
+
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}"
+"""What the name of an environment within a run may be."""
+
+
+class EnvironmentConfig(EpisodeConfig):
+    """One environment of a run, an entry `[[orchestrator.environments]]`. What it does not set, it has from `[orchestrator]`."""
+
+    name: str = Field(
+        "",
+        pattern=rf"^({_NAME})?$",
+        description="Name within the run, in reports and metrics. Empty: what `environment` ends with.",
+    )
+    environment: str = Field(
+        description="Environment: an installed id, `module:Attr`, or `path/to/env.py:Attr` (a class or a function)."
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the environment's class or function."
+    )
+    ratio: float = Field(
+        1.0,
+        gt=0,
+        description="Weight in the mix: groups are drawn from the environments in the proportion of their ratios.",
+    )
+    max_running: int | None = Field(
+        None, ge=1, description="Most of its groups whose episodes are under way at a time. none: only the run's limit."
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        self.name = self.name or _last_part(self.environment)
+        return self
+
+
+def _last_part(reference: str) -> str:
+    """Return the name of an environment that is given none: the attribute or the id that its reference ends with."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", reference.rpartition(":")[2])[:63].lstrip("_.-") or "environment"
+
+
+class OrchestratorConfig(EpisodeConfig):
+    """The table `[orchestrator]`."""
+
+    environment: str = Field(
+        "",
+        description="The run's only environment: an installed id, `module:Attr`, or `path/to/env.py:Attr` (a class or a function).",
+    )
+    environment_args: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of its class or function."
+    )
+    environments: list[EnvironmentConfig] = Field(
+        default_factory=list,
+        description="Environments that tasks are drawn from by ratio, in place of `environment`; see docs/curriculum.md.",
     )
     environment_threads: int = Field(
         32,
         ge=1,
         description="Calls of the environment (messages, reset, step) that run at a time. One that exceeds deadlines.environment_s is given up and counted, and its thread replaced.",
     )
-    max_turns: int = Field(8, ge=1, description="Most assistant turns of a multi-turn episode.")
     batch_size: int = Field(16, ge=1, description="Groups per training batch.")
-    group_size: int = Field(8, ge=1, le=256, description="Episodes per group: attempts at one task.")
     max_steps: int = Field(100, ge=1, description="Batches to train in all.")
     max_concurrent: int = Field(
         512,
@@ -160,11 +299,6 @@ class OrchestratorConfig(Section):
         description="Most groups between dispatch and the end of their training, whatever the staleness allows.",
     )
     max_running: int = Field(64, ge=1, description="Most groups whose episodes are under way at a time.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How training episodes are sampled.")
-    advantage: str = Field(
-        "centered",
-        description=f"Advantage estimator: {', '.join(ESTIMATORS)}, from rewards alone; {', '.join(TRAINER_ESTIMATORS)}, which the trainer runs and `trainer.objective` must name as well; or {NO_ADVANTAGE}, for an objective that reads no advantages.",
-    )
     on_stale: Literal["drop", "truncate", "requeue"] = Field(
         "drop",
         description="Trajectories with tokens beyond max_staleness: drop them, train only their fresh tokens, or draw the task again.",
@@ -178,13 +312,21 @@ class OrchestratorConfig(Section):
     max_failed_groups: int = Field(
         64, ge=1, description="Groups that may fail or end without a reward, one after the other, before the run fails."
     )
+    max_refills: int = Field(
+        1024,
+        ge=1,
+        description="Groups that `filter` may replace from one batch to the next. Bounds the wait for groups that teach something.",
+    )
+    on_max_refills: Literal["fail", "train"] = Field(
+        "fail",
+        description="What follows after `max_refills`: the run fails, or groups that `filter` would replace are trained until the batch is made.",
+    )
     max_lost_epochs: int = Field(
         5,
         ge=1,
         description="Times that the trainer may be lost, with no batch applied in between, before the run fails.",
     )
     reward: RewardConfig = Field(default_factory=RewardConfig, description="Scoring.")
-    filter: FilterConfig = Field(default_factory=FilterConfig, description="Which scored groups are trained.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation inside the run.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Checkpoints.")
     replicas: ReplicasConfig = Field(default_factory=ReplicasConfig, description="Rollout replicas.")
@@ -199,19 +341,44 @@ class OrchestratorConfig(Section):
         default_factory=lambda: ServerConfig(port=7104), description="Where the orchestrator listens."
     )
 
+    _mix: tuple[EnvironmentConfig, ...] = PrivateAttr()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pass_on(cls, data: Value) -> Value:
+        """Give each environment what the table `[orchestrator]` sets and the environment itself does not."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("environments"), list):
+            return data
+        shared = {name: data[name] for name in EpisodeConfig.model_fields if name in data}
+        given = data["environments"]
+        return {
+            **data,
+            "environments": [deep_merge(shared, each) if isinstance(each, Mapping) else each for each in given],
+        }
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        names = (*ESTIMATORS, *TRAINER_ESTIMATORS, NO_ADVANTAGE)
-        if self.advantage not in names:
-            raise ValueError(f"there is no advantage estimator {self.advantage!r}; choose one of {', '.join(names)}")
-        if self.group_size < 2 and self.advantage in ESTIMATORS:
+        if self.environment and self.environments:
             raise ValueError(
-                f"{self.advantage} compares the episodes of a group: with a single episode every advantage is 0 and nothing is"
-                " learned; set group_size to 2 or more"
+                "environment names the only environment of a run, and environments several: set one of them"
             )
-        if self.filter.drop_degenerate and self.advantage not in ESTIMATORS:
+        own = {name: getattr(self, name) for name in EpisodeConfig.model_fields}
+        reference = self.environment
+        alone = EnvironmentConfig.model_construct(
+            **own, name=_last_part(reference), environment=reference, args=self.environment_args
+        )
+        self._mix = tuple(self.environments) or (alone,)
+        twice = [name for name, times in Counter(each.name for each in self._mix).items() if times > 1]
+        if twice:
             raise ValueError(
-                f"filter.drop_degenerate drops groups of equal rewards, from which {self.advantage} still learns: set it to false"
+                f"two environments are called {twice[0]!r}: give each a name of its own (environments[].name)"
+            )
+        estimators = {each.advantage for each in self._mix}
+        if len(estimators) > 1 and not estimators <= set(ESTIMATORS):
+            foreign = ", ".join(sorted(estimators - set(ESTIMATORS)))
+            raise ValueError(
+                f"{foreign} holds for all environments of a run or for none, because the trainer is told once: give each"
+                f" environment the same advantage, or one of {', '.join(ESTIMATORS)}"
             )
         if self.max_concurrent < self.batch_size:
             raise ValueError(
@@ -219,14 +386,20 @@ class OrchestratorConfig(Section):
             )
         return self
 
+    @property
+    def mix(self) -> tuple[EnvironmentConfig, ...]:
+        """The environments of the run: `environments`, or the one that `environment` names."""
+        return self._mix
+
     def check_start(self, run: CommonConfig) -> None:
         """Refuse settings that would make the orchestrator fail at start; see `Section.check_start`."""
         from orchestrator_svc.envs.loading import check_there, locate  # noqa: PLC0415  a run alone has an environment
 
         del run
-        check_there(locate(self.environment), "environment")
-        if self.workflow not in WORKFLOWS:
-            check_there(self.workflow, "workflow")
+        for each in self.mix:
+            check_there(locate(each.environment), "environment")
+            if each.workflow not in WORKFLOWS:
+                check_there(each.workflow, "workflow")
 
 
 CONFIG = OrchestratorConfig

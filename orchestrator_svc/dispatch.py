@@ -237,7 +237,7 @@ class Dispatcher:
         self._scheduler.drop(number, reason)
         self._journal.drop(number, reason, was_accepted=0)
         if reason == Reason.FILTERED:
-            setting, limit = "filter.max_in_a_row", self._config.filter.max_in_a_row
+            setting, limit = "max_refills", self._config.max_refills
         else:
             setting, limit = "max_failed_groups", self._config.max_failed_groups
         self._fruitless[setting] += 1

@@ -30,6 +30,7 @@ from sluice.config.schema import (
     accepts_none,
     alternatives,
     deep_merge,
+    entry_class,
     is_flag,
     is_open,
     leaf_paths,
@@ -117,6 +118,8 @@ def _canonical_table(annotation: FieldType, value: Value) -> Value:
     table = table_class(annotation)
     if value == "none" and accepts_none(annotation):
         return None
+    if isinstance(value, list) and (entry := entry_class(annotation)) is not None:
+        return [_canonical_table(entry, each) for each in value]
     if not isinstance(value, Mapping) or table is None:
         return value
     renamed: dict[str, Any] = {}

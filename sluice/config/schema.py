@@ -56,6 +56,12 @@ def table_class(annotation: FieldType) -> type[BaseModel] | None:
     return tables[0] if len(tables) == 1 else None
 
 
+def entry_class(annotation: FieldType) -> type[BaseModel] | None:
+    """Return the class of the tables in a list; None for other types."""
+    origin: object = get_origin(annotation)
+    return table_class(get_args(annotation)[0]) if origin is list else None
+
+
 def accepts_none(annotation: FieldType) -> bool:
     """Return whether the field may be unset, by ``none`` in a file or a flag."""
     return type(None) in alternatives(annotation)

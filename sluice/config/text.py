@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from sluice.config.schema import CommonConfig, FieldType, Value, accepts_none, table_class
+from sluice.config.schema import CommonConfig, FieldType, Value, accepts_none, entry_class, table_class
 from sluice.config.secrets import REDACTED, redact
 
 _INTRODUCTION = """# Configuration
@@ -120,6 +120,8 @@ def _below(model: type[BaseModel], value: object, path: tuple[str, ...], descrip
         full, meaning, table = (*path, name), field.description or "", table_class(field.annotation)
         if table is None:
             settings.append((".".join(full), type_name(field.annotation), _default(field, value, name), meaning))
+            if (entry := entry_class(field.annotation)) is not None:
+                inner.append((entry, None, (*path, f"{name}[]"), entry.__doc__ or ""))
         else:
             inner.append((table, getattr(value, name, None), full, meaning))
     if settings:

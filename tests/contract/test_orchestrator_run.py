@@ -457,8 +457,8 @@ async def test_a_score_that_always_fails_ends_the_run_instead_of_drawing_tasks_f
 
 
 async def test_a_filter_that_lets_nothing_through_ends_the_run(scene) -> None:
-    with pytest.raises(FailedForGoodError, match="max_in_a_row"):
-        await scene.run(filter={"min_reward_mean": 5.0, "max_in_a_row": 3})
+    with pytest.raises(FailedForGoodError, match="max_refills"):
+        await scene.run(filter={"min_reward_mean": 5.0}, max_refills=3)
     assert scene.report()["state"] == "failed"
 
 
