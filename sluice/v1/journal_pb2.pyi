@@ -276,6 +276,7 @@ class TaskDrawn(_message.Message):
     EPISODES_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     REDRAW_REASON_FIELD_NUMBER: _builtins.int
+    PASSED_OVER_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     """Name of the environment within the run."""
     task_id: _builtins.str
@@ -293,7 +294,13 @@ class TaskDrawn(_message.Message):
     attempt: _builtins.int
     """Attempt of the group, from 0."""
     redraw_reason: _builtins.str
-    """Why a task that was drawn before was drawn again, such as "STALE"; empty for a task whose turn had come."""
+    """Why this draw replaces an earlier group: "NO_SIGNAL" brings another task of the same environment, any other reason, such
+    as "STALE", the same task. Empty if the mix of environments chose.
+    """
+    @_builtins.property
+    def passed_over(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Environments that could not deliver then, so that their share of this draw went to the others."""
+
     def __init__(
         self,
         *,
@@ -305,10 +312,11 @@ class TaskDrawn(_message.Message):
         episodes: _builtins.int = ...,
         attempt: _builtins.int = ...,
         redraw_reason: _builtins.str = ...,
+        passed_over: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draw", b"draw", "environment", b"environment", "episodes", b"episodes", "group", b"group", "position", b"position", "redraw_reason", b"redraw_reason", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "draw", b"draw", "environment", b"environment", "episodes", b"episodes", "group", b"group", "passed_over", b"passed_over", "position", b"position", "redraw_reason", b"redraw_reason", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -910,10 +918,31 @@ class EnvironmentProgress(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PoolCreditsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENVIRONMENT_FIELD_NUMBER: _builtins.int
     NEXT_POSITION_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
+    POOL_CREDITS_FIELD_NUMBER: _builtins.int
     environment: _builtins.str
     """Name of the environment within the run."""
     next_position: _builtins.int
@@ -924,6 +953,10 @@ class EnvironmentProgress(_message.Message):
     def tasks(self) -> _containers.MessageMap[_builtins.str, Global___TaskProgress]:
         """What is known of each task that was solved or failed, by task."""
 
+    @_builtins.property
+    def pool_credits(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What each pool of tasks is owed, in groups, by pool; empty without pools."""
+
     def __init__(
         self,
         *,
@@ -931,10 +964,11 @@ class EnvironmentProgress(_message.Message):
         next_position: _builtins.int = ...,
         credit: _builtins.float = ...,
         tasks: _abc.Mapping[_builtins.str, Global___TaskProgress] | None = ...,
+        pool_credits: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "environment", b"environment", "next_position", b"next_position", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "environment", b"environment", "next_position", b"next_position", "pool_credits", b"pool_credits", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

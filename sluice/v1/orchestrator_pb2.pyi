@@ -282,6 +282,26 @@ class RunEnvironment(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class OverlongEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NAME_FIELD_NUMBER: _builtins.int
     WANTED_SHARE_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
@@ -291,6 +311,9 @@ class RunEnvironment(_message.Message):
     GROUPS_BY_POOL_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     QUARANTINED_COUNT_FIELD_NUMBER: _builtins.int
+    GROUPS_FAILED_FIELD_NUMBER: _builtins.int
+    GROUPS_PASSED_ON_FIELD_NUMBER: _builtins.int
+    OVERLONG_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name within the run."""
     wanted_share: _builtins.float
@@ -303,6 +326,10 @@ class RunEnvironment(_message.Message):
     """Groups without signal that were replaced so far."""
     quarantined_count: _builtins.int
     """Number of tasks that are not drawn any more."""
+    groups_failed: _builtins.int
+    """Groups that failed so far."""
+    groups_passed_on: _builtins.float
+    """Groups of its share that other environments got so far because it could not deliver."""
     @_builtins.property
     def pools(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Tasks by pool: "new", "easy", "medium" and "hard"."""
@@ -314,6 +341,10 @@ class RunEnvironment(_message.Message):
     @_builtins.property
     def quarantined(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuarantinedTask]:
         """Tasks that are not drawn any more; the first 100."""
+
+    @_builtins.property
+    def overlong(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Trajectories that the rule for long episodes changed or left out so far, by rule: "mask", "penalise" or "filter"."""
 
     def __init__(
         self,
@@ -327,10 +358,13 @@ class RunEnvironment(_message.Message):
         groups_by_pool: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         quarantined: _abc.Iterable[Global___QuarantinedTask] | None = ...,
         quarantined_count: _builtins.int = ...,
+        groups_failed: _builtins.int = ...,
+        groups_passed_on: _builtins.float = ...,
+        overlong: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "groups_accepted", b"groups_accepted", "groups_by_pool", b"groups_by_pool", "groups_refilled", b"groups_refilled", "name", b"name", "pools", b"pools", "quarantined", b"quarantined", "quarantined_count", b"quarantined_count", "wanted_share", b"wanted_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "groups_accepted", b"groups_accepted", "groups_by_pool", b"groups_by_pool", "groups_failed", b"groups_failed", "groups_passed_on", b"groups_passed_on", "groups_refilled", b"groups_refilled", "name", b"name", "overlong", b"overlong", "pools", b"pools", "quarantined", b"quarantined", "quarantined_count", b"quarantined_count", "wanted_share", b"wanted_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

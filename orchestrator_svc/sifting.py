@@ -1,0 +1,123 @@
+"""Which trajectories of a scored group are trained: missing rewards, episodes that were cut off, groups without signal.
+
+Pure. An episode that a limit cut off (of its length, or of its turns) is known by its finish reason, never by its length.
+Its environment's `overlong.policy` says what becomes of it:
+
+    none      nothing
+    mask      its reward stays in the statistics of its group, and none of its tokens is trained: it reaches the trainer with a
+              mask of one untrained run, so that its tokens are in no numerator and in no denominator of the loss
+    penalise  it loses `penalty` of its reward; turns that end within `buffer_tokens` of the limit lose a part of it that grows
+              linearly from 0 (soft overlong punishment: DAPO, arXiv 2503.14476)
+    filter    it is dropped, its reward as well
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from orchestrator_svc.config import EpisodeConfig, FilterConfig, OverlongConfig
+from orchestrator_svc.scheduler import Reason
+from sluice.v1 import orchestrator_pb2, tokens_pb2
+from sluice.versions import sampled_tokens
+
+
+@dataclass(slots=True)
+class ScoredGroup:
+    """The outcome of a group's episodes.
+
+    Attributes:
+        records: Trajectories that may be trained; empty if none may.
+        rewards: Rewards of all episodes as the environment gave them; NaN marks a missing one.
+        dropped: Trajectories that may not be trained, by reason.
+        overlong: Trajectories that the rule for long episodes changed or left out.
+        without_signal: Whether the settings say that another group shall take the place of this one.
+    """
+
+    records: list[orchestrator_pb2.TrajectoryRecord] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    overlong: int = 0
+    without_signal: bool = False
+
+
+def sift(
+    records: Sequence[orchestrator_pb2.TrajectoryRecord], settings: EpisodeConfig, most_tokens: int
+) -> ScoredGroup:
+    """Separate what may be trained from what may not; rewards and masks of the records change as `overlong` says.
+
+    Args:
+        records: All trajectories of the group.
+        settings: Those of its environment.
+        most_tokens: Limit of one turn in tokens.
+    """
+    group = ScoredGroup(
+        rewards=[each.trajectory.reward if each.trajectory.HasField("reward") else float("nan") for each in records]
+    )
+    masked = 0
+    for record in records:
+        trajectory = record.trajectory
+        if not trajectory.HasField("reward"):
+            group.dropped[Reason.MISSING_REWARD] += 1
+        elif not sampled_tokens(trajectory):
+            group.dropped[Reason.NO_TOKENS] += 1
+        elif settings.overlong.policy == "filter" and _cut_off(trajectory):
+            group.dropped[Reason.OVERLONG] += 1
+            group.overlong += 1
+        else:
+            group.records.append(record)
+    rewards = []
+    for record in group.records:
+        trajectory = record.trajectory
+        if settings.overlong.policy == "penalise":
+            lost = penalty(trajectory, settings.overlong, most_tokens)
+            trajectory.reward -= lost
+            group.overlong += lost > 0
+        rewards.append(trajectory.reward)
+        if settings.overlong.policy == "mask" and _cut_off(trajectory):
+            mask(trajectory)
+            masked += 1
+    group.overlong += masked
+    if group.records and masked == len(group.records):
+        group.dropped[Reason.OVERLONG] += masked
+        group.records = []
+    group.without_signal = bool(group.records) and _without_signal(rewards, settings.filter)
+    return group
+
+
+def penalty(trajectory: tokens_pb2.Trajectory, rule: OverlongConfig, most_tokens: int) -> float:
+    """Return what an episode loses of its reward, by its longest turn."""
+    if _cut_off(trajectory):
+        return rule.penalty
+    if not rule.buffer_tokens:
+        return 0.0
+    longest = max(trajectory.turn_runs, default=sampled_tokens(trajectory))
+    within = longest - (most_tokens - rule.buffer_tokens)
+    return rule.penalty * min(1.0, max(0, within) / rule.buffer_tokens)
+
+
+def mask(trajectory: tokens_pb2.Trajectory) -> None:
+    """Mark every token as not trained, and drop what describes trained tokens."""
+    trajectory.mask_runs[:] = [len(trajectory.token_ids)]
+    trajectory.ClearField("logprobs")
+    trajectory.ClearField("version_spans")
+    trajectory.ClearField("turn_rewards")
+    trajectory.ClearField("turn_runs")
+    trajectory.ClearField("token_rewards")
+    trajectory.ClearField("advantages")
+    trajectory.ClearField("ref_logprobs")
+    trajectory.ClearField("teacher_logprobs")
+
+
+def _cut_off(trajectory: tokens_pb2.Trajectory) -> bool:
+    return trajectory.finish_reason == tokens_pb2.FINISH_REASON_LENGTH
+
+
+def _without_signal(rewards: Sequence[float], rules: FilterConfig) -> bool:
+    mean = sum(rewards) / len(rewards)
+    return (
+        (rules.drop_degenerate and len(set(rewards)) == 1)
+        or (rules.min_reward_mean is not None and mean < rules.min_reward_mean)
+        or (rules.max_reward_mean is not None and mean > rules.max_reward_mean)
+    )
