@@ -106,7 +106,12 @@ async def _to_the_end(run: Run, events: EventLog, watchers_s: float, ended: asyn
 
 def _server(common: CommonConfig, config: OrchestratorConfig, servicer: OrchestratorServicer) -> RpcServer:
     server = RpcServer(
-        "orchestrator", config.server, common.security, features=[f"workflow.{config.workflow}"], run=common.run
+        "orchestrator",
+        config.server,
+        common.security,
+        features=[f"workflow.{config.workflow}"],
+        run=common.run,
+        call_log=common.run_dir / "calls/orchestrator.jsonl",
     )
     add = orchestrator_pb2_grpc.add_OrchestratorServiceServicer_to_server
     server.add(add, servicer, SERVICE_NAME)

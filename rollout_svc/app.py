@@ -18,7 +18,6 @@ from rollout_svc.weights import ReplicaWeights
 from sluice.config import CommonConfig, Service
 from sluice.engines import ENGINES
 from sluice.rpc import RpcServer
-from sluice.rpc.access import Access
 from sluice.v1 import rollout_pb2_grpc
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ async def _serve(
     admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)  # type: ignore[abstract]  # Drain follows
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService")
     server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, "sluice.v1.RolloutAdminService")
-    http = _http_server(common, config, requests, admin, server.access)
+    http = _http_server(common, config, requests, admin, server)
     try:
         await server.start()
         if http is not None:
@@ -94,14 +93,14 @@ async def _serve(
 
 
 def _http_server(
-    common: CommonConfig, config: RolloutConfig, requests: RolloutServicer, admin: RolloutAdminServicer, access: Access
+    common: CommonConfig, config: RolloutConfig, requests: RolloutServicer, admin: RolloutAdminServicer, rpc: RpcServer
 ) -> HttpServer | None:
     if config.server.http_port is None:
         return None
     from rollout_svc.http import create_app  # noqa: PLC0415 - only where HTTP is served
     from sluice.openai.server import HttpServer  # noqa: PLC0415
 
-    app = create_app(requests, admin, common.model, access, config.server.host)
+    app = create_app(requests, admin, common.model, rpc.access, config.server.host, call_log=rpc.call_log)
     return HttpServer(app, config.server.host, config.server.http_port, common.security)
 
 

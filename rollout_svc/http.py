@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import PurePath
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from google.protobuf.message import Message
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from rollout_svc.admin import RolloutAdminServicer
@@ -36,7 +38,8 @@ from sluice.openai.dialect import (
 from sluice.openai.errors import answer_errors
 from sluice.openai.server import HEALTH_PATH, DisconnectedError, EventStream, RequestGuard, while_connected
 from sluice.rpc import SluiceError
-from sluice.rpc.access import Access, require_role
+from sluice.rpc.access import Access, caller, require_role
+from sluice.rpc.call_log import CallLog
 from sluice.v1 import rollout_pb2
 from sluice.versions import Version
 
@@ -72,6 +75,7 @@ def create_app(
     host: str,
     *,
     max_requests: int = MAX_REQUESTS,
+    call_log: CallLog | None = None,
 ) -> FastAPI:
     """Build the app.
 
@@ -82,13 +86,14 @@ def create_app(
         access: Who may call, shared with the gRPC port.
         host: Address that the server is bound to.
         max_requests: Requests in progress at once.
+        call_log: Takes the calls that change the weights.
     """
     app = FastAPI(title="Sluice rollout", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(RequestGuard, access=access, paths=PATHS, most=max_requests, host=host)
     answer_errors(app)
     _add_generation(app, servicer, model_name)
     _add_description(app, servicer, model_name)
-    _add_administration(app, admin)
+    _add_administration(app, admin, call_log)
     return app
 
 
@@ -205,24 +210,38 @@ def _require_model(name: str, served: str) -> None:
         raise SluiceError.not_found("MODEL_NOT_FOUND", f"the model {name[:256]!r} is not served here; use {served!r}")
 
 
-def _add_administration(app: FastAPI, admin: RolloutAdminServicer) -> None:
+def _add_administration(app: FastAPI, admin: RolloutAdminServicer, call_log: CallLog | None) -> None:
     # Checked in the route: a comparison of paths elsewhere could differ from how the router matches them.
-    async def admins_only() -> None:
-        require_role()
+    def recorded(http: Request, method: str, request: Message) -> AbstractContextManager[None]:
+        peer = "http" if http.client is None else f"http:{http.client.host}:{http.client.port}"
+        if call_log is None:
+            return nullcontext()
+        return call_log.recorded(f"sluice.v1.RolloutAdminService/{method}", request, peer)
 
-    @app.post("/update_weights", dependencies=[Depends(admins_only)])
-    async def update_weights(body: UpdateRequest | None = None) -> JSONResponse:
+    def for_admins(method: str, request: type[Message]) -> Any:  # noqa: ANN401 - as FastAPI has it
+        async def refuse_others(http: Request) -> None:
+            if caller().role != "admin":
+                with recorded(http, method, request()):
+                    require_role()
+
+        return Depends(refuse_others)
+
+    @app.post("/update_weights", dependencies=[for_admins("UpdateWeights", rollout_pb2.UpdateWeightsRequest)])
+    async def update_weights(http: Request, body: UpdateRequest | None = None) -> JSONResponse:
         request = rollout_pb2.UpdateWeightsRequest()
         if body is not None and body.version is not None:
             try:
                 request.version.CopyFrom(Version.parse(body.version).to_proto())
             except ValueError as error:
                 raise SluiceError.invalid_argument("version", str(error)) from error
-        updated = await admin.UpdateWeights(request)
+        with recorded(http, "UpdateWeights", request):
+            updated = await admin.UpdateWeights(request)
         present = Version.from_proto(updated.policy_version)
         return JSONResponse({"version": str(present), "pause_s": updated.pause.ToNanoseconds() / 1e9})
 
-    @app.post("/reload_weights", dependencies=[Depends(admins_only)])
-    async def reload_weights() -> JSONResponse:
-        reloaded = await admin.ReloadWeights(rollout_pb2.ReloadWeightsRequest())
+    @app.post("/reload_weights", dependencies=[for_admins("ReloadWeights", rollout_pb2.ReloadWeightsRequest)])
+    async def reload_weights(http: Request) -> JSONResponse:
+        request = rollout_pb2.ReloadWeightsRequest()
+        with recorded(http, "ReloadWeights", request):
+            reloaded = await admin.ReloadWeights(request)
         return JSONResponse({"version": str(Version.from_proto(reloaded.policy_version))})

@@ -97,6 +97,7 @@ async def _lead(
         common.security,
         features=[f"objective.{config.objective.preset}", f"device.{config.device}"],
         run=common.run,
+        call_log=common.run_dir / "calls/trainer.jsonl",
     )
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(trainer), SERVICE_NAME)
     server.set_serving(False)

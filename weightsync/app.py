@@ -75,7 +75,9 @@ async def serving(common: CommonConfig, config: WeightSyncConfig) -> AsyncIterat
             )
         runs = build_runs(common, config, relay)
         stack.push_async_callback(runs.close)
-        server = RpcServer("weightsync", config.server, common.security)
+        server = RpcServer(
+            "weightsync", config.server, common.security, call_log=common.run_dir / "calls/weightsync.jsonl"
+        )
         server.add(
             weightsync_pb2_grpc.add_WeightSyncServiceServicer_to_server,
             WeightSyncServicer(runs),

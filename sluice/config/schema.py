@@ -229,6 +229,10 @@ class SecurityConfig(Section):
         None,
         description="File with the bearer token that this process sends instead where the role `agent` is not enough. Without `principals_file` it is also the token of the principal `admin`.",
     )
+    call_log_mb: int = Field(
+        16, ge=1, description="Size at which the log of calls that change something begins a new file, in MiB."
+    )
+    call_log_files: int = Field(4, ge=0, description="Older files of that log to keep.")
     tls_cert: Path | None = Field(None, description="PEM certificate chain that this process presents.")
     tls_key: Path | None = Field(None, description="PEM private key of `tls_cert`.")
     tls_ca: Path | None = Field(

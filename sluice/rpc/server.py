@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -25,6 +26,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sluice.config import ConfigError, SecurityConfig, ServerConfig
 from sluice.rpc.access import INFO_SERVICE, Access, check_exposure, roles_for, server_credentials
+from sluice.rpc.call_log import LOGGED, CallLog
 from sluice.rpc.channel import MAX_MESSAGE_BYTES, REQUEST_ID_KEY, TRANSPORT_OPTIONS, UNIX
 from sluice.rpc.errors import CODES, DETAILS_KEY, SluiceError
 from sluice.rpc.principals import Role
@@ -92,9 +94,11 @@ class RpcServer:
         security: Principals and TLS.
         features: Optional abilities that are switched on.
         run: Name of the run served, not its resource name; empty where there are several.
+        call_log: Where calls that change something are written; None writes them nowhere.
 
     Attributes:
         access: Decides about its calls; an HTTP port of the same service shares it.
+        call_log: Takes the calls that change something; shared too.
 
     Raises:
         ConfigError: if the address needs TLS and principals that are not configured.
@@ -102,7 +106,14 @@ class RpcServer:
     """
 
     def __init__(
-        self, name: str, server: ServerConfig, security: SecurityConfig, *, features: Sequence[str] = (), run: str = ""
+        self,
+        name: str,
+        server: ServerConfig,
+        security: SecurityConfig,
+        *,
+        features: Sequence[str] = (),
+        run: str = "",
+        call_log: Path | None = None,
     ) -> None:
         check_exposure(server, security)
         if "/" in run:
@@ -113,6 +124,7 @@ class RpcServer:
         self._features, self._run = list(features), run
         self._unimplemented: set[str] = set()
         self.access = Access(security)
+        self.call_log = None if call_log is None else CallLog(call_log, security)
         self._services: list[str] = []
         self._registrations: list[tuple[Callable[[Servicer, grpc.aio.Server], None], Servicer]] = []
         self._health = health.aio.HealthServicer()
@@ -141,7 +153,9 @@ class RpcServer:
         Raises:
             ConfigError: if the address cannot be bound or a key file cannot be read.
         """
-        self._calls = CallInterceptor(self.access, self._config.max_concurrent_rpcs, frozenset(self._unimplemented))
+        self._calls = CallInterceptor(
+            self.access, self._config.max_concurrent_rpcs, frozenset(self._unimplemented), self.call_log
+        )
         self._server = grpc.aio.server(interceptors=[self._calls], options=_SERVER_OPTIONS)
         for add_fn, servicer in self._registrations:
             add_fn(servicer, self._server)
@@ -269,6 +283,8 @@ class RpcServer:
         self._calls.end_watches()
         await server.stop(grace)
         self._server = None
+        if self.call_log is not None:
+            await self.call_log.close()
         log.info("stopped")
 
 
@@ -300,10 +316,13 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         access: Who may call.
         max_concurrent_rpcs: Calls in progress at once, open services not counted.
         unimplemented: Methods that answer UNIMPLEMENTED, as "package.Service/Method".
+        call_log: Takes the calls that change something.
     """
 
-    def __init__(self, access: Access, max_concurrent_rpcs: int, unimplemented: frozenset[str]) -> None:
-        self.access = access
+    def __init__(
+        self, access: Access, max_concurrent_rpcs: int, unimplemented: frozenset[str], call_log: CallLog | None
+    ) -> None:
+        self.access, self.call_log = access, call_log
         self.max_concurrent_rpcs = max_concurrent_rpcs
         self.in_flight = 0
         self._unimplemented = unimplemented
@@ -366,6 +385,7 @@ class _ObservedMethod:
         self._calls = calls
         self._service, self._name, self._body = service, name, body
         self._roles = roles_for(service, name)
+        self._call_log = calls.call_log if f"{service}/{name}" in LOGGED else None
         self._seconds = RPC_SECONDS.labels(service, name)
         self._in_flight = RPC_IN_FLIGHT.labels(service, name)
         self._totals: dict[grpc.StatusCode, Counter] = {}
@@ -414,6 +434,8 @@ class _ObservedMethod:
                 usage.end()
             self._calls.in_flight -= self._roles is not None
             self._in_flight.dec()
+            if self._call_log is not None and code is not grpc.StatusCode.UNAUTHENTICATED:
+                self._call_log.record(f"{self._service}/{self._name}", request, context.peer(), code.name)
             self._account(code, time.perf_counter() - started)
         return response
 

@@ -76,6 +76,7 @@ class Replica:
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     max_requests: int = 64
     request_s: float = 60.0
+    call_log: Path | None = None
     supervisor: EngineSupervisor = field(init=False)
     servicer: RolloutServicer = field(init=False)
     target: str = field(init=False)
@@ -91,13 +92,19 @@ class Replica:
         self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, tokenizer, self.limits, self.request_s)
         weights = ReplicaWeights(common, config, self.supervisor)
         self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer)
-        self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN)
+        self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN, call_log=self.call_log)
         self._rpc.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, "sluice.v1.RolloutService")
         self._rpc.add(
             rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, self.admin, "sluice.v1.RolloutAdminService"
         )
         app = create_app(
-            self.servicer, self.admin, str(self.model), self._rpc.access, "127.0.0.1", max_requests=self.max_requests
+            self.servicer,
+            self.admin,
+            str(self.model),
+            self._rpc.access,
+            "127.0.0.1",
+            max_requests=self.max_requests,
+            call_log=self._rpc.call_log,
         )
         self.http = HttpServer(app, "127.0.0.1", 0, self.security)
         await self._rpc.start()

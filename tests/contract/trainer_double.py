@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 
@@ -76,11 +77,18 @@ class TrainerDouble(trainer_pb2_grpc.TrainerServiceServicer):
                 self.cancelled.set()
 
 
-async def start_double(security: SecurityConfig | None = None, **server: object) -> tuple[RpcServer, TrainerDouble]:
+async def start_double(
+    security: SecurityConfig | None = None, call_log: Path | None = None, **server: object
+) -> tuple[RpcServer, TrainerDouble]:
     """A server on a free loopback port with the double in it."""
     double = TrainerDouble()
     rpc = RpcServer(
-        "trainer", ServerConfig(**server), security or SecurityConfig(), features=["engine.double"], run="r1"
+        "trainer",
+        ServerConfig(**server),
+        security or SecurityConfig(),
+        features=["engine.double"],
+        run="r1",
+        call_log=call_log,
     )
     rpc.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, double, SERVICE)
     await rpc.start()

@@ -1,0 +1,228 @@
+"""The log of calls that change something: who did what, when, and with which outcome, one JSON line a call.
+
+`LOGGED` lists the calls. What a run does all the time (batches, pushed bytes, heartbeats, generation) is left out: the journal and
+the trainer's record have it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import structlog
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from prometheus_client import Counter
+
+from sluice.config import SecurityConfig
+from sluice.rpc.access import caller
+from sluice.rpc.errors import SluiceError
+from sluice.threads import SerialThread
+
+Request: TypeAlias = Any
+"""A request message of a logged call."""
+
+LOGGED: Mapping[str, tuple[str, ...]] = {
+    "sluice.v1.OrchestratorService/PauseRun": ("run",),
+    "sluice.v1.OrchestratorService/ResumeRun": ("run",),
+    "sluice.v1.OrchestratorService/StopRun": ("run", "reason"),
+    "sluice.v1.OrchestratorService/SetRun": ("run", "values"),
+    "sluice.v1.OrchestratorService/RegisterReplica": ("run", "replica", "address"),
+    "sluice.v1.RolloutAdminService/SetWeightPolicy": ("mode", "version", "owner", "ttl"),
+    "sluice.v1.RolloutAdminService/UpdateWeights": ("version",),
+    "sluice.v1.RolloutAdminService/ReloadWeights": (),
+    "sluice.v1.RolloutAdminService/Pause": ("mode", "owner", "ttl"),
+    "sluice.v1.RolloutAdminService/Resume": ("owner",),
+    "sluice.v1.RolloutAdminService/LoadAdapter": ("adapter", "version"),
+    "sluice.v1.RolloutAdminService/UnloadAdapter": ("adapter",),
+    "sluice.v1.RolloutAdminService/AbortRequests": ("request_ids",),
+    "sluice.v1.RolloutAdminService/Drain": ("grace",),
+    "sluice.v1.TrainerService/BeginEpoch": ("run", "epoch", "checkpoint"),
+    "sluice.v1.TrainerService/SaveCheckpoint": ("run", "journal_position"),
+    "sluice.v1.WeightSyncService/CommitVersion": ("manifest.run", "manifest.version", "manifest.kind"),
+    "sluice.v1.WeightSyncService/DeleteVersion": ("run", "version"),
+}
+"""The calls that are logged, with the fields of their requests that are written."""
+
+_TEXT_CHARACTERS = 256
+_LINE_BYTES = 4096
+"""A single write of this size is not mixed with those of another process."""
+
+_MOST_WAITING = 1000
+"""Lines that may wait for the disk; further ones are lost, and counted."""
+
+_CLOSE_S = 2.0
+
+LOST = Counter("sluice_call_log_lost", "Lines of the log of calls that could not be written.")
+
+log = structlog.get_logger(__name__)
+
+
+class CallLog:
+    """Appends to one file, in a thread. A disk that is full or hangs fails no call: it is reported, and lost lines are counted.
+
+    A file that is full becomes `NAME.1.jsonl`, the one before it `NAME.2.jsonl`, and so on.
+
+    Args:
+        path: The file; its folder is made with the first line.
+        security: How large it may be, and how many older ones are kept.
+    """
+
+    def __init__(self, path: Path, security: SecurityConfig) -> None:
+        self._path = path
+        self._most_bytes, self._kept = security.call_log_mb << 20, security.call_log_files
+        self._thread: SerialThread | None = None
+        self._writing: set[asyncio.Future[None]] = set()
+        self._lost = 0
+        self._broken = False
+
+    def record(self, method: str, request: Request, peer: str, code: str) -> None:
+        """Write the line of a call that has ended; its principal is the `caller` of this context.
+
+        Args:
+            method: A key of `LOGGED`.
+            request: Its request.
+            peer: Address of the client.
+            code: Name of the status code that it ended with.
+        """
+        principal = caller()
+        line = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "principal": principal.name,
+            "role": principal.role,
+            "peer": peer,
+            "method": method.removeprefix("sluice.v1."),
+            "request": _fields(request, LOGGED[method]),
+            "code": code,
+            "request_id": structlog.contextvars.get_contextvars().get("request_id", ""),
+        }
+        if len(self._writing) >= _MOST_WAITING:
+            self._lose(f"{_MOST_WAITING} lines wait for the disk")
+            return
+        if self._thread is None:
+            self._thread = SerialThread("call-log")
+        writing = self._thread.submit(self._append, _encoded(line))
+        self._writing.add(writing)
+        writing.add_done_callback(self._written)
+
+    @contextlib.contextmanager
+    def recorded(self, method: str, request: Request, peer: str) -> Iterator[None]:
+        """Run a call that does not come by gRPC, then write its line."""
+        code = "OK"
+        try:
+            yield
+        except SluiceError as error:
+            code = error.code.name
+            raise
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        except Exception:
+            code = "INTERNAL"
+            raise
+        finally:
+            self.record(method, request, peer, code)
+
+    async def close(self) -> None:
+        """Wait for the disk, a few seconds at most."""
+        if self._writing:
+            await asyncio.wait(self._writing, timeout=_CLOSE_S)
+        if self._thread is not None:
+            self._thread.end()
+            self._thread = None
+
+    def _append(self, line: bytes) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            if os.fstat(descriptor).st_size + len(line) > self._most_bytes:
+                os.close(descriptor)
+                self._rotate()
+                descriptor = os.open(self._path, flags, 0o600)
+            written = os.write(descriptor, line)
+            if written < len(line):  # the disk is full now: the next line must not continue this one
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+                raise OSError(f"only {written} of {len(line)} bytes were written")
+        finally:
+            os.close(descriptor)
+
+    def _rotate(self) -> None:
+        paths = [self._path, *(self._path.with_suffix(f".{number}.jsonl") for number in range(1, self._kept + 1))]
+        if len(paths) == 1:
+            self._path.unlink(missing_ok=True)
+        for newer, older in reversed(list(pairwise(paths))):
+            with contextlib.suppress(FileNotFoundError):
+                newer.rename(older)
+
+    def _written(self, writing: asyncio.Future[None]) -> None:
+        self._writing.discard(writing)
+        if writing.cancelled():
+            return
+        error = writing.exception()
+        if error is not None:
+            self._lose(str(error))
+        elif self._broken:
+            self._broken = False
+            log.warning("the log of calls is written again", path=str(self._path), lost=self._lost)
+            self._lost = 0
+
+    def _lose(self, why: str) -> None:
+        LOST.inc()
+        self._lost += 1
+        if not self._broken:
+            self._broken = True
+            log.error(
+                "the log of calls cannot be written; calls are served, and their lines are lost until the disk takes them",
+                path=str(self._path),
+                error=why,
+            )
+
+
+def _fields(request: Request, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the named fields that the request has, as JSON has them."""
+    found: dict[str, Any] = {}
+    for name in names:
+        message = request
+        *tables, field = name.split(".")
+        for table in tables:
+            message = getattr(message, table)
+        part = type(message)()
+        _copy_field(message, part, field)
+        value = MessageToDict(part, preserving_proto_field_name=True).get(field)
+        if value is not None:
+            found[field] = _short(value)
+    return found
+
+
+def _copy_field(source: Message, target: Message, name: str) -> None:
+    for field, value in source.ListFields():
+        if field.name != name:
+            continue
+        if isinstance(value, str | bytes | int | float):
+            setattr(target, name, value)
+        else:
+            getattr(target, name).MergeFrom(value)
+
+
+def _short(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """Cut long texts."""
+    if isinstance(value, str):
+        return value if len(value) <= _TEXT_CHARACTERS else value[:_TEXT_CHARACTERS] + "..."
+    if isinstance(value, dict):
+        return {_short(key): _short(inner) for key, inner in value.items()}
+    return [_short(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    text = json.dumps(line)
+    if len(text) >= _LINE_BYTES:
+        text = json.dumps({**line, "request": "left out, it is too long"})
+    return f"{text}\n".encode()
