@@ -344,7 +344,7 @@ class EnvironmentCounts:
     Attributes:
         passed_on: Groups of its share that others got because it could not deliver.
         by_pool: Groups drawn, by pool of the task.
-        by_rule: Trajectories that a rule for long episodes changed or left out, by rule.
+        overlong: Trajectories that the rule for long episodes changed or left out, by rule.
     """
 
     groups: int = 0
@@ -353,7 +353,7 @@ class EnvironmentCounts:
     refilled: int = 0
     passed_on: float = 0.0
     by_pool: Counter[str] = field(default_factory=Counter)
-    by_rule: Counter[str] = field(default_factory=Counter)
+    overlong: Counter[str] = field(default_factory=Counter)
 
 
 class _Source:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from orchestrator_svc.config import OrchestratorConfig
+from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.replicas import Replica, ReplicaPool
 from orchestrator_svc.scheduler import Scheduler, Stage
 from sluice.rpc import SluiceError
@@ -27,6 +28,9 @@ _NUMBERS_PER_START = 1 << 32
 
 _NOTABLE = 0.1
 """Share of the time below which waiting is not worth reporting."""
+
+_MOST_QUARANTINED = 100
+"""Tasks in quarantine that GetRun and the report name, as the contract says."""
 
 _DEFAULT_PAGE = 50
 _LARGEST_PAGE = 500
@@ -156,6 +160,36 @@ class RunStatus:
             metrics=self.metrics,
             bottleneck=self._bottleneck,
         )
+
+
+def describe_environments(
+    curriculum: Curriculum, most_quarantined: int = _MOST_QUARANTINED
+) -> list[orchestrator_pb2.RunEnvironment]:
+    """Describe the environments of a run, with at most so many tasks in quarantine each."""
+    described = []
+    for name in curriculum.environments:
+        counts, stream = curriculum.counts(name), curriculum.stream(name)
+        first = list(stream.quarantined.items())[:most_quarantined]
+        described.append(
+            orchestrator_pb2.RunEnvironment(
+                name=name,
+                wanted_share=curriculum.share(name),
+                groups=counts.groups,
+                groups_accepted=counts.accepted,
+                groups_refilled=counts.refilled,
+                groups_failed=counts.failed,
+                groups_passed_on=counts.passed_on,
+                pools=stream.sizes(),
+                groups_by_pool=counts.by_pool,
+                overlong=counts.overlong,
+                quarantined=[
+                    orchestrator_pb2.QuarantinedTask(task_id=task_id, failures=each.failures, problem=each.problem)
+                    for task_id, each in first
+                ],
+                quarantined_count=len(stream.quarantined),
+            )
+        )
+    return described
 
 
 def replica_event(replica: Replica) -> orchestrator_pb2.RunEvent:

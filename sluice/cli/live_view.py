@@ -191,6 +191,8 @@ def _rows(progress: RunProgress) -> Iterator[tuple[str, RenderableType]]:
         yield "load", f"{load.generated_tokens_per_s:,.0f} tokens/s sampled, {groups}"
         shares = f"trainer idle {load.trainer_idle:.0%}, dispatch held by staleness {load.dispatch_blocked:.0%}"
         yield "waiting", f"{progress.waiting()} ({shares})"
+    if environments := list(_environments(load)):
+        yield "tasks", "\n".join(environments)
     replicas = [
         f"{each.replica or address} at {each.policy_version.epoch}.{each.policy_version.number}, {each.running} running"
         + ("" if each.eligible else f" ({shorten(each.reason, _REASON_WIDTH)})")
@@ -198,6 +200,21 @@ def _rows(progress: RunProgress) -> Iterator[tuple[str, RenderableType]]:
     ]
     if replicas:
         yield "replicas", "\n".join(replicas)
+
+
+def _environments(load: orchestrator_pb2.LoadReport) -> Iterator[str]:
+    """Yield one line per environment that is not alone, or has something to say."""
+    drawn = sum(each.groups for each in load.environments) or 1
+    for each in load.environments:
+        counts = {
+            "replaced": each.groups_refilled,
+            "failed": each.groups_failed,
+            "in quarantine": each.quarantined_count,
+            "passed on": round(each.groups_passed_on),
+        }
+        told = "".join(f", {count} {what}" for what, count in counts.items() if count)
+        if told or len(load.environments) > 1:
+            yield f"{each.name} {each.groups / drawn:.0%} of {each.wanted_share:.0%} wanted{told}"
 
 
 @dataclass

@@ -17,7 +17,11 @@ Step = dict[str, float]
 """One line of ``metrics.jsonl``: ``step``, ``time`` (seconds since 1970) and scalars by name, without null values."""
 
 METRICS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.json"
 PLOT_FILE = "reward.png"
+
+_MIX_HEADINGS = ("wanted", "had", "drawn", "accepted", "replaced", "failed", "passed on", "overlong")
+_POOLS = ("new", "easy", "medium", "hard")
 
 _SMOOTHING = 5
 """Steps of the running mean in the plot."""
@@ -55,8 +59,46 @@ def run(argv: list[str]) -> int:
     console = Console()
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     console.print(table)
+    for each in environment_tables(directory):
+        console.print(each)
     console.print(f"plot: {plot}", highlight=False, soft_wrap=True)
     return 0
+
+
+def environment_tables(run_dir: Path) -> list[Table]:
+    """Return tables about the environments of a run: their mix, their pools, and the tasks in quarantine.
+
+    There is none for a run with a single environment all of whose groups were accepted.
+    """
+    try:
+        report = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return []
+    environments = report.get("environments") or []
+    drawn = sum(each["groups"] for each in environments) or 1
+    told = len(environments) > 1 or any(each["groups_refilled"] or each["groups_failed"] for each in environments)
+    mix = _table("groups by environment", "environment", _MIX_HEADINGS)
+    pools = _table("tasks by solve rate (groups drawn of them)", "environment", (*_POOLS, "in quarantine"))
+    faulty = _table("tasks in quarantine", "environment", ("task", "failures", "problem"))
+    for each in environments:
+        overlong = ", ".join(f"{count} {rule}" for rule, count in sorted(each["overlong"].items()))
+        shares = f"{each['wanted_share']:.1%}", f"{each['groups'] / drawn:.1%}"
+        counts = (each[name] for name in ("groups", "groups_accepted", "groups_refilled", "groups_failed"))
+        mix.add_row(each["name"], *shares, *map(str, counts), f"{each['groups_passed_on']:.1f}", overlong or "0")
+        sizes = (f"{each['pools'].get(name, 0)} ({each['groups_by_pool'].get(name, 0)})" for name in _POOLS)
+        pools.add_row(each["name"], *sizes, str(each["quarantined_count"]))
+        for task in each["quarantined"]:
+            faulty.add_row(each["name"], task["task_id"], str(task["failures"]), task["problem"])
+    by_pool = any(name != "new" for each in environments for name in each["groups_by_pool"])
+    return [table for table, shown in ((mix, told), (pools, by_pool), (faulty, faulty.rows)) if shown]
+
+
+def _table(title: str, first: str, others: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="left" if heading in ("task", "problem") else "right")
+    return table
 
 
 def read_steps(run_dir: Path) -> list[Step]:

@@ -846,6 +846,7 @@ class LoadReport(_message.Message):
     TRAINER_IDLE_FIELD_NUMBER: _builtins.int
     DISPATCH_BLOCKED_FIELD_NUMBER: _builtins.int
     BOTTLENECK_FIELD_NUMBER: _builtins.int
+    ENVIRONMENTS_FIELD_NUMBER: _builtins.int
     generated_tokens_per_s: _builtins.float
     """Tokens sampled per second since the last report."""
     live_groups: _builtins.int
@@ -862,6 +863,10 @@ class LoadReport(_message.Message):
     """Share of the time that dispatch was stopped by the staleness bound, 0 to 1."""
     bottleneck: _builtins.str
     """As Run.bottleneck."""
+    @_builtins.property
+    def environments(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunEnvironment]:
+        """Environments that tasks are drawn from, without the tasks in quarantine."""
+
     def __init__(
         self,
         *,
@@ -873,10 +878,11 @@ class LoadReport(_message.Message):
         trainer_idle: _builtins.float = ...,
         dispatch_blocked: _builtins.float = ...,
         bottleneck: _builtins.str = ...,
+        environments: _abc.Iterable[Global___RunEnvironment] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "dispatch_blocked", b"dispatch_blocked", "generated_tokens_per_s", b"generated_tokens_per_s", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "queued_batches", b"queued_batches", "ready_groups", b"ready_groups", "trainer_idle", b"trainer_idle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "dispatch_blocked", b"dispatch_blocked", "environments", b"environments", "generated_tokens_per_s", b"generated_tokens_per_s", "live_groups", b"live_groups", "max_live_groups", b"max_live_groups", "queued_batches", b"queued_batches", "ready_groups", b"ready_groups", "trainer_idle", b"trainer_idle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

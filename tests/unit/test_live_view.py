@@ -44,6 +44,19 @@ def drawn(progress: RunProgress, children: dict[str, ChildState] | None = None) 
     return console.export_text()
 
 
+def test_the_panel_shows_the_mix_and_what_does_not_come_through(progress: RunProgress) -> None:
+    mixed = [
+        pb.RunEnvironment(name="reverse", wanted_share=0.75, groups=30, groups_refilled=7),
+        pb.RunEnvironment(name="sums", wanted_share=0.25, groups=10, quarantined_count=1),
+    ]
+    progress.apply(pb.RunEvent(load=pb.LoadReport(environments=mixed)))
+    text = drawn(progress)
+    assert "reverse 75% of 75% wanted, 7 replaced" in text
+    assert "sums 25% of 25% wanted, 1 in quarantine" in text
+    progress.apply(pb.RunEvent(load=pb.LoadReport(environments=[pb.RunEnvironment(name="only", groups=3)])))
+    assert "only" not in drawn(progress)
+
+
 def test_the_panel_shows_step_reward_staleness_throughput_waiting_and_time_left(progress: RunProgress) -> None:
     text = drawn(progress, {"trainer": ChildState.SERVING, "rollout": ChildState.RESTARTING})
     for expected in (

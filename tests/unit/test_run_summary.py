@@ -40,6 +40,42 @@ def test_the_command_prints_a_table_and_draws_a_plot(tmp_path: Path, capsys: pyt
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def environment(name: str, **figures) -> dict:
+    counts = dict.fromkeys(("groups_accepted", "groups_refilled", "groups_failed", "groups_passed_on"), 0)
+    return {
+        "name": name,
+        "wanted_share": 0.5,
+        "groups": 10,
+        **counts,
+        "pools": {"new": 4},
+        "groups_by_pool": {"new": 10},
+        "overlong": {},
+        "quarantined": [],
+        "quarantined_count": 0,
+        **figures,
+    }
+
+
+def test_the_command_shows_the_mix_the_pools_and_the_tasks_in_quarantine(tmp_path: Path, capsys) -> None:
+    write(tmp_path, {"step": 1, "time": 1.0, "reward/mean": 0.5}, {"step": 2, "time": 2.0, "reward/mean": 0.5})
+    faulty = {"task_id": "3+4", "failures": 3, "problem": "ENVIRONMENT_DIED: killed"}
+    mixed = [
+        environment("reverse", wanted_share=0.75, groups=30, groups_refilled=7),
+        environment("sums", groups_by_pool={"new": 4, "hard": 6}, quarantined=[faulty], quarantined_count=1),
+    ]
+    (tmp_path / "report.json").write_text(json.dumps({"environments": mixed}))
+    report.run([str(tmp_path)])
+    shown = capsys.readouterr().out
+    for expected in ("75.0%", "in quarantine", "0 (6)", "3+4", "ENVIRONMENT_DIED: killed"):
+        assert expected in shown
+
+
+def test_a_run_with_one_environment_and_nothing_to_tell_has_no_further_tables(tmp_path: Path) -> None:
+    assert report.environment_tables(tmp_path) == []
+    (tmp_path / "report.json").write_text(json.dumps({"environments": [environment("only")]}))
+    assert report.environment_tables(tmp_path) == []
+
+
 @pytest.mark.parametrize("content", [None, ""])
 def test_a_directory_without_steps_is_an_error_that_names_it(tmp_path: Path, content: str | None) -> None:
     if content is not None:
