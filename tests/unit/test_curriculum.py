@@ -1,14 +1,20 @@
 """The choice of tasks: mix, pools, rates, quarantine, and the same state again from facts and notes."""
 
+from __future__ import annotations
+
 import random
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator_svc.config import EnvironmentConfig
-from orchestrator_svc.curriculum import POOLS, Curriculum, Shares, StartRate, TaskStream
+from orchestrator_svc.curriculum import Curriculum, Draw, Redraw, StartRate, overlong_counter
 from orchestrator_svc.envs.base import Task
+from orchestrator_svc.shares import Shares
+from orchestrator_svc.task_stream import POOLS, TaskStream
+from sluice.v1 import journal_pb2 as pb
 
 
 def tasks(count: int, prefix: str = "t") -> list[Task]:
@@ -23,16 +29,65 @@ def curriculum(*environments: EnvironmentConfig, count: int = 5, seed: int = 0) 
     return Curriculum([(each, tasks(count, each.name)) for each in environments], seed)
 
 
-def draw(chosen: Curriculum, now: float = 0.0):
-    """Draw one task, or return None."""
-    found = chosen.choose(now)
-    if found is not None:
-        chosen.drawn(found, now)
-    return found
+class World:
+    """Records facts as a run does: draws tasks and ends their groups."""
+
+    def __init__(self, *settings: EnvironmentConfig, count: int = 5, seed: int = 0) -> None:
+        self.curriculum = curriculum(*settings, count=count, seed=seed)
+        self.facts: list[pb.Fact] = []
+        self.redraws: list[Redraw] = []
+        self.groups = 0
+
+    def record(self, **kind) -> None:
+        self.facts.append(pb.Fact(**kind))
+        self.curriculum.apply(self.facts[-1])
+
+    def draw(self, now: float = 0.0) -> Group | None:
+        found = self.curriculum.choose(now, self.redraws)
+        if found is None:
+            return None
+        self.groups += 1
+        self.record(
+            task_drawn=pb.TaskDrawn(
+                environment=found.environment,
+                task_id=found.task_id,
+                draw=found.draw,
+                group=self.groups,
+                position=found.position,
+                redraw_reason=found.reason,
+                passed_over=found.passed_over,
+            )
+        )
+        self.curriculum.start(found.environment, now)
+        if found.reason not in ("", "NO_SIGNAL"):
+            self.redraws.pop(0)
+        return Group(self.groups, found)
+
+    def accept(self, group: Group, *rewards: float) -> None:
+        self.score(group, *(rewards or (0.0, 1.0)))
+        self.record(group_accepted=pb.GroupAccepted(group=group.number))
+
+    def score(self, group: Group, *rewards: float) -> None:
+        ended = [pb.EndedEpisode(episode=index, reward=each) for index, each in enumerate(rewards)]
+        self.record(episodes_ended=pb.EpisodesEnded(group=group.number, episodes=ended))
+
+    def drop(self, group: Group, reason: str) -> None:
+        failures = self.curriculum.to_quarantine(group.number, reason)
+        self.record(group_dropped=pb.GroupDropped(group=group.number, reason=reason))
+        if failures:
+            self.quarantine(group.draw.environment, group.draw.task_id, failures)
+
+    def quarantine(self, environment: str, task_id: str, failures: int = 3) -> None:
+        noted = pb.TaskQuarantined(environment=environment, task_id=task_id, failures=failures, problem="it died")
+        self.record(task_quarantined=noted)
+
+    def draw_again(self, group: Group) -> None:
+        self.redraws.append(Redraw(group.draw.environment, group.draw.task_id, group.draw.position, "STALE"))
 
 
-def end(chosen: Curriculum, drawn, *rewards: float) -> None:
-    chosen.ended(drawn.environment, drawn.task_id, rewards or (0.0, 1.0), accepted=True)
+class Group(NamedTuple):
+    number: int
+    draw: Draw
 
 
 ratios = st.lists(st.integers(1, 50), min_size=1, max_size=6)
@@ -66,101 +121,111 @@ def test_a_name_that_cannot_take_its_place_loses_the_share_and_claims_nothing_la
 
 
 def test_two_environments_at_three_to_one() -> None:
-    chosen = curriculum(environment("a", ratio=3), environment("b", ratio=1))
-    drawn = "".join(draw(chosen).environment for _ in range(16))
+    world = World(environment("a", ratio=3), environment("b", ratio=1))
+    drawn = "".join(world.draw().draw.environment for _ in range(16))
     assert drawn.count("a") == 12
     assert "bb" not in drawn
-    assert chosen.share("a") == 0.75
+    assert world.curriculum.share("a") == 0.75
 
 
 def test_a_changed_ratio_holds_for_the_draws_that_follow() -> None:
-    chosen = curriculum(environment("a"), environment("b"))
+    world = World(environment("a"), environment("b"))
     for _ in range(10):
-        draw(chosen)
-    chosen.want("b", 9.0)
-    assert [draw(chosen).environment for _ in range(20)].count("b") in {17, 18, 19}
+        world.draw()
+    world.curriculum.want("b", 9.0)
+    assert [world.draw().draw.environment for _ in range(20)].count("b") in {17, 18, 19}
     with pytest.raises(KeyError):
-        chosen.want("c", 1.0)
+        world.curriculum.want("c", 1.0)
 
 
 def test_every_task_comes_once_per_pass_and_each_pass_has_another_order() -> None:
-    chosen = curriculum(environment("a"), count=20)
-    passes = [[draw(chosen).task_id for _ in range(20)] for _ in range(3)]
+    world = World(environment("a"), count=20)
+    passes = [[world.draw().draw.task_id for _ in range(20)] for _ in range(3)]
     assert all(sorted(each) == sorted(passes[0]) for each in passes)
     assert len({tuple(each) for each in passes}) == 3
-    other = curriculum(environment("a"), count=20, seed=1)
-    assert [draw(other).task_id for _ in range(20)] != passes[0]
+    other = World(environment("a"), count=20, seed=1)
+    assert [other.draw().draw.task_id for _ in range(20)] != passes[0]
 
 
 def test_a_task_drawn_again_comes_first_and_is_not_charged_to_the_mix() -> None:
-    chosen = curriculum(environment("a"), environment("b"))
-    first = draw(chosen)
-    end(chosen, first)
-    chosen.draw_again(first.environment, first.task_id, "STALE")
-    again = draw(chosen)
-    assert (again.task_id, again.reason, again.draw) == (first.task_id, "STALE", 1)
-    assert [draw(chosen).environment for _ in range(3)] == ["b", "a", "b"]
+    world = World(environment("a"), environment("b"))
+    first = world.draw()
+    world.accept(first)
+    world.draw_again(first)
+    again = world.draw().draw
+    assert (again.task_id, again.position, again.reason, again.draw) == (first.draw.task_id, 0, "STALE", 1)
+    assert [world.draw().draw.environment for _ in range(3)] == ["b", "a", "b"]
 
 
 def test_a_group_without_signal_is_replaced_from_its_own_environment_at_once() -> None:
-    chosen = curriculum(environment("a", ratio=1), environment("b", ratio=9))
-    first = draw(chosen)
-    while first.environment != "a":
-        first = draw(chosen)
-    chosen.ended("a", first.task_id, (1.0, 1.0), accepted=False)
-    chosen.refill("a")
-    replacement = draw(chosen)
+    world = World(environment("a", ratio=1), environment("b", ratio=9))
+    first = world.draw()
+    while first.draw.environment != "a":
+        first = world.draw()
+    world.score(first, 1.0, 1.0)
+    world.drop(first, "NO_SIGNAL")
+    replacement = world.draw().draw
     assert (replacement.environment, replacement.reason) == ("a", "NO_SIGNAL")
-    assert replacement.task_id != first.task_id
-    assert (chosen.counts("a").refilled, chosen.refills) == (1, 1)
-    chosen.batch_made()
-    assert chosen.refills == 0
-    assert draw(chosen).environment == "b"
+    assert replacement.task_id != first.draw.task_id
+    assert (world.curriculum.counts("a").refilled, world.curriculum.refills) == (1, 1)
+    world.record(batch_made=pb.BatchMade(sequence_no=1))
+    assert world.curriculum.refills == 0
+    assert world.draw().draw.environment == "b"
 
 
 def test_a_task_whose_groups_fail_is_put_in_quarantine_and_the_others_are_drawn() -> None:
-    chosen = curriculum(environment("a", quarantine_after=2), count=3)
-    bad = "a1"
+    world = World(environment("a", quarantine_after=2), count=3)
     for _ in range(12):
-        drawn = draw(chosen)
-        if drawn.task_id != bad:
-            end(chosen, drawn)
-        elif failures := chosen.failed("a", bad, fault=True):
-            chosen.quarantine("a", bad, failures, "it died")
-    assert list(chosen.stream("a").quarantined) == [bad]
-    assert chosen.stream("a").progress[bad].draws == 2
-    assert chosen.stream("a").quarantined[bad].problem == "it died"
-    assert sum(chosen.stream("a").sizes().values()) == 2
-    assert not chosen.exhausted
+        group = world.draw()
+        if group.draw.task_id == "a1":
+            world.drop(group, "ENVIRONMENT_DIED")
+        else:
+            world.accept(group)
+    stream = world.curriculum.stream("a")
+    assert list(stream.quarantined) == ["a1"]
+    assert stream.progress["a1"].draws == 2
+    assert (stream.quarantined["a1"].failures, stream.quarantined["a1"].problem) == (2, "it died")
+    assert sum(stream.sizes().values()) == 2
+    assert not world.curriculum.exhausted
 
 
 def test_a_failure_that_is_no_fault_of_the_task_does_not_count_against_it() -> None:
-    chosen = curriculum(environment("a", quarantine_after=1), count=1)
+    world = World(environment("a", quarantine_after=1), count=1)
     for _ in range(5):
-        drawn = draw(chosen)
-        assert chosen.failed("a", drawn.task_id, fault=False) is None
-    assert chosen.counts("a").failed == 5
+        world.drop(world.draw(), "EPISODE_FAILED")
+    assert world.curriculum.counts("a").failed == 5
+    assert not world.curriculum.exhausted
 
 
 def test_a_success_in_between_ends_the_count_of_failures() -> None:
-    chosen = curriculum(environment("a", quarantine_after=2), count=1)
+    world = World(environment("a", quarantine_after=2), count=1)
     for _ in range(4):
-        assert chosen.failed("a", draw(chosen).task_id, fault=True) is None
-        end(chosen, draw(chosen))
+        world.drop(world.draw(), "EPISODE_DEADLINE")
+        world.accept(world.draw())
+    assert not world.curriculum.exhausted
+
+
+def test_a_group_that_a_restart_runs_again_counts_once() -> None:
+    world = World(environment("a"))
+    group = world.draw()
+    world.score(group, 0.0)
+    world.record(task_drawn=pb.TaskDrawn(environment="a", task_id=group.draw.task_id, group=group.number, attempt=1))
+    world.accept(group, 1.0, 1.0)
+    assert world.curriculum.counts("a").groups == 1
+    assert world.curriculum.stream("a").progress[group.draw.task_id].solve_rate == 1.0
 
 
 @pytest.mark.parametrize("pools", [False, True])
 def test_an_environment_whose_tasks_are_all_in_quarantine_passes_its_share_on(pools) -> None:
-    chosen = curriculum(environment("a", pools={"enabled": pools}), environment("b"), count=2)
+    world = World(environment("a", pools={"enabled": pools}), environment("b"), count=2)
     for task in ("a0", "a1"):
-        chosen.quarantine("a", task, 3, "broken")
-    drawn = [draw(chosen) for _ in range(4)]
-    assert {each.environment for each in drawn} == {"b"}
-    assert chosen.counts("a").passed_on == pytest.approx(2.0)
+        world.quarantine("a", task)
+    assert {world.draw().draw.environment for _ in range(4)} == {"b"}
+    assert world.curriculum.counts("a").passed_on == pytest.approx(2.0)
     for task in ("b0", "b1"):
-        chosen.quarantine("b", task, 3, "broken")
-    assert chosen.exhausted
-    assert chosen.choose(0.0) is None
+        world.quarantine("b", task)
+    assert world.curriculum.exhausted
+    assert world.curriculum.choose(0.0) is None
 
 
 def test_a_bucket_starts_so_many_groups_per_second() -> None:
@@ -178,39 +243,39 @@ def test_a_bucket_starts_so_many_groups_per_second() -> None:
 
 
 def test_a_limited_environment_passes_its_share_on_and_says_when_it_can_deliver_again() -> None:
-    chosen = curriculum(environment("slow", groups_per_s=0.5), environment("fast"))
-    drawn = [draw(chosen, now=10.0).environment for _ in range(9)]
+    world = World(environment("slow", groups_per_s=0.5), environment("fast"))
+    drawn = [world.draw(now=10.0).draw.environment for _ in range(9)]
     assert drawn.count("slow") == 1
-    assert chosen.wait_s(10.0) == pytest.approx(2.0)
-    assert chosen.counts("slow").passed_on == pytest.approx(3.5, abs=1.1)
-    following = [draw(chosen, now=12.0).environment for _ in range(4)]
+    assert world.curriculum.wait_s(10.0) == pytest.approx(2.0)
+    assert world.curriculum.counts("slow").passed_on == pytest.approx(3.5, abs=1.1)
+    following = [world.draw(now=12.0).draw.environment for _ in range(4)]
     assert following.count("slow") == 1  # what it missed is gone
 
 
 def test_an_environment_runs_so_many_groups_at_a_time() -> None:
-    chosen = curriculum(environment("a", max_running=2))
-    first, _ = draw(chosen), draw(chosen)
-    assert chosen.choose(0.0) is None
-    assert chosen.wait_s(0.0) is None
-    end(chosen, first)
-    assert chosen.choose(0.0) is not None
+    world = World(environment("a", max_running=2))
+    first, _ = world.draw(), world.draw()
+    assert world.curriculum.choose(0.0) is None
+    assert world.curriculum.wait_s(0.0) is None
+    world.accept(first)
+    assert world.curriculum.choose(0.0) is not None
 
 
 def test_tasks_come_by_pool_in_the_wanted_shares() -> None:
     shares = {"new": 1, "easy": 1, "medium": 6, "hard": 2}
-    chosen = curriculum(environment("a", pools={"enabled": True, "shares": shares}), count=40)
-    solved = {f"a{number}": number % 4 for number in range(40)}  # 0: never, 1 and 2: sometimes, 3: always
-    rewards = {0: (0.0, 0.0), 1: (0.0, 1.0), 2: (0.0, 1.0), 3: (1.0, 1.0)}
+    world = World(environment("a", pools={"enabled": True, "shares": shares}), count=40)
+    kind = {f"a{number}": number % 4 for number in range(40)}
+    rewards = ((0.0, 0.0), (0.0, 1.0), (0.0, 1.0), (1.0, 1.0))  # never solved, sometimes, sometimes, always
     for _ in range(400):
-        drawn = draw(chosen)
-        end(chosen, drawn, *rewards[solved[drawn.task_id]])
-    stream = chosen.stream("a")
+        group = world.draw()
+        world.accept(group, *rewards[kind[group.draw.task_id]])
+    stream = world.curriculum.stream("a")
     assert stream.sizes() == {"new": 0, "easy": 10, "medium": 20, "hard": 10}
-    had = chosen.counts("a").by_pool
+    had = world.curriculum.counts("a").by_pool
     assert had["new"] == 40
     rest = {name: had[name] / 360 for name in ("easy", "medium", "hard")}
     assert rest == pytest.approx({"easy": 1 / 9, "medium": 6 / 9, "hard": 2 / 9}, abs=0.06)
-    draws = [stream.progress[name].draws for name in solved if solved[name] == 3]
+    draws = [stream.progress[name].draws for name in kind if kind[name] == 3]
     assert max(draws) - min(draws) <= 1, "within a pool the least drawn comes first"
 
 
@@ -221,90 +286,94 @@ def test_a_solve_rate_moves_with_the_newest_groups() -> None:
         stream.ended("t0", share)
         assert stream.progress["t0"].solve_rate == rate
         assert stream.pool("t0") == pool
-    stream.drawn("t0", 0, in_turn=True)
-    stream.ended("t0", 0.0)
-    assert stream.pool("t0") == "hard"
-    stream.drawn("t0", 0, in_turn=True)
-    stream.ended("t0", None)  # no reward says nothing
-    assert stream.pool("t0") == "hard"
+    for share in (0.0, None):  # no reward says nothing
+        stream.drawn("t0", 0, in_turn=True)
+        stream.ended("t0", share)
+        assert stream.pool("t0") == "hard"
 
 
 def test_more_groups_than_tasks_run_tasks_twice_at_a_time() -> None:
-    chosen = curriculum(environment("a", pools={"enabled": True}), count=3)
-    drawn = [draw(chosen).task_id for _ in range(7)]
+    world = World(environment("a", pools={"enabled": True}), count=3)
+    drawn = [world.draw().draw.task_id for _ in range(7)]
     assert sorted(drawn.count(name) for name in set(drawn)) == [2, 2, 3]
 
 
-def live_on(lived: Curriculum, heard: Curriculum, rng: random.Random, steps: int) -> float:
-    """Draw and end groups by chance; tell both what became true, and the time to one alone. Return the time."""
+def live_on(world: World, rng: random.Random, steps: int) -> float:
+    """Draw and end groups by chance; return the time."""
     running, now = [], 0.0
     for _ in range(steps):
         now += rng.random() / 2
-        found = lived.choose(now)
-        if found is not None and (rng.random() < 0.5 or not running):
-            lived.drawn(found, now)
-            heard.drawn(found)
-            running.append(found)
+        group = world.draw(now) if rng.random() < 0.5 or not running else None
+        if group is not None:
+            running.append(group)
         elif running:
-            ended, fate = running.pop(rng.randrange(len(running))), rng.random()
-            rewards = (rng.choice((0.0, 1.0)), 1.0)
-            for each in (lived, heard):
-                become(each, ended, fate, rewards)
+            end(world, running.pop(rng.randrange(len(running))), rng.random(), (rng.choice((0.0, 1.0)), 1.0))
     return now
 
 
-def become(chosen: Curriculum, ended, fate: float, rewards: tuple[float, ...]) -> None:
-    where = (ended.environment, ended.task_id)
+def end(world: World, group: Group, fate: float, rewards: tuple[float, ...]) -> None:
     if fate < 0.2:
-        if failures := chosen.failed(*where, fault=True):
-            chosen.quarantine(*where, failures, "broken")
+        world.drop(group, "ENVIRONMENT_DIED")
         return
-    chosen.ended(*where, rewards, accepted=fate > 0.4)
+    world.score(group, *rewards)
     if fate < 0.4:
-        chosen.refill(ended.environment)
-    elif fate < 0.6:
-        chosen.draw_again(*where, "STALE")
+        world.drop(group, "NO_SIGNAL")
+        return
+    world.record(group_accepted=pb.GroupAccepted(group=group.number))
+    if fate < 0.6:
+        world.draw_again(group)
 
 
 @given(st.integers(0, 2**32), st.booleans(), st.integers(1, 120))
-def test_the_same_facts_give_the_same_state_and_the_same_next_draws(seed, pools, steps) -> None:
+def test_a_start_that_reads_the_facts_draws_on_as_if_nothing_had_happened(seed, pools, steps) -> None:
     settings = (
         environment("a", ratio=3, pools={"enabled": pools}, groups_per_s=3.0, quarantine_after=2),
         environment("b", ratio=1, max_running=4),
     )
-    lived, heard = curriculum(*settings), curriculum(*settings)
-    later = live_on(lived, heard, random.Random(seed), steps) + 1000.0
-    assert heard.noted() == lived.noted()
-    noted = lived.noted()
-    lived.restore(noted)
-    heard.restore(noted)
+    lived, started = World(*settings), World(*settings)
+    later = live_on(lived, random.Random(seed), steps) + 1000.0
+    for fact in lived.facts:
+        started.curriculum.apply(pb.Fact.FromString(fact.SerializeToString()))
+    assert started.curriculum.noted() == lived.curriculum.noted()
+    started.redraws, started.groups = list(lived.redraws), lived.groups
+    for each in (lived, started):
+        each.record(curriculum_noted=lived.curriculum.noted())
     for _ in range(10):
-        assert draw(lived, later) == draw(heard, later)
+        assert lived.draw(later) == started.draw(later)
         later += 1.0
 
 
 def test_a_note_brings_pools_and_credits_back() -> None:
     settings = (environment("a", ratio=2, pools={"enabled": True}), environment("b"))
-    lived = curriculum(*settings)
+    lived, other = World(*settings), World(*settings)
     for _ in range(7):
-        end(lived, draw(lived), 1.0, 0.0)
-    other = curriculum(*settings)
-    other.restore(lived.noted())
-    assert other.noted() == lived.noted()
-    assert other.stream("a").sizes() == lived.stream("a").sizes()
-    assert set(other.stream("a").sizes()) == set(POOLS)
+        lived.accept(lived.draw(), 1.0, 0.0)
+    other.record(curriculum_noted=lived.curriculum.noted())
+    assert other.curriculum.noted() == lived.curriculum.noted()
+    assert other.curriculum.stream("a").sizes() == lived.curriculum.stream("a").sizes()
+    assert set(other.curriculum.stream("a").sizes()) == set(POOLS)
+
+
+def test_what_the_rule_for_long_episodes_did_is_counted_by_environment() -> None:
+    world = World(environment("a.b"), environment("c"))
+    grown = {overlong_counter("a.b", "mask"): 2, overlong_counter("gone", "mask"): 1, "tokens": 7}
+    world.record(counts_noted=pb.CountsNoted(generated=grown))
+    assert world.curriculum.counts("a.b").overlong == {"mask": 2}
+    assert world.curriculum.counts("c").overlong == {}
 
 
 def test_facts_of_what_no_longer_exists_are_passed_over() -> None:
-    lived = curriculum(environment("a"), environment("gone"))
-    facts = [draw(lived) for _ in range(4)]
-    now = curriculum(environment("a"), count=1)
-    for each in facts:
-        now.drawn(each)
-        now.draw_again(each.environment, each.task_id, "STALE")
-    assert now.task("gone", "gone0") is None
-    assert now.task("a", "a4") is None
-    assert draw(now).task_id == "a0"
+    lived, now = World(environment("a"), environment("gone")), World(environment("a"), count=1)
+    for _ in range(6):
+        group = lived.draw()
+        lived.draw_again(group)
+        lived.accept(group)
+    for fact in lived.facts:
+        now.curriculum.apply(fact)
+    now.redraws = [each for each in lived.redraws if each.task_id != "a0"]
+    assert now.curriculum.task("gone", "gone0") is None
+    assert now.curriculum.task("a", "a4") is None
+    assert now.draw().draw.task_id == "a0"
 
 
 def test_tasks_without_ids_of_their_own_are_refused() -> None:

@@ -1,0 +1,229 @@
+"""The tasks of one environment: in which order they come, what is known of each, and which are not drawn any more. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator_svc.config import PoolsConfig
+from orchestrator_svc.envs.base import Task
+from orchestrator_svc.shares import Shares
+from sluice.v1 import journal_pb2
+
+NEW, EASY, MEDIUM, HARD = "new", "easy", "medium", "hard"
+POOLS = (NEW, EASY, MEDIUM, HARD)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of one task.
+
+    Attributes:
+        draws: Groups that were drawn of it.
+        running: Those of them that have not ended.
+        solve_rate: Moving mean of the share of its episodes that were solved; None before the first.
+        failures: Groups of it that failed one after the other.
+        problem: Why it is in quarantine; empty if it is not.
+    """
+
+    draws: int = 0
+    running: int = 0
+    solve_rate: float | None = None
+    failures: int = 0
+    problem: str = ""
+
+
+class TaskStream:
+    """The tasks of one environment, in the order in which they are drawn.
+
+    Without pools every task comes once per pass, each pass in another order; a place in this stream is a position. With
+    pools the pool is chosen by the wanted shares, and of its tasks the one that was drawn least often. In both cases the
+    seed and the facts decide, nothing else.
+
+    Attributes:
+        next_position: Without pools the place of the next task; with pools the number of draws so far.
+        quarantined: Tasks that are not drawn any more.
+
+    Raises:
+        ValueError: if there are no tasks, or two of them have one id.
+    """
+
+    def __init__(self, tasks: Sequence[Task], pools: PoolsConfig, seed: int, *, split: str = "") -> None:
+        if not tasks:
+            raise ValueError(f"the split {split!r} has no tasks: check its name and the environment's args")
+        self._tasks = {task.task_id: task for task in tasks}
+        if len(self._tasks) < len(tasks):
+            twice = next(name for name, times in Counter(task.task_id for task in tasks).items() if times > 1)
+            raise ValueError(
+                f"two tasks of the split {split!r} have the id {twice!r}: a task's results are kept by its id, so give each its own"
+            )
+        self._names = list(self._tasks)
+        self._pools, self._seed = pools, seed
+        self._pass = -1
+        self._order: list[int] = []
+        self.next_position = 0
+        self.progress: dict[str, Progress] = {}
+        self.quarantined: dict[str, Progress] = {}
+        self.pool_shares = Shares({name: getattr(pools.shares, name) for name in POOLS})
+        self._sizes = Counter({NEW: len(self._tasks)})
+        self._free: dict[str, list[tuple[int, int, str]]] = {name: [] for name in POOLS}
+        if pools.enabled:
+            self._free[NEW] = [self._entry(name, 0) for name in self._names]
+            heapq.heapify(self._free[NEW])
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every task is in quarantine."""
+        return len(self.quarantined) == len(self._tasks)
+
+    def __contains__(self, task_id: str) -> bool:
+        return task_id in self._tasks
+
+    def __getitem__(self, task_id: str) -> Task:
+        return self._tasks[task_id]
+
+    def at(self, position: int) -> str:
+        """Return the task at a position of the stream without pools, from 0."""
+        number, place = divmod(position, len(self._names))
+        if number != self._pass:
+            self._order = list(range(len(self._names)))
+            random.Random(f"{self._seed}/{number}").shuffle(self._order)  # noqa: S311 - an order, not a secret
+            self._pass = number
+        return self._names[self._order[place]]
+
+    def pool(self, task_id: str) -> str:
+        """Return the pool that a task is in."""
+        known = self.progress.get(task_id)
+        if known is None or known.solve_rate is None:
+            return NEW
+        if known.solve_rate >= self._pools.easy_from:
+            return EASY
+        return HARD if known.solve_rate <= self._pools.hard_to else MEDIUM
+
+    def sizes(self) -> dict[str, int]:
+        """Return the number of tasks in each pool, without those in quarantine."""
+        return {name: self._sizes[name] for name in POOLS}
+
+    def choose(self) -> tuple[str, int]:
+        """Return the next task and its position. At least one must not be in quarantine."""
+        if self._pools.enabled:
+            return self._choose_by_pool(), self.next_position
+        position = self.next_position
+        while (name := self.at(position)) in self.quarantined:
+            position += 1
+        return name, position
+
+    def drawn(self, task_id: str, position: int, *, in_turn: bool) -> None:
+        """Note that a group of a task starts; `in_turn` unless it is drawn again."""
+        if in_turn:
+            self.next_position = position + 1
+            if self._pools.enabled:
+                self.pool_shares.give(self.pool(task_id), self._able_pools())
+        known = self._known(task_id)
+        known.draws += 1
+        known.running += 1
+
+    def ended(self, task_id: str, solved_share: float | None) -> None:
+        """Note that a group ended, with the share of its episodes that were solved; None if no episode has a reward."""
+        known, before = self._known(task_id), self.pool(task_id)
+        known.failures = 0
+        if solved_share is not None:
+            rate = known.solve_rate
+            known.solve_rate = (
+                solved_share if rate is None else rate + self._pools.newest_weight * (solved_share - rate)
+            )
+        self._leave(task_id, known, before)
+
+    def failed(self, task_id: str) -> None:
+        """Note that a group failed for which its task may be at fault."""
+        known = self._known(task_id)
+        known.failures += 1
+        self._leave(task_id, known, self.pool(task_id))
+
+    def given_up(self, task_id: str) -> None:
+        """Note that a group ended and says nothing about its task, such as one whose replica was lost."""
+        self._leave(task_id, self._known(task_id), self.pool(task_id))
+
+    def quarantine(self, task_id: str, failures: int, problem: str) -> None:
+        """Draw a task no more."""
+        known = self._known(task_id)
+        if not known.problem and task_id in self._tasks:
+            self._sizes[self.pool(task_id)] -= 1
+        known.failures, known.problem = failures, problem or "its groups failed"
+        if task_id in self._tasks:
+            self.quarantined[task_id] = known
+
+    def restore(self, noted: journal_pb2.EnvironmentProgress) -> None:
+        """Take over what a note of the journal says."""
+        self.next_position = noted.next_position
+        self.pool_shares.credits.update(
+            {name: value for name, value in noted.pool_credits.items() if name in self.pool_shares.credits}
+        )
+        for task_id, each in noted.tasks.items():
+            known, before = self._known(task_id), self.pool(task_id)
+            known.draws, known.failures = each.draws, each.failures
+            known.solve_rate = each.solve_rate if each.HasField("solve_rate") else None
+            self._move(task_id, known, before)
+
+    def noted(self) -> journal_pb2.EnvironmentProgress:
+        """Return what `restore` reads. A task that was only drawn says nothing and is left out."""
+        tasks = {
+            task_id: journal_pb2.TaskProgress(draws=each.draws, solve_rate=each.solve_rate, failures=each.failures)
+            for task_id, each in self.progress.items()
+            if each.failures or (self._pools.enabled and each.solve_rate is not None)
+        }
+        owed = self.pool_shares.credits if self._pools.enabled else {}
+        return journal_pb2.EnvironmentProgress(next_position=self.next_position, tasks=tasks, pool_credits=owed)
+
+    def _known(self, task_id: str) -> Progress:
+        return self.progress.setdefault(task_id, Progress())
+
+    def _leave(self, task_id: str, known: Progress, pool_before: str) -> None:
+        known.running = max(0, known.running - 1)
+        self._move(task_id, known, pool_before)
+
+    def _move(self, task_id: str, known: Progress, pool_before: str) -> None:
+        """Put a task where its solve rate says."""
+        if known.problem or task_id not in self._tasks:
+            return
+        pool = self.pool(task_id)
+        self._sizes[pool_before] -= 1
+        self._sizes[pool] += 1
+        if self._pools.enabled and not known.running:
+            heapq.heappush(self._free[pool], self._entry(task_id, known.draws))
+
+    def _entry(self, task_id: str, draws: int) -> tuple[int, int, str]:
+        """Return the place of a task in its pool: least drawn first, then an order that the seed gives each number of draws."""
+        digest = hashlib.blake2b(f"{self._seed}/{draws}/{task_id}".encode(), digest_size=8).digest()
+        return draws, int.from_bytes(digest), task_id
+
+    def _first_free(self, pool: str) -> str | None:
+        """Return the next task of a pool of which no group runs."""
+        free = self._free[pool]
+        while free:
+            draws, _, task_id = free[0]
+            known = self.progress.get(task_id)
+            if known is None or not (
+                known.problem or known.running or known.draws != draws or self.pool(task_id) != pool
+            ):
+                return task_id
+            heapq.heappop(free)  # it has changed since, and has another entry where it is now
+        return None
+
+    def _able_pools(self) -> list[str]:
+        """Return the pools that can deliver: those with a task of which no group runs; if there is none, all with a task."""
+        return [name for name in POOLS if self._first_free(name)] or [name for name in POOLS if self._sizes[name] > 0]
+
+    def _choose_by_pool(self) -> str:
+        able = self._able_pools()
+        pool = self.pool_shares.choose(able) or able[0]
+        free = self._first_free(pool)
+        if free is not None:
+            return free
+        # Groups of all tasks run: there are fewer tasks than groups, so looking at each is cheap.
+        here = [each for each in self._names if each not in self.quarantined and self.pool(each) == pool]
+        return min(here, key=lambda each: (self.progress[each].running, *self._entry(each, self.progress[each].draws)))
