@@ -91,7 +91,10 @@ async def _update_in_flight(
     pauses: list[float] = []
     copies: list[float] = []
     async with asyncio.timeout(120):
-        async for chunk in engine.stream(request):
+        async for progress in engine.stream(request):
+            if not progress.parts:
+                continue
+            [chunk] = progress.parts
             spans += [span for span in chunk.spans if not spans or span.version != spans[-1].version]
             if len(pauses) < len(staged) and chunk.offset + len(chunk.token_ids) >= share * (len(pauses) + 1):
                 version = staged[len(pauses)]
@@ -154,8 +157,8 @@ class _Load:
     async def _forever(self, index: int) -> None:
         for number in range(1_000_000):
             sampling = Sampling(max_tokens=LONGEST - 16 * (index % 8), ignore_eos=True)
-            async for chunk in self._engine.stream(GenerationRequest(f"load-{index}-{number}", PROMPT, sampling)):
-                self.tokens += len(chunk.token_ids)
+            async for progress in self._engine.stream(GenerationRequest(f"load-{index}-{number}", PROMPT, sampling)):
+                self.tokens += sum(len(part.token_ids) for part in progress.parts)
 
     async def rate(self, seconds: float) -> float:
         """Return the tokens per second of the next so many seconds."""

@@ -151,7 +151,7 @@ def stream(channel: grpc.aio.Channel, new_tokens: int) -> Request:
         )
         tokens = 0
         async for response in stub.GenerateStream(request, timeout=120):
-            tokens += len(response.chunk.delta.token_ids)
+            tokens += sum(len(delta.tokens.token_ids) for delta in response.chunk.deltas)
         return tokens
 
     return one

@@ -276,6 +276,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             max_running=status.max_running,
             engine_restarts=self._engine.restarts,
             adapters=loaded_adapters(self._engine.current),
+            engine_steps=status.steps,
+            preemptions=status.preemptions,
         )
         if weights.last_update is not None:
             response.last_update.CopyFrom(weights.last_update.to_proto())
@@ -334,5 +336,7 @@ class ReplicaMetrics(Collector):
             ("prompt_tokens", "Prompt tokens processed.", status.prompt_tokens),
             ("updates_applied", "Weight updates applied.", weights.updates),
             ("engine_restarts", "Engine restarts.", self._engine.restarts),
+            ("engine_steps", "Steps of the engine.", status.steps),
+            ("preemptions", "Samples that lost their place in the KV cache.", status.preemptions),
         ):
             yield CounterMetricFamily(f"sluice_rollout_{name}", text, value=float(value))

@@ -153,11 +153,13 @@ async def _stream(
     head: dict[str, Any],
 ) -> Response:
     """Begin a stream. An error before the first token still has its HTTP status."""
-    messages = merged([servicer.GenerateStream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
+    messages = merged([servicer.stream(rollout_pb2.GenerateStreamRequest(request=each)) for each in requests])
     first: list[Numbered] = []
     async for message in messages:
-        first.append(message)
-        if message[1].HasField("chunk"):
+        if message[1].HasField("opening"):
+            first.append(message)
+        elif message[1].chunk.deltas:
+            first.append(message)
             break
     head |= {"id": responses.prefix + first[0][1].opening.request_id, "object": responses.part}
     return EventStream(Events(head, responses).encode(first, messages))

@@ -5,39 +5,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc
-import xxhash
 
 from rollout_svc.config import LimitsConfig
 from rollout_svc.engines.adapters import LoraEngine, UnknownAdapterError
 from rollout_svc.engines.base import (
+    DEFAULT_PACE,
     EngineBusyError,
     EngineError,
     FinishReason,
     GenerationRequest,
     InferenceEngine,
     ModelInfo,
+    Pace,
     Sample,
     Sampling,
+    Stage,
 )
+from rollout_svc.responses import ResponseCache
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, TextStream
 from sluice.rpc import MAX_SAMPLES, SluiceError
-from sluice.tasks import discard_outcome
 from sluice.v1 import rollout_pb2 as pb
 from sluice.v1 import rollout_pb2_grpc, tokens_pb2
 from sluice.versions import Version
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-DEFAULT_COALESCE_S = 0.02
 
 MAX_COALESCE_S = 60.0
 
@@ -68,6 +66,12 @@ FINISH_REASONS = {
     None: tokens_pb2.FINISH_REASON_UNSPECIFIED,
 }
 """None stands for a sample that has not ended."""
+
+STAGES = {
+    Stage.QUEUED: pb.REQUEST_STAGE_QUEUED,
+    Stage.RUNNING: pb.REQUEST_STAGE_RUNNING,
+    Stage.PAUSED: pb.REQUEST_STAGE_PAUSED,
+}
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
@@ -122,9 +126,13 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 if not request.request_id:
                     return await self._generate(request)
                 content = request.SerializeToString(deterministic=True)
-                return await self._responses.once(request.request_id, content, lambda: self._generate(request))
+                answers = self._responses.once("Generate", request.request_id, content, lambda: self._alone(request))
+                return [answer async for answer in answers][-1]
         except TimeoutError as error:
             raise self._late() from error
+
+    async def _alone(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+        yield await self._generate(request)
 
     async def _generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
         async with self._admitted(request) as wanted:
@@ -146,13 +154,50 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 _fill(response.samples.add(), sample, index, text)
         return response
 
-    async def GenerateStream(
-        self, request: pb.GenerateStreamRequest, context: Context | None = None
+    # gRPC also takes a coroutine that writes the messages; the stubs know generators only.
+    async def GenerateStream(  # type: ignore[override]
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> None:
+        """Sample and send tokens as they are sampled.
+
+        It writes the messages itself: its deadline also holds for a message that a stalled caller does not take.
+        """
+        try:
+            async with asyncio.timeout_at(self._end(context)), contextlib.aclosing(self._messages(request)) as messages:
+                async for message in messages:
+                    await context.write(message)
+        except TimeoutError as error:
+            raise self._late() from error
+
+    async def stream(self, request: pb.GenerateStreamRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Sample and yield tokens as they are sampled, for the HTTP port. Closing the iterator aborts the sampling."""
+        end = self._end(None)
+        async with contextlib.aclosing(self._messages(request)) as messages:
+            while True:
+                try:
+                    async with asyncio.timeout_at(end):
+                        message = await anext(messages, None)
+                except TimeoutError as error:
+                    raise self._late() from error
+                if message is None:
+                    return
+                yield message
+
+    def _messages(self, request: pb.GenerateStreamRequest) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
+        """Return the messages of a new stream, or those of an earlier one with the same request id."""
+        pace, asked = _pace_of(request), request.request
+        if not asked.request_id:
+            return self._sampled(asked, pace)
+        content = asked.SerializeToString(deterministic=True)
+        return self._responses.once(
+            "GenerateStream", asked.request_id, content, lambda: self._sampled(asked, pace), passing=_has_no_tokens
+        )
+
+    async def _sampled(
+        self, request: pb.GenerateRequest, pace: Pace
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
-        """Sample and send tokens as they are sampled. The HTTP port calls this, too. Closing the iterator aborts the sampling."""
-        coalesce, end = _coalesce_s(request), self._end(context)
         texts: dict[int, TextStream] = {}
-        async with self._admitted(request.request) as wanted:
+        async with self._admitted(request) as wanted:
             copies = _greedy_copies(wanted)
             yield pb.GenerateStreamResponse(
                 opening=pb.StreamOpening(
@@ -162,24 +207,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 )
             )
             try:
-                sampled = replace(wanted, n=1) if copies > 1 else wanted
-                stream = self._engine.current.stream(sampled, coalesce_s=coalesce)
-                async with contextlib.aclosing(stream if end is None else _until(end, stream)) as chunks:
-                    async for chunk in chunks:
-                        text = ""
-                        if request.request.return_text:
-                            if chunk.index not in texts:
-                                texts[chunk.index] = self._tokenizer.text_stream(wanted.continued)
-                            text = texts[chunk.index].after(chunk.token_ids, last=chunk.finish_reason is not None)
-                        for index in range(chunk.index, chunk.index + copies):
-                            response = pb.GenerateStreamResponse()
-                            response.chunk.offset = chunk.offset
-                            _fill(response.chunk.delta, chunk, index, text)
-                            yield response
+                stream = self._engine.current.stream(replace(wanted, n=1) if copies > 1 else wanted, pace)
+                async with contextlib.aclosing(stream):
+                    async for progress in stream:
+                        response = pb.GenerateStreamResponse()
+                        response.chunk.stage, response.chunk.engine_steps = STAGES[progress.stage], progress.steps
+                        for part in progress.parts:
+                            text = ""
+                            if request.return_text:
+                                if part.index not in texts:
+                                    texts[part.index] = self._tokenizer.text_stream(wanted.continued)
+                                text = texts[part.index].after(part.token_ids, last=part.finish_reason is not None)
+                            for index in range(part.index, part.index + copies):
+                                delta = response.chunk.deltas.add(offset=part.offset)
+                                _fill(delta.tokens, part, index, text)
+                        yield response
             except (EngineError, EngineBusyError, ValueError) as error:
                 raise _translated(error) from error
-            except TimeoutError as error:
-                raise self._late() from error
 
     def _end(self, context: Context | None) -> float | None:
         """Return when a request must end, as a time of the event loop. None if its caller set a deadline, at which gRPC cancels it."""
@@ -282,24 +326,23 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return n
 
 
-async def _until(end: float, chunks: AsyncGenerator[Sample, None]) -> AsyncGenerator[Sample, None]:
-    """Yield the chunks until a time of the event loop; then raise TimeoutError."""
-    async with contextlib.aclosing(chunks):
-        while True:
-            async with asyncio.timeout_at(end):
-                chunk = await anext(chunks, None)
-            if chunk is None:
-                return
-            yield chunk
+def _pace_of(request: pb.GenerateStreamRequest) -> Pace:
+    pace = DEFAULT_PACE
+    if request.HasField("coalesce"):
+        seconds = request.coalesce.seconds + request.coalesce.nanos / 1e9
+        if not 0 <= seconds <= MAX_COALESCE_S:
+            raise SluiceError.invalid_argument("coalesce", f"between 0 and {MAX_COALESCE_S:.0f} s, not {seconds:g} s")
+        pace = replace(pace, seconds=seconds)
+    if request.HasField("coalesce_tokens"):
+        if not request.coalesce_tokens:
+            raise SluiceError.invalid_argument("coalesce_tokens", "at least 1; leave it out for 64")
+        pace = replace(pace, tokens=request.coalesce_tokens)
+    return pace
 
 
-def _coalesce_s(request: pb.GenerateStreamRequest) -> float:
-    if not request.HasField("coalesce"):
-        return DEFAULT_COALESCE_S
-    seconds = request.coalesce.seconds + request.coalesce.nanos / 1e9
-    if not 0 <= seconds <= MAX_COALESCE_S:
-        raise SluiceError.invalid_argument("coalesce", f"between 0 and {MAX_COALESCE_S:.0f} s, not {seconds:g} s")
-    return seconds
+def _has_no_tokens(message: pb.GenerateStreamResponse) -> bool:
+    """Return whether a message only says that the request is alive."""
+    return message.HasField("chunk") and not message.chunk.deltas
 
 
 def _translated(error: EngineError | EngineBusyError | ValueError) -> SluiceError:
@@ -455,85 +498,3 @@ def loaded_adapters(engine: InferenceEngine) -> list[pb.LoadedAdapter]:
         )
         for each in engine.adapters()
     ]
-
-
-class ResponseCache:
-    """Responses by request id, from the start of a request until some time after its end: a retry gets the first response.
-
-    Args:
-        ttl_s: How long a response is kept, in seconds.
-        most: Maximum number of responses; the oldest are removed first.
-        most_bytes: Maximum size of all responses; the oldest are removed first.
-        clock: Monotonic seconds.
-    """
-
-    def __init__(self, ttl_s: float, most: int, most_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ttl_s, self._most, self._most_bytes, self._clock = ttl_s, most, most_bytes, clock
-        self._bytes = 0
-        self._kept: OrderedDict[str, tuple[float, bytes, pb.GenerateResponse]] = OrderedDict()
-        self._running: dict[str, tuple[bytes, asyncio.Task[pb.GenerateResponse], int]] = {}
-
-    async def once(
-        self, request_id: str, content: bytes, make: Callable[[], Awaitable[pb.GenerateResponse]]
-    ) -> pb.GenerateResponse:
-        """Return the response to a request: a kept one, that of the same request in progress, or a new one.
-
-        Sampling is cancelled when no caller waits for it any more.
-
-        Raises:
-            SluiceError: ALREADY_EXISTS if the id was used for another request.
-        """
-        content = xxhash.xxh3_128_digest(content)
-        self._forget_old()
-        if request_id in self._kept:
-            _, kept_content, answer = self._kept[request_id]
-            _require_same(request_id, content, kept_content)
-            return answer
-        running = self._running.get(request_id)
-        if running is None:
-            task = asyncio.ensure_future(_run(make))
-            discard_outcome(task)  # its last waiter may leave while it fails
-            waiters = 0
-        else:
-            running_content, task, waiters = running
-            _require_same(request_id, content, running_content)
-        self._running[request_id] = (content, task, waiters + 1)
-        try:
-            answer = await asyncio.shield(task)
-        finally:
-            self._leave(request_id, task)
-        if request_id not in self._kept:  # the first of several waiters keeps it
-            self._kept[request_id] = (self._clock() + self._ttl_s, content, answer)
-            self._bytes += answer.ByteSize()
-            self._forget_old()
-        return answer
-
-    def _leave(self, request_id: str, task: asyncio.Task[pb.GenerateResponse]) -> None:
-        content, _, waiters = self._running[request_id]
-        if waiters > 1:
-            self._running[request_id] = (content, task, waiters - 1)
-            return
-        del self._running[request_id]
-        if not task.done():
-            task.cancel()
-
-    def _forget_old(self) -> None:
-        now = self._clock()
-        while self._kept:
-            oldest = next(iter(self._kept))
-            ends, _, answer = self._kept[oldest]
-            if ends > now and len(self._kept) <= self._most and self._bytes <= self._most_bytes:
-                return
-            del self._kept[oldest]
-            self._bytes -= answer.ByteSize()
-
-
-async def _run(make: Callable[[], Awaitable[pb.GenerateResponse]]) -> pb.GenerateResponse:
-    return await make()
-
-
-def _require_same(request_id: str, content: bytes, before: bytes) -> None:
-    if content != before:
-        raise SluiceError.already_exists(
-            "REQUEST_ID_REUSED", f"request_id {request_id!r} was used for a request with other fields: choose a new id"
-        )

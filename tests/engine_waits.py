@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
-from rollout_svc.engines.base import InferenceEngine
+from rollout_svc.engines.base import InferenceEngine, Progress, Sample
 
 DEADLINE_S = 60.0
 
@@ -21,3 +21,10 @@ async def until_tokens(engine: InferenceEngine, count: int) -> None:
     """Wait until the engine has sampled `count` more tokens."""
     target = engine.status().generated_tokens + count
     await until(lambda: engine.status().generated_tokens >= target)
+
+
+async def parts_of(stream: AsyncIterator[Progress]) -> AsyncIterator[Sample]:
+    """Yield the parts of a stream one by one."""
+    async for progress in stream:
+        for part in progress.parts:
+            yield part

@@ -34,6 +34,14 @@ class PauseMode(Enum):
     KEEP = "keep"
 
 
+class Stage(Enum):
+    """Where a request stands, with the names of the contract."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+
+
 class EngineError(Exception):
     """The engine failed. Requests in progress are lost, and the service restarts the engine."""
 
@@ -109,6 +117,30 @@ class Sample:
     offset: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When a stream gives its new tokens: after so many seconds, or as soon as a sample has so many of them."""
+
+    seconds: float = 0.02
+    tokens: int = 64
+
+
+DEFAULT_PACE = Pace()
+"""For a reader that shows the text while it is sampled."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """The new tokens of all samples of a request, at most one part for each; none says that the request is alive.
+
+    ``steps`` are those that the engine has made since it started.
+    """
+
+    parts: list[Sample]
+    stage: Stage
+    steps: int
+
+
 @dataclass(slots=True)
 class GenerationResult:
     """All samples of a request, in the order of their index."""
@@ -137,7 +169,8 @@ class EngineStatus:
     """Version and load of an engine.
 
     ``version`` samples the requests that name no adapter. Counters count from the start; ``kv_cache_usage`` is a fraction
-    from 0 to 1. ``healthy`` says whether the engine can sample.
+    from 0 to 1. ``healthy`` says whether the engine can sample. ``steps`` stand still when it hangs. ``preemptions`` are samples
+    that lost their place in the KV cache and were computed again.
     """
 
     version: Version
@@ -149,6 +182,8 @@ class EngineStatus:
     max_running: int
     paused: bool
     healthy: bool
+    steps: int = 0
+    preemptions: int = 0
 
 
 class InferenceEngine(Protocol):
@@ -189,8 +224,8 @@ class InferenceEngine(Protocol):
             EngineError: if the engine failed.
         """
 
-    def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[Sample, None]:
-        """Sample, and yield chunks as they are sampled, those of different samples in any order. Closing the iterator aborts.
+    def stream(self, request: GenerationRequest, pace: Pace = DEFAULT_PACE) -> AsyncGenerator[Progress, None]:
+        """Sample, and yield the new tokens of all samples together as they are sampled. Closing the iterator aborts.
 
         Raises what `sample` raises.
         """

@@ -591,7 +591,9 @@ class Events:
             first = range(number * self._samples, (number + 1) * self._samples)
             openings = [each for each in map(self._responses.first_chunk, first) if each is not None]
             return [self._chunk(each, extras if not place else {}) for place, each in enumerate(openings)]
-        new = message.chunk.delta
+        return [self._next_chunk(number, delta.tokens) for delta in message.chunk.deltas]
+
+    def _next_chunk(self, number: int, new: rollout_pb2.GeneratedSample) -> dict[str, Any]:
         index = number * self._samples + new.index
         self._completion_tokens += len(new.token_ids)
         extras = {}
@@ -599,7 +601,7 @@ class Events:
             self._texts[index] = StopStringFilter(self._stops)
             extras = prompt_fields(self._responses, self._prompts[number], of_choice=True)
         visible = self._texts[index].after(new.text, new.stop_string, last=bool(new.finish_reason))
-        return [self._chunk(self._responses.chunk(index, new, visible) | extras, {})]
+        return self._chunk(self._responses.chunk(index, new, visible) | extras, {})
 
     def _chunk(self, choice: Mapping[str, Any], extras: Mapping[str, Any]) -> dict[str, Any]:
         no_usage = {"usage": None} if self._include_usage else {}

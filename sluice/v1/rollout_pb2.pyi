@@ -352,31 +352,41 @@ class GenerateStreamRequest(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     COALESCE_FIELD_NUMBER: _builtins.int
+    COALESCE_TOKENS_FIELD_NUMBER: _builtins.int
+    coalesce_tokens: _builtins.int
+    """A message is sent earlier when a sample has so many new tokens. Unset: 64; at least 1. An engine that samples several
+    tokens in one step may exceed it.
+    """
     @_builtins.property
     def request(self) -> Global___GenerateRequest:
         """What to sample."""
 
     @_builtins.property
     def coalesce(self) -> _duration_pb2.Duration:
-        """Tokens of one sample that are sampled within this time are sent in one message. Unset: 20 ms; at most 60 s."""
+        """Tokens that are sampled within this time are sent in one message. Unset: 20 ms; at most 60 s. The last tokens of the
+        request are sent at once.
+        """
 
     def __init__(
         self,
         *,
         request: Global___GenerateRequest | None = ...,
         coalesce: _duration_pb2.Duration | None = ...,
+        coalesce_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["coalesce", b"coalesce", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_coalesce_tokens", b"_coalesce_tokens", "coalesce", b"coalesce", "coalesce_tokens", b"coalesce_tokens", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coalesce", b"coalesce", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_coalesce_tokens", b"_coalesce_tokens", "coalesce", b"coalesce", "coalesce_tokens", b"coalesce_tokens", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__coalesce_tokens: _TypeAlias = _typing.Literal["coalesce_tokens"]  # noqa: Y015
+    _WhichOneofArgType__coalesce_tokens: _TypeAlias = _typing.Literal["_coalesce_tokens", b"_coalesce_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__coalesce_tokens) -> _WhichOneofReturnType__coalesce_tokens | None: ...
 
 Global___GenerateStreamRequest: _TypeAlias = GenerateStreamRequest  # noqa: Y015
 
 @_typing.final
 class GenerateStreamResponse(_message.Message):
-    """Some tokens of one sample, or the request's opening."""
+    """Some tokens of the samples, or the request's opening."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -388,7 +398,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___StreamChunk:
-        """Further tokens of one sample."""
+        """Further tokens."""
 
     def __init__(
         self,
@@ -440,41 +450,35 @@ Global___StreamOpening: _TypeAlias = StreamOpening  # noqa: Y015
 
 @_typing.final
 class StreamChunk(_message.Message):
-    """Tokens of one sample that follow those already sent."""
+    """The tokens of all samples that follow those already sent. A chunk without tokens is sent when a second has passed without
+    any: it says that the request is alive.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    DELTA_FIELD_NUMBER: _builtins.int
-    OFFSET_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     ENGINE_STEPS_FIELD_NUMBER: _builtins.int
-    offset: _builtins.int
-    """Number of the sample's tokens sent before this chunk."""
     stage: Global___RequestStage.ValueType
     """Where the request stands."""
     engine_steps: _builtins.int
-    """Steps that the engine has made since it started, as in GetStatus. While the stage is RUNNING it grows, or the engine hangs."""
-    @_builtins.property
-    def delta(self) -> Global___GeneratedSample:
-        """The new tokens; span starts count from the first token of the sample. finish_reason is set on the last chunk."""
-
+    """Steps that the engine has made since it started, as in GetStatus. While a request is QUEUED or RUNNING it grows, or the
+    engine hangs. One step may compute a long prompt.
+    """
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleDelta]:
-        """The new tokens of every sample that has some; none says that the request is alive."""
+        """The new tokens of every sample that has some, or that has ended."""
 
     def __init__(
         self,
         *,
-        delta: Global___GeneratedSample | None = ...,
-        offset: _builtins.int = ...,
         deltas: _abc.Iterable[Global___SampleDelta] | None = ...,
         stage: Global___RequestStage.ValueType = ...,
         engine_steps: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "deltas", b"deltas", "engine_steps", b"engine_steps", "offset", b"offset", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "engine_steps", b"engine_steps", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

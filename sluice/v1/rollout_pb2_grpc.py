@@ -76,8 +76,11 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """As Generate, with tokens sent as they come. Chunks of different samples interleave; each carries its spans,
-        so that the tokens received before a replica dies stay usable.
+        """As Generate, with tokens sent as they come, those of all samples of the request in one message. Each message carries
+        their spans, so that the tokens received before a replica dies stay usable. A repeat with the same `request_id` while the
+        first is under way, or within five minutes of its end, gets the same tokens from the beginning, whatever its `coalesce`;
+        a call that all its callers have cancelled leaves nothing to repeat. Each method has its own ids. A reader that
+        stalls holds its stream up, which ends by its own deadline or that of the replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,8 +44,11 @@ class RolloutServiceStub:
     RESOURCE_EXHAUSTED (too many requests queued), UNAVAILABLE (loading, draining).
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateStreamRequest, _rollout_pb2.GenerateStreamResponse]
-    """As Generate, with tokens sent as they come. Chunks of different samples interleave; each carries its spans,
-    so that the tokens received before a replica dies stay usable.
+    """As Generate, with tokens sent as they come, those of all samples of the request in one message. Each message carries
+    their spans, so that the tokens received before a replica dies stay usable. A repeat with the same `request_id` while the
+    first is under way, or within five minutes of its end, gets the same tokens from the beginning, whatever its `coalesce`;
+    a call that all its callers have cancelled leaves nothing to repeat. Each method has its own ids. A reader that
+    stalls holds its stream up, which ends by its own deadline or that of the replica.
     """
     GetModel: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetModelRequest, _rollout_pb2.GetModelResponse]
     """Describes the served model. No side effects."""
@@ -70,8 +73,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     RESOURCE_EXHAUSTED (too many requests queued), UNAVAILABLE (loading, draining).
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateStreamRequest, _rollout_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """As Generate, with tokens sent as they come. Chunks of different samples interleave; each carries its spans,
-    so that the tokens received before a replica dies stay usable.
+    """As Generate, with tokens sent as they come, those of all samples of the request in one message. Each message carries
+    their spans, so that the tokens received before a replica dies stay usable. A repeat with the same `request_id` while the
+    first is under way, or within five minutes of its end, gets the same tokens from the beginning, whatever its `coalesce`;
+    a call that all its callers have cancelled leaves nothing to repeat. Each method has its own ids. A reader that
+    stalls holds its stream up, which ends by its own deadline or that of the replica.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetModelRequest, _rollout_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the served model. No side effects."""
@@ -105,8 +111,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateStreamResponse], _abc.AsyncIterator[_rollout_pb2.GenerateStreamResponse]]:
-        """As Generate, with tokens sent as they come. Chunks of different samples interleave; each carries its spans,
-        so that the tokens received before a replica dies stay usable.
+        """As Generate, with tokens sent as they come, those of all samples of the request in one message. Each message carries
+        their spans, so that the tokens received before a replica dies stay usable. A repeat with the same `request_id` while the
+        first is under way, or within five minutes of its end, gets the same tokens from the beginning, whatever its `coalesce`;
+        a call that all its callers have cancelled leaves nothing to repeat. Each method has its own ids. A reader that
+        stalls holds its stream up, which ends by its own deadline or that of the replica.
         """
 
     @_abc_1.abstractmethod

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-from engine_waits import until_tokens
+from engine_waits import parts_of, until_tokens
 from small_adapters import recompute_adapted, save_adapter, staged_adapter
 from small_models import CONTEXT, recompute, save_model, staged
 
 from rollout_svc.config import LoraLimits
 from rollout_svc.engines.adapters import AdaptersFullError, LoraEngine, UnknownAdapterError
-from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Sample, Sampling
+from rollout_svc.engines.base import EngineError, FinishReason, GenerationRequest, Pace, Sample, Sampling
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.engines.vllm.engine import VllmEngine, VllmOptions
 from sluice.versions import BASE, Version, VersionSpan
@@ -158,7 +158,7 @@ async def test_the_oldest_version_retires_when_there_is_no_more_room(engine, mod
 
 async def test_a_stream_says_that_its_version_was_retired(engine, models):
     async def collect() -> list[Sample]:
-        return [chunk async for chunk in engine.stream(ask(LONG), coalesce_s=0.001)]
+        return [part async for part in parts_of(engine.stream(ask(LONG), Pace(seconds=0.001)))]
 
     await engine.apply_adapter(staged_adapter(models.adapters[0], Version(1, 1)))
     task = asyncio.create_task(collect())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from engine_waits import until, until_tokens
+from engine_waits import parts_of, until, until_tokens
 from safetensors.torch import load_file, save_file
 from small_models import CONTEXT, EOS, VOCABULARY, greedy, recompute, recompute_mixed, staged, text_of, versions_of
 
@@ -21,9 +21,11 @@ from rollout_svc.engines.base import (
     FinishReason,
     GenerationRequest,
     InferenceEngine,
+    Pace,
     PauseMode,
     Sample,
     Sampling,
+    Stage,
 )
 from sluice.versions import BASE, Version
 from weightsync.staged import StagedVersion
@@ -142,7 +144,7 @@ class TestEnding:
         continuation = ask(sampling, prompt=[*PROMPT, *ids[:last]], continued=ids[:last])
         sample = (await engine.sample(continuation)).samples[0]
         assert (sample.token_ids, sample.finish_reason, sample.stop_string) == ([ids[last]], FinishReason.STOP, stop)
-        chunks = await collect(engine.stream(continuation))
+        chunks = await collect(parts_of(engine.stream(continuation)))
         assert [each.stop_string for each in chunks if each.finish_reason is not None] == [stop]
 
     async def test_the_tokens_that_complete_a_stop_string_are_kept(self, engine, models):
@@ -171,7 +173,7 @@ class TestEnding:
 
     async def test_closing_a_stream_frees_the_engine(self, engine):
         stream = engine.stream(ask(LONG, n=2))
-        assert (await anext(stream)).token_ids
+        assert (await anext(stream)).parts
         await stream.aclose()
         await until(lambda: engine.status().running + engine.status().queued == 0)
 
@@ -191,7 +193,7 @@ class TestEnding:
 
 class TestStream:
     async def test_chunks_add_up_to_the_samples(self, engine, models):
-        chunks = await collect(engine.stream(ask(replace(LONG, max_tokens=60), n=3)))
+        chunks = await collect(parts_of(engine.stream(ask(replace(LONG, max_tokens=60), n=3))))
         for index in range(3):
             mine = [chunk for chunk in chunks if chunk.index == index]
             token_ids = [id_ for chunk in mine for id_ in chunk.token_ids]
@@ -206,17 +208,46 @@ class TestStream:
                 assert not chunk.token_ids or chunk.spans[0].start == chunk.offset
 
     async def test_comes_while_it_is_sampled(self, engine):
-        stream = engine.stream(ask(LONG), coalesce_s=0.0)
-        first = await anext(stream)
+        stream = engine.stream(ask(LONG), Pace(seconds=0.0))
+        [first] = (await anext(stream)).parts
         assert 0 < len(first.token_ids) < LONG.max_tokens
         await stream.aclose()
 
     async def test_carries_stop_strings_and_alternatives(self, engine, models):
         stop = stop_within(greedy(models.base, PROMPT, 24))
         sampling = replace(FREE, temperature=0.0, stop=(stop,), top_logprobs=2)
-        chunks = await collect(engine.stream(ask(sampling)))
+        chunks = await collect(parts_of(engine.stream(ask(sampling))))
         assert (chunks[-1].finish_reason, chunks[-1].stop_string) == (FinishReason.STOP, stop)
         assert all(len(chunk.top_logprobs) == len(chunk.token_ids) for chunk in chunks)
+
+    async def test_gives_all_samples_together(self, engine):
+        stream = engine.stream(ask(LONG, n=3), Pace(seconds=30.0, tokens=50))
+        first = await anext(stream)
+        assert [part.index for part in first.parts] == [0, 1, 2]
+        assert all(50 <= len(part.token_ids) < 300 for part in first.parts)
+        assert first.stage is Stage.RUNNING
+        second = await anext(stream)
+        assert [part.offset for part in second.parts] == [len(part.token_ids) for part in first.parts]
+        assert second.steps > first.steps
+        await stream.aclose()
+
+    async def test_the_last_tokens_come_at_once(self, engine):
+        progress = await collect(engine.stream(ask(n=3), Pace(seconds=DEADLINE_S)))
+        assert [part.finish_reason for part in progress[-1].parts] == [FinishReason.LENGTH] * 3
+        assert sum(len(part.token_ids) for each in progress for part in each.parts) == 3 * FREE.max_tokens
+
+    async def test_a_waiting_request_says_where_it_stands_and_steps_stand_still(self, engine):
+        stream = engine.stream(ask(LONG), Pace(seconds=0.0))
+        await anext(stream)
+        await engine.pause(PauseMode.KEEP)
+        late = engine.stream(ask())
+        waiting = await anext(late)  # a second without tokens
+        assert (waiting.parts, waiting.stage) == ([], Stage.PAUSED)
+        assert waiting.steps == engine.status().steps
+        assert (await anext(late)).steps == waiting.steps
+        await engine.resume()
+        assert (await collect(late))[-1].steps > waiting.steps
+        await stream.aclose()
 
 
 class TestPause:
@@ -289,7 +320,7 @@ class TestWeights:
 
     async def test_streams_carry_the_spans_as_they_go(self, engine, models):
         chunks: list[Sample] = []
-        stream = engine.stream(ask(LONG, n=2))
+        stream = parts_of(engine.stream(ask(LONG, n=2)))
         while len(chunks) < 4:
             chunks.append(await anext(stream))
         await engine.apply(staged(models.second, Version(1, 1)))

@@ -13,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
-from rollout_stack import RUN, Replica, refused, running_engine, save_chat_model, until
+from rollout_stack import PLACES, RUN, Replica, refused, running_engine, save_chat_model, until
 from small_models import CONTEXT, EOS, VOCABULARY, greedy, save_model, staged, text_of
 
 from rollout_svc.config import LimitsConfig
@@ -294,6 +294,48 @@ class TestRetries:
         assert (await served.generate(sampled(request_id="r5"))).samples
 
 
+class TestRepeatedStreams:
+    async def test_a_repeat_gets_the_same_tokens_from_the_beginning(self, served):
+        request = sampled(request_id="s1", n=2)
+        first = [message async for message in served.stream(request, coalesce=Duration(nanos=1_000_000))]
+        again = [message async for message in served.stream(request)]
+        assert again == [message for message in first if message.HasField("opening") or message.chunk.deltas]
+
+    async def test_a_repeat_while_the_first_is_under_way_joins_it(self, served):
+        request = sampled(request_id="s2")
+        async with served.replica.frozen():
+            first = asyncio.ensure_future(collected(served.stream(request)))
+            await until(lambda: served.replica.servicer.samples == 1)
+            second = asyncio.ensure_future(collected(served.stream(request)))
+            await served.agent.GetModel(rollout_pb2.GetModelRequest(), timeout=TIMEOUT_S)
+            assert served.replica.servicer.samples == 1
+        assert together(deltas_of(await first)) == together(deltas_of(await second))
+
+    async def test_the_sampling_goes_on_while_one_reader_is_left(self, served):
+        request = sampled(request_id="s3")
+        async with served.replica.frozen():
+            leaving = served.stream(request)
+            await leaving.read()
+            staying = served.stream(request)
+            await staying.read()
+            leaving.cancel()
+            await until(leaving.done)
+        assert together(deltas_of(await collected(staying))).finish_reason == tokens_pb2.FINISH_REASON_LENGTH
+
+    async def test_the_sampling_ends_with_its_last_reader(self, served):
+        request = sampled(request_id="s4")
+        async with served.replica.frozen():
+            stream = served.stream(request)
+            await stream.read()
+            stream.cancel()
+            await served.replica.until_idle()
+
+    async def test_an_id_belongs_to_one_request(self, served):
+        await collected(served.stream(sampled(request_id="s5")))
+        error = await refused(first_of(served.stream(sampled(request_id="s5", n=2))))
+        assert (error.code, error.reason) == (Code.ALREADY_EXISTS, "REQUEST_ID_REUSED")
+
+
 class TestLeaving:
     @pytest.mark.parametrize("request_id", ["", "named"])
     async def test_cancelling_ends_the_sampling(self, served, request_id):
@@ -330,25 +372,87 @@ class TestStream:
         messages = [message async for message in served.stream(request, coalesce=Duration(nanos=1_000_000))]
         assert list(messages[0].opening.prompt_token_ids) == PROMPT
         assert messages[0].opening.tokenizer_digest == whole.tokenizer_digest
-        chunks = [message.chunk for message in messages[1:]]
         for expected in whole.samples:
-            assert_same(together([chunk for chunk in chunks if chunk.delta.index == expected.index]), expected)
+            assert_same(together(deltas_of(messages, expected.index)), expected)
 
     async def test_coalesces_tokens_within_the_time_asked_for(self, served):
-        messages = [message async for message in served.stream(ask(), coalesce=Duration(seconds=30))]
+        messages = [message async for message in served.stream(sampled(n=3), coalesce=Duration(seconds=30))]
         assert [message.WhichOneof("event") for message in messages] == ["opening", "chunk"]
+        assert [delta.tokens.index for delta in messages[1].chunk.deltas] == [0, 1, 2]
+
+    async def test_a_number_of_tokens_ends_the_waiting(self, served):
+        stream = served.stream(ask(), coalesce=Duration(seconds=30), coalesce_tokens=4)
+        messages = [message async for message in stream]
+        counts = [len(message.chunk.deltas[0].tokens.token_ids) for message in messages[1:]]
+        assert len(counts) > 1
+        assert min(counts[:-1]) >= 4
+        assert sum(counts) == TOKENS
+
+    async def test_equals_the_whole_answer_of_the_same_seed(self, served):
+        request = sampled(n=3)
+        request.sampling.seed = 7
+        whole = await served.generate(request)
+        messages = await collected(served.stream(request, coalesce_tokens=5))
+        for expected in whole.samples:
+            assert_same(together(deltas_of(messages, expected.index)), expected)
+
+    async def test_says_that_the_request_is_alive_while_nothing_is_sampled(self, served):
+        async with served.replica.frozen():
+            stream = served.stream(ask())
+            await stream.read()
+            for _ in range(2):
+                alive = (await stream.read()).chunk
+                assert not alive.deltas
+                assert alive.stage == rollout_pb2.REQUEST_STAGE_PAUSED
+                assert alive.engine_steps == (await served.status()).engine_steps
+            stream.cancel()
+
+    async def test_a_request_without_a_place_is_queued(self, served):
+        long = sampled(n=PLACES)
+        long.sampling.max_tokens = 400
+        running = [served.stream(long)]
+        await running[0].read()
+        assert (await running[0].read()).chunk.stage == rollout_pb2.REQUEST_STAGE_RUNNING
+        running += [served.stream(long) for _ in range(5)]
+        await until(lambda: served.replica.servicer.samples == 6 * PLACES)
+        waiting = served.stream(ask())
+        await waiting.read()
+        first, second = [(await waiting.read()).chunk for _ in range(2)]
+        assert first.stage == second.stage == rollout_pb2.REQUEST_STAGE_QUEUED
+        assert not first.deltas
+        assert second.engine_steps > first.engine_steps
+        for stream in (waiting, *running):
+            stream.cancel()
+        await served.replica.until_idle()
+
+    async def test_a_stalled_reader_holds_its_stream_up_until_the_replica_ends_it(self, model, engine):
+        async with (
+            Replica(model, engine, request_s=3.0) as replica,
+            grpc.aio.insecure_channel(replica.target, options=[("grpc.http2.bdp_probe", 0)]) as channel,
+        ):
+            request = sampled(n=PLACES)
+            request.sampling.max_tokens, request.sampling.top_logprobs = 450, 20
+            wire = rollout_pb2.GenerateStreamRequest(request=request, coalesce_tokens=1, coalesce=Duration())
+            stream = rollout_pb2_grpc.RolloutServiceStub(channel).GenerateStream(wire)
+            await stream.read()
+            await replica.until_idle()  # by the deadline: nobody reads
+            received = 0
+            with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 - what was sent before may be read
+                while (message := await stream.read()) is not grpc.aio.EOF:
+                    received += message.ByteSize()
+            assert caught.value.code() is Code.DEADLINE_EXCEEDED
+            assert received < 400_000, received
 
     async def test_chunks_carry_the_versions_of_an_update_on_the_way(self, served, second):
         request = ask()
         request.sampling.max_tokens = 400
         stream = served.stream(request, coalesce=Duration(nanos=1_000_000))
-        chunks = []
+        messages = []
         async for message in stream:
-            if message.HasField("chunk"):
-                chunks.append(message.chunk)
-                if len(chunks) == 1:
-                    await served.replica.engine.apply(staged(second, Version(1, 1)))
-        spans = spans_of(together(chunks))
+            messages.append(message)
+            if message.chunk.deltas and served.replica.engine.status().version == BASE:
+                await served.replica.engine.apply(staged(second, Version(1, 1)))
+        spans = spans_of(together(deltas_of(messages)))
         assert [version for _, version in spans] == [BASE, Version(1, 1)]
         assert 0 < spans[1][0] < 400
 
@@ -360,8 +464,8 @@ class TestStream:
         whole = (await served.generate(request)).samples[0]
         assert (whole.stop_string, whole.finish_reason) == (stop, tokens_pb2.FINISH_REASON_STOP)
         assert whole.text.endswith(stop)  # the tokens that complete it stay
-        chunks = [message.chunk async for message in served.stream(request) if message.HasField("chunk")]
-        assert_same(together(chunks), whole)
+        messages = [message async for message in served.stream(request)]
+        assert_same(together(deltas_of(messages)), whole)
 
 
 class TestDescription:
@@ -397,8 +501,8 @@ async def test_the_text_of_a_continuation_begins_with_that_of_the_tokens_it_cont
     whole = (await served.generate(request)).samples[0]
     assert whole.text == served.replica.servicer.tokenizer.decode([*first.token_ids, *whole.token_ids])
     assert whole.text.startswith(first.text)
-    streamed = [message.chunk.delta.text async for message in served.stream(request) if message.HasField("chunk")]
-    assert "".join(streamed) == whole.text
+    streamed = deltas_of([message async for message in served.stream(request)])
+    assert "".join(delta.tokens.text for delta in streamed) == whole.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -514,24 +618,29 @@ class TestAdministration:
         assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ADAPTER_NOT_LOADED")
 
 
-def together(chunks: list[rollout_pb2.StreamChunk]) -> rollout_pb2.GeneratedSample:
-    """One sample from its chunks: tokens follow each other without a gap, spans are joined where the version stays."""
+def deltas_of(messages: list[rollout_pb2.GenerateStreamResponse], index: int = 0) -> list[rollout_pb2.SampleDelta]:
+    """What a stream brought of one sample."""
+    return [delta for message in messages for delta in message.chunk.deltas if delta.tokens.index == index]
+
+
+def together(deltas: list[rollout_pb2.SampleDelta]) -> rollout_pb2.GeneratedSample:
+    """One sample from its deltas: tokens follow each other without a gap, spans are joined where the version stays."""
     whole = rollout_pb2.GeneratedSample()
-    for chunk in chunks:
-        delta = chunk.delta
-        assert chunk.offset == len(whole.token_ids)
-        assert not delta.token_ids or delta.version_spans[0].start == chunk.offset
-        assert (delta.finish_reason != 0) == (chunk is chunks[-1])
-        spans = list(delta.version_spans)
+    for delta in deltas:
+        new = delta.tokens
+        assert delta.offset == len(whole.token_ids)
+        assert not new.token_ids or new.version_spans[0].start == delta.offset
+        assert (new.finish_reason != 0) == (delta is deltas[-1])
+        spans = list(new.version_spans)
         if whole.version_spans and spans and spans[0].policy_version == whole.version_spans[-1].policy_version:
             del spans[0]
-        whole.index = delta.index
-        whole.token_ids.extend(delta.token_ids)
-        whole.logprobs.extend(delta.logprobs)
-        whole.top_logprobs.extend(delta.top_logprobs)
+        whole.index = new.index
+        whole.token_ids.extend(new.token_ids)
+        whole.logprobs.extend(new.logprobs)
+        whole.top_logprobs.extend(new.top_logprobs)
         whole.version_spans.extend(spans)
-        whole.text += delta.text
-        whole.finish_reason, whole.stop_string = delta.finish_reason, delta.stop_string
+        whole.text += new.text
+        whole.finish_reason, whole.stop_string = new.finish_reason, new.stop_string
     return whole
 
 
@@ -545,6 +654,14 @@ def assert_same(streamed: rollout_pb2.GeneratedSample, whole: rollout_pb2.Genera
         sample.ClearField("logprobs")
         sample.ClearField("top_logprobs")
     assert streamed == whole
+
+
+async def collected(stream: Any) -> list[rollout_pb2.GenerateStreamResponse]:
+    """All further messages of a stream."""
+    messages = []
+    while (message := await stream.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
 
 
 async def first_of(stream: Any) -> Any:

@@ -133,14 +133,14 @@ async def _spans_of_a_request_with_an_update_on_its_way(running: Running, second
     pause = rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="test")
     pause.ttl.FromSeconds(120)
     async for message in running.client.stream(PROMPT, LONG, run=f"runs/{RUN}"):
-        if message.WhichOneof("event") == "opening":
+        if not message.chunk.deltas:
             continue
         if publishing is None:  # the model is too fast: let the version come in the middle
             await running.client._admin.Pause(pause, timeout=30)
             publishing = asyncio.create_task(running.publish(second, 1))
             await running.until(rollout_pb2.REPLICA_STATE_PAUSED, await publishing)
             await running.client._admin.Resume(rollout_pb2.ResumeRequest(owner="test"), timeout=30)
-        for span in message.chunk.delta.version_spans:
+        for span in message.chunk.deltas[0].tokens.version_spans:
             version = Version.from_proto(span.policy_version)
             if not spans or spans[-1][1] != version:
                 spans.append((span.start, version))

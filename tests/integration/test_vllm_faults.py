@@ -15,6 +15,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from engine_waits import parts_of
 from small_models import CONTEXT, VOCABULARY, recompute, save_model, staged
 
 from rollout_svc.engines.base import EngineError, GenerationRequest, Sampling
@@ -111,7 +112,7 @@ async def test_the_engine_s_death_is_told_at_once_and_a_restart_serves_the_last_
     [core] = engine_processes(os.getpid()) - others
     await engine.apply(staged(second, Version(1, 3)))
     unary = asyncio.create_task(engine.sample(ask(replace(SAMPLING, max_tokens=400))))
-    stream = engine.stream(ask(replace(SAMPLING, max_tokens=400)))
+    stream = parts_of(engine.stream(ask(replace(SAMPLING, max_tokens=400))))
     received = (await anext(stream)).token_ids
     core.send_signal(signal.SIGKILL)
     with pytest.raises(EngineError, match="lost"):

@@ -51,9 +51,7 @@ class FailingLlm:
 def engine_with(llm: FailingLlm) -> VllmEngine:
     engine = VllmEngine("model")
     processes: Any = SimpleNamespace(
-        llm=llm,
-        recorder=SimpleNamespace(running=0, kv_cache_usage=0.0),
-        config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1)),
+        llm=llm, recorder=LoadRecorder(), config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=1))
     )
     engine._processes = processes
     return engine

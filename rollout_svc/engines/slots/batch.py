@@ -11,7 +11,7 @@ import contextlib
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,6 +99,12 @@ class ActiveRequest:
         self.prompt_logprobs: list[float] = []
         self.error: EngineError | None = None
         self.ended = False
+        self.released = False
+        """Whether its caller has left."""
+        self.admitted = False
+        """Whether one of the samples has, or had, a row."""
+        self._given = [0] * request.n
+        self._told = [False] * request.n
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._left = request.n
@@ -113,6 +119,38 @@ class ActiveRequest:
         """End the request with an error."""
         self.error = error
         self._wake_caller()
+
+    def new_tokens(self) -> int:
+        """See `StreamedRequest`."""
+        return max(len(sample.token_ids) - given for sample, given in zip(self.samples, self._given, strict=True))
+
+    def watched(self, tokens: int) -> Callable[[], int]:
+        """Return a look for the engine's `Steps`: it wakes `wait` when a sample has so many new tokens."""
+
+        def look() -> int:
+            if self.ended or self.released:
+                return 0
+            new = self.new_tokens()
+            if new < tokens:
+                return tokens - new
+            with contextlib.suppress(RuntimeError):  # the event loop of the caller is closed
+                self._loop.call_soon_threadsafe(self._wake.set)
+            return tokens
+
+        return look
+
+    def parts(self) -> list[Sample]:
+        """See `StreamedRequest`."""
+        found = []
+        for index, sample in enumerate(self.samples):
+            if self._told[index]:
+                continue
+            part = sample.part(self._given[index])
+            if part.token_ids or part.finish_reason is not None:
+                self._given[index] += len(part.token_ids)
+                self._told[index] = part.finish_reason is not None
+                found.append(part)
+        return found
 
     def _wake_caller(self) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop of the caller is closed
@@ -282,6 +320,8 @@ class SlotBatch:
         number = {id(active): position for position, active in enumerate(owners)}
         sources = [number[id(active)] for active, _ in admitted]
         longest = max(sample.most_positions for _, sample in (*self.rows, *admitted))
+        for active in owners:
+            active.admitted = True
         self.rows += admitted  # now, so that a failure in what follows reaches their callers
         self._cache.reserve(first + len(admitted), longest, used=first)
         wanted = [_wanted_positions(active) for active in owners]

@@ -7,6 +7,7 @@ there between two steps.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import random
 import threading
@@ -23,6 +24,7 @@ import torch
 from rollout_svc.config import LoraLimits
 from rollout_svc.engines.adapters import Adapter, LoraEngine, RequestInProgress
 from rollout_svc.engines.base import (
+    DEFAULT_PACE,
     EngineBusyError,
     EngineError,
     EngineStatus,
@@ -31,18 +33,18 @@ from rollout_svc.engines.base import (
     GenerationRequest,
     GenerationResult,
     ModelInfo,
+    Pace,
     PauseMode,
-    Sample,
+    Progress,
+    Stage,
 )
 from rollout_svc.engines.model_files import BaseModel, read_base_model
 from rollout_svc.engines.slots.batch import ActiveRequest, BatchLimits, Decoder, SlotBatch, WaitingQueue
 from rollout_svc.engines.slots.model import InPlaceWeights, SlotCache, SlotModel
+from rollout_svc.engines.steps import Steps, paced
 from sluice.threads import CallHungError, DeadlineThreads, TooManyHungError
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, HeldVersions, StagedVersion
-
-LEAST_COALESCE_S = 0.001
-"""Minimum seconds between two chunks of a stream; an engine step takes longer."""
 
 SWAP_STEPS = 3
 """A change of the weights waits for the step in progress, copies, and copies back if that fails; each has the deadline of a command."""
@@ -217,23 +219,16 @@ class TransformersEngine(LoraEngine):
             self._release(active)
         return active.result()
 
-    async def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[Sample, None]:
+    async def stream(self, request: GenerationRequest, pace: Pace = DEFAULT_PACE) -> AsyncGenerator[Progress, None]:
         """See `InferenceEngine`."""
         await self._policy_loaded.wait()
         active = self._submit(request)
-        given = [0] * request.n
-        unfinished = set(range(request.n))
         try:
-            while unfinished:
-                await active.wait(max(coalesce_s, LEAST_COALESCE_S))
-                for index in sorted(unfinished):
-                    chunk = active.samples[index].part(given[index])
-                    if not chunk.token_ids and chunk.finish_reason is None:
-                        continue
-                    given[index] += len(chunk.token_ids)
-                    if chunk.finish_reason is not None:
-                        unfinished.discard(index)
-                    yield chunk
+            loop = self._loop
+            loop.post(lambda: loop.steps.watch(pace.tokens, active.watched(pace.tokens)))
+            async with contextlib.aclosing(paced(active, pace, loop.steps, lambda: loop.stage(active))) as stream:
+                async for progress in stream:
+                    yield progress
         finally:
             self._release(active)
 
@@ -258,6 +253,7 @@ class TransformersEngine(LoraEngine):
 
     def _release(self, active: ActiveRequest) -> None:
         """Forget a request. Abort it if it has not ended."""
+        active.released = True
         self._left(active.adapter)
         of_same_name = self._active[active.request.request_id]
         of_same_name.discard(active)
@@ -379,6 +375,7 @@ class TransformersEngine(LoraEngine):
             max_running=self._options.max_running,
             paused=loop.paused is not None,
             healthy=not loop.broken,
+            steps=loop.steps.count,
         )
 
 
@@ -431,7 +428,10 @@ class SlotLoop:
 
     def __init__(self, batch: SlotBatch, weights: InPlaceWeights, *, threads: int | None, recompute: bool) -> None:
         self.batch = batch
+        self.steps = Steps()
         self.paused: PauseMode | None = None
+        self.swapping = False
+        """Whether it copies other weights."""
         self.broken = ""
         self.staged: StagedVersion | None = None
         """The version of the weights; None for the base model."""
@@ -490,6 +490,12 @@ class SlotLoop:
     def version(self) -> Version:
         """Return the version of the weights."""
         return BASE if self.staged is None else self.staged.version
+
+    def stage(self, active: ActiveRequest) -> Stage:
+        """Return where a request stands."""
+        if self.paused is not None or self.swapping:
+            return Stage.PAUSED
+        return Stage.RUNNING if active.admitted else Stage.QUEUED
 
     @property
     def queued(self) -> int:
@@ -571,15 +577,19 @@ class SlotLoop:
             EngineError: if it could not be applied. The version before keeps serving, unless `broken` is set.
         """
         begun = time.perf_counter()
+        self.swapping = True
         try:
-            self._weights.copy(self._files(staged))
-        except EngineError:
-            self._go_back()
-            raise
-        copied = time.perf_counter()
-        self.staged, self.suspect = staged, False
-        if self._recompute:
-            self.batch.recompute_kv()
+            try:
+                self._weights.copy(self._files(staged))
+            except EngineError:
+                self._go_back()
+                raise
+            copied = time.perf_counter()
+            self.staged, self.suspect = staged, False
+            if self._recompute:
+                self.batch.recompute_kv()
+        finally:
+            self.swapping = False
         return time.perf_counter() - begun, copied - begun
 
     def tensors(self) -> list[str]:
@@ -636,6 +646,7 @@ class SlotLoop:
     def _step(self) -> None:
         for active, _ in self.batch.step(self._waiting, self.version):
             active.sample_ended()
+        self.steps.advance()
         self._finish_drain()
 
     def _break(self, why: str) -> None:

@@ -6,6 +6,7 @@ vLLM is imported by `VllmEngine.start`: its import takes seconds and reads envir
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -17,17 +18,22 @@ import structlog
 from rollout_svc.config import LoraLimits
 from rollout_svc.engines.adapters import Adapter, LoraEngine, RequestInProgress
 from rollout_svc.engines.base import (
+    DEFAULT_PACE,
     EngineError,
     EngineStatus,
     GenerationRequest,
     GenerationResult,
     ModelInfo,
+    Pace,
     PauseMode,
-    Sample,
+    Progress,
+    Stage,
 )
 from rollout_svc.engines.model_files import model_directory, read_base_model
+from rollout_svc.engines.steps import paced
 from rollout_svc.engines.vllm.processes import VllmProcesses, describe, launch
 from rollout_svc.engines.vllm.requests import (
+    LoadRecorder,
     TrackedRequest,
     check_request,
     cut_at_nan,
@@ -46,9 +52,6 @@ if TYPE_CHECKING:
 
 VERIFY_PHASES = 10
 """A comparison of all weights may take this many times as long as one step of an update."""
-
-LEAST_COALESCE_S = 0.001
-"""Minimum seconds between two chunks of a stream; an engine step takes longer."""
 
 log = structlog.get_logger()
 
@@ -105,6 +108,9 @@ class VllmEngine(LoraEngine):
         self._broken = ""
         self._numbers = itertools.count()
         self._active: dict[str, set[TrackedRequest]] = {}
+        self._submitted: dict[TrackedRequest, None] = {}
+        self._queued: set[TrackedRequest] = set()
+        self._queued_at = -1
         self._generated = 0
         self._prompted = 0
 
@@ -184,6 +190,17 @@ class VllmEngine(LoraEngine):
             raise EngineError("the engine's process died; call restart()")
         return self._processes.llm
 
+    @property
+    def _recorder(self) -> LoadRecorder:
+        """Return what the scheduler reported last.
+
+        Raises:
+            EngineError: if the engine does not run.
+        """
+        if self._processes is None:
+            raise EngineError("the engine is not running; call start()")
+        return self._processes.recorder
+
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def sample(self, request: GenerationRequest) -> GenerationResult:
@@ -201,25 +218,48 @@ class VllmEngine(LoraEngine):
             await self._scrub()
         return result
 
-    async def stream(self, request: GenerationRequest, *, coalesce_s: float = 0.02) -> AsyncGenerator[Sample, None]:
+    async def stream(self, request: GenerationRequest, pace: Pace = DEFAULT_PACE) -> AsyncGenerator[Progress, None]:
         """See `InferenceEngine`."""
         tracked = await self._submit(request)
         given = 0
         try:
-            while not tracked.ended:
-                await tracked.wait(max(coalesce_s, LEAST_COALESCE_S))
-                for chunk in tracked.chunks():
-                    given += len(chunk.token_ids)
-                    poisoned = cut_at_nan(chunk)
-                    yield chunk
+            steps = self._recorder.steps
+            steps.watch(pace.tokens, tracked.watched(pace.tokens))
+            async with contextlib.aclosing(paced(tracked, pace, steps, lambda: self._stage(tracked))) as stream:
+                async for progress in stream:
+                    given += sum(len(part.token_ids) for part in progress.parts)
+                    poisoned = [part.index for part in progress.parts if cut_at_nan(part)]
+                    yield progress
                     if poisoned:
+                        await self._llm.abort([tracked.drop(index) for index in poisoned], internal=True)
                         await self._scrub()
-                        return
         except Exception as error:
             raise lost(request, error) from error
         finally:
             self._count(request, given)
             await self._release(tracked)
+
+    def _stage(self, tracked: TrackedRequest) -> Stage:
+        """Return where a request stands. The scheduler admits requests in their order, unless it was given priorities."""
+        if self._paused is not None or self._weights.paused:
+            return Stage.PAUSED
+        if tracked.started:
+            return Stage.RUNNING
+        if self._queued_at != self._recorder.steps.count:
+            self._queued_at, self._queued = self._recorder.steps.count, self._not_admitted()
+        return Stage.QUEUED if tracked in self._queued else Stage.RUNNING
+
+    def _not_admitted(self) -> set[TrackedRequest]:
+        """Return the requests none of whose samples had a place in the last step: the newest ones, as many as waited."""
+        queued: set[TrackedRequest] = set()
+        waiting = self._recorder.waiting
+        for tracked in reversed(self._submitted):
+            if not tracked.started:
+                waiting -= tracked.request.n
+                if waiting < 0:
+                    break
+                queued.add(tracked)
+        return queued
 
     async def abort(self, request_id: str) -> bool:
         """See `InferenceEngine`."""
@@ -246,11 +286,14 @@ class VllmEngine(LoraEngine):
             except Exception as error:
                 raise lost(request, error) from error
             self._active.setdefault(request.request_id, set()).add(tracked)
+            self._submitted[tracked] = None
         return tracked
 
     async def _release(self, tracked: TrackedRequest) -> None:
         """Forget a request. Abort it if it has not ended."""
+        tracked.released = True
         self._left(tracked.adapter)
+        del self._submitted[tracked]
         live = self._active[tracked.request.request_id]
         live.discard(tracked)
         if not live:
@@ -273,6 +316,7 @@ class VllmEngine(LoraEngine):
             llm = self._llm
             log.error("sampled from NaN; cleaning the KV cache", version=str(self._weights.version))
             deadline_s = self._options.phase_deadline_s
+            self._recorder.expect_recomputation()
             pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
             await step(llm, "pausing", pause, deadline_s)
             await step(llm, "cleaning the KV cache", llm.collective_rpc("sluice_zero_kv"), deadline_s)
@@ -334,7 +378,7 @@ class VllmEngine(LoraEngine):
         files = self._weights.files(staged)
         try:
             await self._retire_other_bases(files.version)
-            report = await self._weights.switch(llm, files, resume=self._paused is None)
+            report = await self._weights.switch(llm, self._recorder, files, resume=self._paused is None)
         except HalfLoadedError as error:
             self._break(str(error))
             raise
@@ -416,6 +460,8 @@ class VllmEngine(LoraEngine):
             max_running=processes.config.scheduler_config.max_num_seqs if processes is not None else 0,
             paused=self._paused is not None,
             healthy=healthy,
+            steps=processes.recorder.steps.count if processes is not None else 0,
+            preemptions=processes.recorder.preemptions if processes is not None else 0,
         )
 
 

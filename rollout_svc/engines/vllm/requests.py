@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollout_svc.engines.adapters import Adapter
 from rollout_svc.engines.base import FinishReason, GenerationRequest, GenerationResult, ModelInfo, Sample, Sampling
+from rollout_svc.engines.steps import Steps
 from sluice.versions import Version, VersionSpan, spans_between
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class TrackedRequest:
         adapter: Its adapter, if it has one. Then all of its tokens carry the version of the adapter.
         internal_id: Its id in vLLM, which is unique.
         retired: Whether it was ended because its adapter was unloaded.
+        released: Whether its caller has left.
     """
 
     request: GenerationRequest
@@ -61,6 +63,7 @@ class TrackedRequest:
     _states: list[RequestState]
     _parent: ParentRequest | None
     retired: bool = False
+    released: bool = False
     _given: list[int] = field(default_factory=list)
     _ended: list[bool] = field(default_factory=list)
     _final: RequestOutput | None = None
@@ -80,7 +83,7 @@ class TrackedRequest:
         )
 
     async def wait(self, seconds: float) -> None:
-        """Wait for some seconds, or until all samples have ended. Raise what the engine raised."""
+        """See `StreamedRequest`."""
         ready = self._collector.ready
         timer = asyncio.get_running_loop().call_later(seconds, ready.set)
         try:
@@ -96,8 +99,42 @@ class TrackedRequest:
         """Return whether all samples had ended at the last `result` or `wait`."""
         return self._final is not None
 
-    def chunks(self) -> Iterator[Sample]:
-        """Yield the new tokens of each sample since the last call, and the end of each sample once."""
+    @property
+    def started(self) -> bool:
+        """Return whether one of the samples has a token."""
+        return any(state.detokenizer.output_token_ids for state in self._states)
+
+    def new_tokens(self) -> int:
+        """See `StreamedRequest`."""
+        return max(
+            len(state.detokenizer.output_token_ids) - given
+            for state, given in zip(self._states, self._given, strict=True)
+        )
+
+    def watched(self, tokens: int) -> Callable[[], int]:
+        """Return a look for the engine's `Steps`: it wakes `wait` when a sample has so many new tokens."""
+
+        def look() -> int:
+            if self.ended or self.released:
+                return 0
+            new = self.new_tokens()
+            if new < tokens:
+                return tokens - new
+            self._collector.ready.set()
+            return tokens
+
+        return look
+
+    def parts(self) -> list[Sample]:
+        """See `StreamedRequest`."""
+        return list(self._parts())
+
+    def drop(self, index: int) -> str:
+        """Give no more of a sample. Return its id in vLLM."""
+        self._ended[index] = True
+        return str(self._states[index].request_id)
+
+    def _parts(self) -> Iterator[Sample]:
         top = self.request.sampling.top_logprobs
         finals = {output.index: output for output in self._final.outputs} if self._final is not None else {}
         for index, state in enumerate(self._states):
@@ -226,10 +263,21 @@ def _version(label: str) -> Version:
 
 
 class LoadRecorder:
-    """Keeps the last statistics of the scheduler, in place of vLLM's own loggers."""
+    """Keeps the last statistics of the scheduler, in place of vLLM's own loggers, and counts its steps.
+
+    Each engine reports after each step, also after one that computed a part of a long prompt and gave no token.
+
+    Attributes:
+        steps: Steps of all engines.
+        preemptions: Samples that lost their place in the KV cache and were computed again. vLLM reports them where its prefix
+            cache is enabled, as it is unless the engine arguments say otherwise.
+    """
 
     def __init__(self) -> None:
+        self.steps = Steps()
+        self.preemptions = 0
         self._last: dict[int, SchedulerStats] = {}
+        self._own = 0
 
     def record(
         self,
@@ -240,8 +288,19 @@ class LoadRecorder:
     ) -> None:
         """Record the statistics of one step of one engine (vLLM's signature)."""
         del iteration_stats, mm_cache_stats
-        if scheduler_stats is not None:
-            self._last[engine_idx] = scheduler_stats
+        if scheduler_stats is None:
+            return
+        self._last[engine_idx] = scheduler_stats
+        again = scheduler_stats.prefix_cache_stats.preempted_requests
+        if again:
+            own = min(again, self._own)
+            self._own -= own
+            self.preemptions += again - own
+        self.steps.advance()
+
+    def expect_recomputation(self) -> None:
+        """Do not count the running samples as preempted when they are computed again: the engine's caller has cleared the cache."""
+        self._own = self.running
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
         """Do nothing: sleep is not used."""
@@ -259,6 +318,11 @@ class LoadRecorder:
     def running(self) -> int:
         """Return the number of sequences in the last step of all engines."""
         return sum(stats.num_running_reqs for stats in self._last.values())
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of sequences that waited for a place in the last step of all engines."""
+        return sum(stats.num_waiting_reqs + stats.num_skipped_waiting_reqs for stats in self._last.values())
 
     @property
     def kv_cache_usage(self) -> float:

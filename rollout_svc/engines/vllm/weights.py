@@ -13,6 +13,7 @@ import structlog
 
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.model_files import BaseModel
+from rollout_svc.engines.vllm.requests import LoadRecorder
 from sluice.versions import BASE, Version
 from weightsync.staged import ApplyReport, StagedVersion
 
@@ -77,6 +78,7 @@ class VllmWeights:
         staged: Its files; None for the base.
         suspect: Whether the live weights were found to differ from `version`, until the next switch.
         admit: Set unless a switch is in progress. New requests wait for it and are sampled by the next version.
+        paused: Whether the engine has stopped sampling for a switch.
     """
 
     def __init__(self, *, clear_cache: bool, double_buffer: bool, patch: bool, deadline_s: float) -> None:
@@ -86,6 +88,7 @@ class VllmWeights:
         self.suspect = False
         self.admit = asyncio.Event()
         self.admit.set()
+        self.paused = False
         self._clear_cache = clear_cache
         self._double_buffer = double_buffer
         self._patch = patch
@@ -105,7 +108,7 @@ class VllmWeights:
         self.base.check(staged)
         return WeightFiles(staged.version, (staged.path,), names)
 
-    async def switch(self, llm: AsyncLLM, files: WeightFiles, *, resume: bool) -> ApplyReport:
+    async def switch(self, llm: AsyncLLM, recorder: LoadRecorder, files: WeightFiles, *, resume: bool) -> ApplyReport:
         """Prepare, pause, load, label and resume. Requests in progress continue.
 
         Raises:
@@ -124,9 +127,12 @@ class VllmWeights:
         except EngineError as error:
             raise EngineError(f"{error}; version {self.version} keeps serving") from error
         self.admit.clear()
+        if self._clear_cache:
+            recorder.expect_recomputation()
         try:
             pause_s, copy_s = await self._pause_and_load(llm, files, resume=resume)
         finally:
+            self.paused = False
             self.admit.set()
         return ApplyReport(files.version, pause_s, prepare_s + copy_s)
 
@@ -134,7 +140,7 @@ class VllmWeights:
         end = self._end()
         pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=self._clear_cache)
         await step(llm, "pausing", pause, left(end))
-        begun = time.perf_counter()  # the step in progress at the call has returned its tokens
+        self.paused, begun = True, time.perf_counter()  # the step in progress at the call has returned its tokens
         refused: EngineError | None = None
         try:
             copy_s = await self._load(llm, files, end)

@@ -1,0 +1,84 @@
+"""The steps of an engine, and the stream of a request: when the tokens that were sampled since the last message are given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from rollout_svc.engines.base import Pace, Progress, Sample, Stage
+
+ALIVE_S = 1.0
+"""Seconds without a message after which a stream gives one without tokens, so that its caller knows that the request lives."""
+
+LEAST_S = 0.001
+"""Minimum seconds between two messages of a stream; an engine step takes longer."""
+
+
+class Steps:
+    """Counts the steps of an engine and looks at its streams every so many of them. Used by one thread at a time.
+
+    A sample gets one token in a step. So a stream that wants to know when one of its samples has 64 new tokens is looked at once
+    in 64 steps, and not after each token.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Steps since the start. It stands still when the engine hangs."""
+        self._looks: dict[int, list[Callable[[], int]]] = {}
+
+    def watch(self, steps: int, look: Callable[[], int]) -> None:
+        """Call `look` after so many steps, and again after as many as it returns; 0 ends it."""
+        self._looks.setdefault(self.count + steps, []).append(look)
+
+    def advance(self) -> None:
+        """Count one step."""
+        self.count += 1
+        for look in self._looks.pop(self.count, ()):
+            steps = look()
+            if steps:
+                self.watch(steps, look)
+
+
+class StreamedRequest(Protocol):
+    """A request in progress whose tokens are read while it is sampled."""
+
+    @property
+    def ended(self) -> bool:
+        """Return whether all of its samples have ended. Then `wait` returns at once."""
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for some seconds, until all samples have ended, or until the engine's `Steps` wake it. Raise what the engine raised."""
+
+    def new_tokens(self) -> int:
+        """Return the number of new tokens of the sample that has most."""
+
+    def parts(self) -> list[Sample]:
+        """Return the new tokens of each sample that has some, or that has ended since the last call."""
+
+
+async def paced(
+    request: StreamedRequest, pace: Pace, steps: Steps, stage: Callable[[], Stage]
+) -> AsyncGenerator[Progress, None]:
+    """Yield the progress of a request until all of its samples have ended.
+
+    Args:
+        request: The request; the engine's `Steps` watch its `new_tokens`.
+        pace: When its new tokens are given.
+        steps: Steps of its engine.
+        stage: Returns where it stands.
+    """
+    clock = asyncio.get_running_loop().time
+    period = max(pace.seconds, LEAST_S)
+    give_at, alive_at = clock() + period, clock() + ALIVE_S
+    ended = False
+    while not ended:
+        await request.wait(max(0.0, min(give_at, alive_at) - clock()))
+        now, ended = clock(), request.ended  # read before the tokens: none follows once it is set
+        due = ended or now >= give_at or request.new_tokens() >= pace.tokens
+        parts = request.parts() if due else []
+        if due:
+            give_at = now + period
+        if parts or now >= alive_at:
+            alive_at = now + ALIVE_S
+            yield Progress(parts, stage(), steps.count)
