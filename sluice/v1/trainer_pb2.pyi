@@ -109,7 +109,9 @@ class BeginEpochRequest(_message.Message):
     epoch: _builtins.int
     """Number of the epoch; greater than any before it."""
     checkpoint: _builtins.str
-    """Checkpoint to restore, as named by ListCheckpoints. Empty: the newest complete one, or the base model if none."""
+    """Checkpoint to restore, as named by ListCheckpoints. Empty: the newest one that the newest epoch descends from; one that is
+    damaged is skipped with a warning. The base model if there is none; DATA_LOSS if all are damaged.
+    """
     def __init__(
         self,
         *,

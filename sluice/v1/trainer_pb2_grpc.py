@@ -74,8 +74,10 @@ class TrainerServiceServicer:
     def BeginEpoch(self, request, context):
         """Opens an epoch: the trainer restores the checkpoint, pushes the resulting version (epoch, n) to weight sync
         and accepts batches from n + 1 on. The orchestrator's journal allots the number. Idempotent per epoch.
-        Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (checkpoint),
-        UNAVAILABLE (weight sync cannot be reached).
+        The digests of all files that are restored are verified first, which reads them once.
+        Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (there is no complete
+        checkpoint of this name: the message lists those that there are), DATA_LOSS (a file of it is damaged, the message names it:
+        begin the same epoch from an older one), UNAVAILABLE (weight sync cannot be reached).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -121,7 +123,8 @@ class TrainerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListCheckpoints(self, request, context):
-        """Lists complete checkpoints, newest first. No side effects.
+        """Lists complete checkpoints, newest first: those with a manifest, and with every file that it names in its size. The content
+        of the files is not read. No side effects.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

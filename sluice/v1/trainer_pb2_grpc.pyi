@@ -36,8 +36,10 @@ class TrainerServiceStub:
     BeginEpoch: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.BeginEpochRequest, _trainer_pb2.BeginEpochResponse]
     """Opens an epoch: the trainer restores the checkpoint, pushes the resulting version (epoch, n) to weight sync
     and accepts batches from n + 1 on. The orchestrator's journal allots the number. Idempotent per epoch.
-    Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (checkpoint),
-    UNAVAILABLE (weight sync cannot be reached).
+    The digests of all files that are restored are verified first, which reads them once.
+    Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (there is no complete
+    checkpoint of this name: the message lists those that there are), DATA_LOSS (a file of it is damaged, the message names it:
+    begin the same epoch from an older one), UNAVAILABLE (weight sync cannot be reached).
     """
     SubmitBatch: _grpc.StreamUnaryMultiCallable[_trainer_pb2.SubmitBatchRequest, _trainer_pb2.SubmitBatchResponse]
     """Hands over one batch: a header, then its trajectories in parts. Answered when the batch is whole, valid and
@@ -62,7 +64,9 @@ class TrainerServiceStub:
     Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
     """
     ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ListCheckpointsRequest, _trainer_pb2.ListCheckpointsResponse]
-    """Lists complete checkpoints, newest first. No side effects."""
+    """Lists complete checkpoints, newest first: those with a manifest, and with every file that it names in its size. The content
+    of the files is not read. No side effects.
+    """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -72,8 +76,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     BeginEpoch: _aio.UnaryUnaryMultiCallable[_trainer_pb2.BeginEpochRequest, _trainer_pb2.BeginEpochResponse]  # type: ignore[assignment]
     """Opens an epoch: the trainer restores the checkpoint, pushes the resulting version (epoch, n) to weight sync
     and accepts batches from n + 1 on. The orchestrator's journal allots the number. Idempotent per epoch.
-    Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (checkpoint),
-    UNAVAILABLE (weight sync cannot be reached).
+    The digests of all files that are restored are verified first, which reads them once.
+    Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (there is no complete
+    checkpoint of this name: the message lists those that there are), DATA_LOSS (a file of it is damaged, the message names it:
+    begin the same epoch from an older one), UNAVAILABLE (weight sync cannot be reached).
     """
     SubmitBatch: _aio.StreamUnaryMultiCallable[_trainer_pb2.SubmitBatchRequest, _trainer_pb2.SubmitBatchResponse]  # type: ignore[assignment]
     """Hands over one batch: a header, then its trajectories in parts. Answered when the batch is whole, valid and
@@ -98,7 +104,9 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Errors: RESOURCE_EXHAUSTED (disk full; the older checkpoints stay).
     """
     ListCheckpoints: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ListCheckpointsRequest, _trainer_pb2.ListCheckpointsResponse]  # type: ignore[assignment]
-    """Lists complete checkpoints, newest first. No side effects."""
+    """Lists complete checkpoints, newest first: those with a manifest, and with every file that it names in its size. The content
+    of the files is not read. No side effects.
+    """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Trains the policy of one run. Called by the run's orchestrator; needs the admin role."""
@@ -111,8 +119,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.BeginEpochResponse, _abc.Awaitable[_trainer_pb2.BeginEpochResponse]]:
         """Opens an epoch: the trainer restores the checkpoint, pushes the resulting version (epoch, n) to weight sync
         and accepts batches from n + 1 on. The orchestrator's journal allots the number. Idempotent per epoch.
-        Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (checkpoint),
-        UNAVAILABLE (weight sync cannot be reached).
+        The digests of all files that are restored are verified first, which reads them once.
+        Errors: FAILED_PRECONDITION (wrong run; the epoch is not newer than the present one), NOT_FOUND (there is no complete
+        checkpoint of this name: the message lists those that there are), DATA_LOSS (a file of it is damaged, the message names it:
+        begin the same epoch from an older one), UNAVAILABLE (weight sync cannot be reached).
         """
 
     @_abc_1.abstractmethod
@@ -167,6 +177,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ListCheckpointsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ListCheckpointsResponse, _abc.Awaitable[_trainer_pb2.ListCheckpointsResponse]]:
-        """Lists complete checkpoints, newest first. No side effects."""
+        """Lists complete checkpoints, newest first: those with a manifest, and with every file that it names in its size. The content
+        of the files is not read. No side effects.
+        """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

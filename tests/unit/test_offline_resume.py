@@ -116,10 +116,12 @@ def test_a_damaged_checkpoint_is_told_with_what_to_do(model: Path, rows: Path, t
     killed_in_step(6, config(model, rows, output))
     newest = max(checkpoint_directory(output).glob("step_*"))
     shard = next((newest / "state").iterdir())
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=f"{shard.name} is missing or was changed.*remove {newest}") as told:
-        SFT.run(words(model, rows, output))
-    assert "\n" not in str(told.value)
+    whole = shard.read_bytes()
+    for content, problem in ((whole[:-1], f"has {len(whole) - 1} bytes"), (whole[:-1] + b"?", "was changed")):
+        shard.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{shard.name}.* {problem}.*remove {newest}") as told:
+            SFT.run(words(model, rows, output))
+        assert "\n" not in str(told.value)
 
 
 def test_other_settings_are_refused_with_those_of_the_checkpoint(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ import errno
 import json
 import os
 import pickletools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from small_learner import assert_same, learner, names, state, train
+from structlog.testing import capture_logs
 from tiny_policy import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -188,6 +191,76 @@ def test_a_damaged_file_is_noticed_before_it_is_trained_on(model: Path, tmp_path
     assert error.value.reason == "CHECKPOINT_DAMAGED"
 
 
+def _flip_a_byte(checkpoint: Path) -> None:
+    path = next((checkpoint / "state").iterdir())
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def _cut_short(checkpoint: Path) -> None:
+    path = next((checkpoint / "state").iterdir())
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _remove_a_file(checkpoint: Path) -> None:
+    next((checkpoint / "hf").glob("*.safetensors")).unlink()
+
+
+def _remove_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / saver.MANIFEST).unlink()
+
+
+def _tear_the_manifest(checkpoint: Path) -> None:
+    path = checkpoint / saver.MANIFEST
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+FAULTS = [_flip_a_byte, _cut_short, _remove_a_file, _remove_the_manifest, _tear_the_manifest]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_torn_or_damaged_checkpoint_is_skipped_with_a_warning(
+    fault: Callable[[Path], None], model: Path, tmp_path: Path
+) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    for number in (1, 2):
+        train(policy, number)
+        policy.begin_save(0).result()
+    fault(tmp_path / "test" / "checkpoints" / "step_2")
+    with capture_logs() as logs:
+        again = learner(model, tmp_path)
+        restored = again.restore(2, "")
+    assert (restored.origin, restored.last_batch_id) == (Version(1, 1), "b1")
+    (warning,) = [each for each in logs if "skipped" in each["event"]]
+    assert "step_2" in warning.get("path", warning.get("name"))
+    assert any(word in warning["reason"] for word in ("manifest.json", "bytes", "missing"))
+    listed = ["step_2", "step_1"] if fault is _flip_a_byte else ["step_1"]
+    assert names(again) == listed, "only a digest shows the flipped byte, and a list does not read the files"
+    train(again, 2)
+    again.begin_save(0).result()
+    assert names(again) == ["step_2", "step_1"], "the damaged one was replaced"
+    assert learner(model, tmp_path).restore(3, "").origin == Version(2, 2)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_at_the_base_model(model: Path, tmp_path: Path) -> None:
+    policy = learner(model, tmp_path)
+    policy.restore(1, "")
+    for number in (1, 2):
+        train(policy, number)
+        policy.begin_save(0).result()
+        _flip_a_byte(tmp_path / "test" / "checkpoints" / f"step_{number}")
+    before = policy.version
+    with pytest.raises(SluiceError, match="step_1") as error:
+        policy.restore(2, "")
+    assert error.value.code is grpc.StatusCode.DATA_LOSS
+    assert (policy.version, policy.checkpoints.lineage.newest_epoch) == (before, 1)
+    with pytest.raises(SluiceError, match="step_2") as error:
+        policy.restore(2, "step_2")
+    assert error.value.code is grpc.StatusCode.DATA_LOSS
+
+
 @pytest.mark.parametrize("place", [(saver, "_digest"), (checkpoints, "read_manifest")])
 def test_a_disk_that_fails_damages_no_checkpoint(
     place: tuple[Any, str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +364,9 @@ def test_an_unknown_checkpoint_is_refused_with_the_names_of_the_known(model: Pat
     policy.restore(1, "")
     train(policy, 1)
     policy.begin_save(0).result()
-    with pytest.raises(SluiceError, match="step_1") as error:
+    with pytest.raises(SluiceError, match=r"no such directory.*step_1") as error:
         policy.restore(2, "step_7")
     assert error.value.reason == "NO_CHECKPOINT"
+    _cut_short(tmp_path / "test" / "checkpoints" / "step_1")
+    with pytest.raises(SluiceError, match=r"bytes.*; begin from one of: none"):
+        policy.restore(2, "step_1")

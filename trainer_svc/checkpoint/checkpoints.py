@@ -14,7 +14,16 @@ from sluice.host_files import remove_tree
 from sluice.rpc import SluiceError
 from sluice.v1 import checkpoint_pb2
 from sluice.versions import BASE, ENDLESS, Lineage, Version
-from trainer_svc.checkpoint.saver import MANIFEST, Export, Saver, read_manifest, recover, write_durably, write_manifest
+from trainer_svc.checkpoint.saver import (
+    MANIFEST,
+    Export,
+    Saver,
+    read_manifest,
+    recover,
+    write_durably,
+    write_manifest,
+    wrong_size,
+)
 from trainer_svc.checkpoint.state import LiveState
 from trainer_svc.engine.engine import TrainEngine
 
@@ -66,27 +75,47 @@ class Checkpoints:
             write_durably(self._epochs, _lineage_message(self.lineage).SerializeToString())
 
     def complete(self) -> list[checkpoint_pb2.CheckpointManifest]:
-        """Return the manifests of the complete checkpoints, newest version first."""
-        found = map(read_manifest, self.directory.glob(f"step_*/{MANIFEST}"))
-        return sorted(filter(None, found), key=origin_of, reverse=True)
+        """Return the manifests of the complete checkpoints, newest version first.
+
+        A complete one has a manifest, and every file that it names in its size. The content is not read: `load` does that.
+        """
+        found = [read_manifest(path) for path in self.directory.glob(f"step_*/{MANIFEST}")]
+        whole = [each for each in found if each and not wrong_size(each.files, self.directory / each.checkpoint.name)]
+        return sorted(whole, key=origin_of, reverse=True)
+
+    def incomplete(self) -> dict[str, str]:
+        """Return what is wrong with each directory that looks like a checkpoint and is none, by its name."""
+        problems = {}
+        for path in sorted(self.directory.glob("step_*")):
+            manifest = read_manifest(path / MANIFEST)
+            problem = f"it has no readable {MANIFEST}" if manifest is None else wrong_size(manifest.files, path)
+            if problem:
+                problems[path.name] = problem
+        return problems
 
     def find(self, name: str) -> checkpoint_pb2.CheckpointManifest | None:
         """Return the complete checkpoint of this name."""
         return next((manifest for manifest in self.complete() if manifest.checkpoint.name == name), None)
 
-    def newest(self) -> checkpoint_pb2.CheckpointManifest | None:
-        """Return the newest complete checkpoint that the newest epoch descends from, so that a rollback stays in effect."""
+    def to_continue_from(self) -> list[checkpoint_pb2.CheckpointManifest]:
+        """Return the complete checkpoints that the newest epoch descends from, newest first: a rollback stays in effect."""
         end_of_line = Version(self.lineage.newest_epoch, ENDLESS)
-        return next(
-            (each for each in self.complete() if not self.lineage.is_retired(origin_of(each), end_of_line)), None
-        )
+        return [each for each in self.complete() if not self.lineage.is_retired(origin_of(each), end_of_line)]
+
+    def newest(self) -> checkpoint_pb2.CheckpointManifest | None:
+        """Return the first of `to_continue_from`."""
+        return next(iter(self.to_continue_from()), None)
 
     def sweep(self) -> None:
-        """Remove what interrupted writes left behind. Call it while no checkpoint is being written."""
+        """Remove what interrupted writes left behind, and warn of what is no checkpoint. Call it while none is being written."""
         for path in list(self.directory.glob(".step_*")):
             recover(self.directory / path.name.split(".")[1])
             if path.is_dir() and not path.is_symlink():
                 remove_tree(path)
+        for name, problem in self.incomplete().items():
+            log.warning(
+                "this is no complete checkpoint and is skipped", path=str(self.directory / name), reason=problem
+            )
 
     def begin(
         self,

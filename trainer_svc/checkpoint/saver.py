@@ -416,6 +416,18 @@ def damaged(files: Iterable[CheckpointFile], directory: Path) -> str:
     return ""
 
 
+def wrong_size(files: Iterable[CheckpointFile], directory: Path) -> str:
+    """Compare the sizes of files with a manifest. Return what is wrong with the first that differs; empty if none does."""
+    for file in files:
+        try:
+            size = (directory / file.path).stat().st_size
+        except FileNotFoundError:
+            return f"{directory / file.path} is missing"
+        if size != file.size_bytes:
+            return f"{directory / file.path} has {size} bytes; {file.size_bytes} were written"
+    return ""
+
+
 def _digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:

@@ -99,7 +99,11 @@ class RunCheckpoints:
         Raises:
             ConfigError: if the run that wrote it had other settings, or it is damaged.
         """
-        complete = self._kept.complete() if self._config.resume else []
+        if not self._config.resume:
+            return 0
+        for name, problem in self._kept.incomplete().items():
+            raise ConfigError(f"{problem}: check the disk; to resume without it, remove {self._kept.directory / name}")
+        complete = self._kept.complete()
         if not complete:
             return 0
         newest, older = complete[0], complete[1:]

@@ -241,29 +241,51 @@ class Learner:
 
         Args:
             epoch: Its number.
-            checkpoint: Its name; empty for the newest one, or for the base model if the run has no checkpoint.
+            checkpoint: Its name; empty for the newest one that is whole, or for the base model if the run has no checkpoint.
 
         Raises:
-            SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged.
+            SluiceError: NOT_FOUND if there is no such checkpoint, DATA_LOSS if its files are damaged, or those of all
+                checkpoints if none is named; nothing has changed then.
         """
         self._abandoned.clear()
         try:
-            manifest = self._choose(checkpoint)
+            names = self._choose(checkpoint)
         except OSError as error:
             raise _unreadable("the list of checkpoints", error) from error
+        with self._on_all_ranks("restore", epoch=epoch, checkpoints=names, **self._position()):
+            origin, damage = self.restore_first_whole(epoch, names)
+        if damage:
+            raise SluiceError.data_loss("CHECKPOINT_DAMAGED", damage)
+        log.info(
+            "restored", version=str(self.version), origin=str(origin), checkpoint=self.last_batch_id or "base model"
+        )
+        held = self.record.held_by(self.version, self.checkpoints.lineage, KEPT_REPORTS) if self.leads else []
+        return Restored(self.version, origin, self.last_batch_id, tuple(held))
+
+    def restore_first_whole(self, epoch: int, names: Rows[str]) -> tuple[Version, str]:
+        """Begin an epoch from the first of some checkpoints that is whole; from the base model if none is named.
+
+        Returns:
+            The version that the epoch begins from, and an empty text; or, on every rank, what is wrong with the last one if
+            all are damaged. Nothing has changed then.
+        """
+        manifest, damage = None, ""
+        for place, name in enumerate(names):
+            manifest = self.checkpoints.find(name)
+            damage = self._load_checkpoint(name, manifest)
+            if not damage:
+                break
+            older = names[place + 1] if place + 1 < len(names) else "none: there is no older one"
+            log.warning("a checkpoint is damaged and is skipped", name=name, reason=damage, instead=older)
+        if damage:
+            return BASE, damage
+        if not names:
+            self._restore_base()
         origin = origin_of(manifest)
-        name = "" if manifest is None else manifest.checkpoint.name
-        with self._on_all_ranks("restore", epoch=epoch, checkpoint=name, **self._position()):
-            if manifest is None:
-                self._restore_base()
-            else:
-                self._restore_checkpoint(manifest)
         self.checkpoints.begin_epoch(epoch, origin, write=self.leads)
         self.version = Version(epoch, origin.number)
         self.last_batch_id = "" if manifest is None else manifest.checkpoint.last_batch_id
-        log.info("restored", version=str(self.version), origin=str(origin), checkpoint=checkpoint or "newest")
-        held = self.record.held_by(self.version, self.checkpoints.lineage, KEPT_REPORTS) if self.leads else []
-        return Restored(self.version, origin, self.last_batch_id, tuple(held))
+        return origin, ""
 
     def apply(self, batch: Batch) -> Applied:
         """Train on a batch and record it. The version advances even if every step was skipped."""
@@ -397,8 +419,8 @@ class Learner:
         log.info("checkpoint written", name=checkpoint.name, size_bytes=checkpoint.size_bytes)
         done.set_result(checkpoint)
 
-    def _choose(self, name: str) -> checkpoint_pb2.CheckpointManifest | None:
-        """Return the checkpoint to restore: the named one, else the newest one; None for the base model.
+    def _choose(self, name: str) -> list[str]:
+        """Return the names of the checkpoints to try: the named one, else all that training may continue from, newest first.
 
         Raises:
             SluiceError: NOT_FOUND if there is none of this name, UNAVAILABLE if one is being written for too long.
@@ -407,13 +429,15 @@ class Learner:
             self.checkpoints.saver.wait()  # it may be the one to restore
         except TimeoutError as error:
             raise SluiceError.unavailable("CHECKPOINT_DEADLINE", str(error), retry_after_s=60.0) from error
-        manifest = self.checkpoints.find(name) if name else self.checkpoints.newest()
-        if manifest is None and name:
+        if not name:
+            return [each.checkpoint.name for each in self.checkpoints.to_continue_from()]
+        if self.checkpoints.find(name) is None:
             names = ", ".join(each.checkpoint.name for each in self.checkpoints.complete()) or "none"
+            reason = self.checkpoints.incomplete().get(name, "there is no such directory")
             raise SluiceError.not_found(
-                "NO_CHECKPOINT", f"there is no complete checkpoint {name!r}; there are: {names}"
+                "NO_CHECKPOINT", f"there is no complete checkpoint {name!r} ({reason}); begin from one of: {names}"
             )
-        return manifest
+        return [name]
 
     def _on_all_ranks(self, do: str, **arguments: Any) -> AbstractContextManager[object]:  # noqa: ANN401  JSON values
         return nullcontext() if self.ranks is None else self.ranks.on_all_ranks(do, **arguments)
@@ -451,21 +475,26 @@ class Learner:
         if self._abandoned.is_set():
             raise StepAbandonedError
 
-    def _restore_checkpoint(self, manifest: checkpoint_pb2.CheckpointManifest) -> None:
+    def _load_checkpoint(self, name: str, manifest: checkpoint_pb2.CheckpointManifest | None) -> str:
+        """Load a checkpoint. Return what is wrong with it, on every rank, if it is damaged: nothing has changed then."""
+        if manifest is None:
+            return f"checkpoint {name} is gone or not complete any more"
         if manifest.tokenizer_digest != self.tokenizer_digest:
             raise SluiceError.failed_precondition(
                 "OTHER_MODEL",
                 f"checkpoint {manifest.checkpoint.name} was written with another tokenizer: resume with the model of that run, or use a new run name",
             )
-        self._is_base = False
+        was_base, self._is_base = self._is_base, False
         try:
             self.checkpoints.load(manifest, self.update.engines)
         except CheckpointDamagedError as error:
-            raise SluiceError.data_loss("CHECKPOINT_DAMAGED", str(error)) from error
+            self._is_base = was_base
+            return str(error)
         except OSError as error:
             raise _unreadable(f"checkpoint {manifest.checkpoint.name}", error) from error
         except ValueError as error:
             raise SluiceError.failed_precondition("OTHER_MODEL", str(error)) from error
+        return ""
 
 
 def _unreadable(what: str, error: OSError) -> SluiceError:
@@ -518,7 +547,7 @@ class FollowingRank:
             case "load":
                 learner.load()
             case "restore":
-                learner.restore(command["epoch"], command["checkpoint"])
+                learner.restore_first_whole(command["epoch"], command["checkpoints"])
             case "train":
                 learner.train(self._link.receive_rows())
             case "encode":
