@@ -101,6 +101,41 @@ async def test_a_restarted_trainer_goes_on_from_its_checkpoint_bit_for_bit(model
             assert torch.equal(tensor, expected[name]), name
 
 
+async def test_a_learning_rate_in_a_header_holds_from_that_batch_on_and_is_saved(model: Path, tmp_path: Path) -> None:
+    async def rates(running: Stack, *numbers: int) -> list[float]:
+        return [(await running.report(number)).metrics["learning_rate"] for number in numbers]
+
+    async with stack(model, tmp_path) as running:
+        await running.client.begin_epoch(RUN, 1)
+        with pytest.raises(SluiceError, match="is nan; give a finite number") as refused:
+            await running.submit(1, learning_rate=float("nan"))
+        assert refused.value.code is grpc.StatusCode.INVALID_ARGUMENT
+        await trained(running, 1)
+        await running.submit(2, learning_rate=1 / 3)
+        assert await rates(running, 1, 2) == [pytest.approx(trainer_config().lr), 1 / 3]
+        await running.client.save_checkpoint(RUN)
+        await running.submit(3, learning_rate=0.0)
+        assert await rates(running, 3) == [0.0]
+    async with stack(model, tmp_path) as running:
+        await running.client.begin_epoch(RUN, 2)
+        await trained(running, 3, epoch=2)
+        assert await rates(running, 3) == [1 / 3], "that of the checkpoint, not of the batch that it lacks"
+
+
+async def test_a_learning_rate_that_the_weights_lack_is_forgotten_with_them(model: Path, tmp_path: Path) -> None:
+    async with stack(model, tmp_path) as running:
+        await running.client.begin_epoch(RUN, 1)
+        stale = batch(1, version=Version(1, 0))
+        for each in stale:
+            each.ClearField("reward")  # nothing is left to train
+        await running.submit(1, stale, learning_rate=0.5)
+        await running.submit(2)
+        assert (await running.report(2)).metrics["learning_rate"] == 0.5
+        await running.client.begin_epoch(RUN, 2)
+        await trained(running, 1, epoch=2)
+        assert (await running.report(1)).metrics["learning_rate"] == pytest.approx(trainer_config().lr)
+
+
 async def test_what_became_of_batches_is_told_by_a_trainer_that_died_since(model: Path, tmp_path: Path) -> None:
     async with stack(model, tmp_path) as running:
         await running.client.begin_epoch(RUN, 1)

@@ -21,7 +21,7 @@ from trainer_svc.compute_config import ComputeConfig, OptimizerConfig
 from trainer_svc.config import TrainerConfig
 from trainer_svc.engine import optimizers as module
 from trainer_svc.engine.engine import TrainEngine
-from trainer_svc.engine.optimizers import OffloadedAdamW, Optimizers, ShardedMuon, learning_rate
+from trainer_svc.engine.optimizers import OffloadedAdamW, Optimizers, ShardedMuon, schedule_factor
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +33,21 @@ def engine(model_dir: Path, **settings: object) -> TrainEngine:
     return TrainEngine(TrainerConfig(**({"lr": 1e-3, "device": "cpu", "threads": 1} | settings)), model_dir)
 
 
+def rate(config: OptimizerConfig, step: int) -> float:
+    return config.lr * schedule_factor(config, step)
+
+
 def test_learning_rates_warm_up_and_decay_as_the_schedule_says() -> None:
     linear = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="linear", max_steps=14, min_lr_ratio=0.1)
-    assert [learning_rate(linear, step) for step in (0, 3, 4, 9, 14, 99)] == pytest.approx(
-        [0.25, 1.0, 1.0, 0.55, 0.1, 0.1]
-    )
+    assert [rate(linear, step) for step in (0, 3, 4, 9, 14, 99)] == pytest.approx([0.25, 1.0, 1.0, 0.55, 0.1, 0.1])
     cosine = linear.model_copy(update={"schedule": "cosine", "min_lr_ratio": 0.0})
-    assert [learning_rate(cosine, step) for step in (4, 9, 14)] == pytest.approx([1.0, 0.5, 0.0])
+    assert [rate(cosine, step) for step in (4, 9, 14)] == pytest.approx([1.0, 0.5, 0.0])
     constant = linear.model_copy(update={"schedule": "constant"})
-    assert [learning_rate(constant, step) for step in (0, 4, 500)] == pytest.approx([0.25, 1.0, 1.0])
+    assert [rate(constant, step) for step in (0, 4, 500)] == pytest.approx([0.25, 1.0, 1.0])
     wsd = OptimizerConfig(
         lr=2.0, warmup_steps=2, schedule="wsd", decay_steps=4, max_steps=10, min_lr_ratio=0.5, optimizer="muon"
     )
-    rates = [learning_rate(wsd, step) for step in (0, 1, 2, 6, 7, 8, 10, 11)]
+    rates = [rate(wsd, step) for step in (0, 1, 2, 6, 7, 8, 10, 11)]
     assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.75, 1.5, 1.0, 1.0])
 
 
@@ -145,6 +147,24 @@ def test_a_step_after_save_and_load_is_the_step_of_a_run_that_went_on(model_dir:
     assert resumed.state_tensors().keys() == expected.keys()
     assert all(torch.equal(expected[name], tensor) for name, tensor in resumed.state_tensors().items())
     assert any(name.startswith("optimizer.momentum_buffer.") for name in expected) is (optimizer == "muon")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_peak_that_was_changed_is_scaled_by_the_schedule_and_saved(model_dir: Path, optimizer: str) -> None:
+    settings = {"optimizer": optimizer, "schedule": "linear", "max_steps": 4}
+    first, second, third = (ragged_batch(seed=seed, groups=2) for seed in (10, 11, 12))
+    changed, as_set, resumed = (engine(model_dir, **settings, lr=lr) for lr in (1e-3, 1 / 3, 1e-3))
+    changed.optimizer.changed_lr = 1 / 3  # no float32
+    rates = [[policy_step(each, rows).learning_rate for rows in (first, second)] for each in (changed, as_set)]
+    assert rates == [[1 / 3, 1 / 3 * 0.75]] * 2
+    expected = as_set.state_tensors()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in changed.state_tensors().items())
+    assert "learning_rate" not in as_set.state_scalars()
+    state = training_state({"policy": changed}, 0)
+    name = "policy.scalars.learning_rate"
+    assert (state[name].dtype, state[name].item()) == (torch.float64, 1 / 3)
+    load_state(resumed, {name: tensor.clone() for name, tensor in expected.items()}, changed.state_scalars())
+    assert policy_step(resumed, third).learning_rate == 1 / 3 * 0.5
 
 
 def test_state_of_another_optimizer_is_refused_and_changes_nothing(model_dir: Path) -> None:

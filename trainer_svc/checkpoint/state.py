@@ -51,7 +51,9 @@ def training_state(engines: Mapping[str, TrainEngine], rank: int) -> LiveState:
     state: dict[str, torch.Tensor] = {}
     for prefix, engine in engines.items():
         state |= {f"{prefix}.{name}": tensor for name, tensor in engine.state_tensors().items()}
-        state |= {f"{prefix}.{SCALARS}.{name}": torch.tensor(value) for name, value in engine.state_scalars().items()}
+        for name, value in engine.state_scalars().items():
+            kind = torch.float64 if isinstance(value, float) else torch.int64
+            state[f"{prefix}.{SCALARS}.{name}"] = torch.tensor(value, dtype=kind)
     return LiveState(state | _random_state(rank), engines)
 
 
@@ -81,7 +83,7 @@ def restore_state(engines: Mapping[str, TrainEngine], directory: Path, rank: int
     read_tensors(directory, into | scalars | random)
     for prefix, engine in engines.items():
         head = f"{prefix}.{SCALARS}."
-        engine.restore_scalars({key.removeprefix(head): int(scalars[key]) for key in scalars if key.startswith(head)})
+        engine.restore_scalars({key.removeprefix(head): scalars[key].item() for key in scalars if key.startswith(head)})
     _restore_random_state(random, rank)
 
 

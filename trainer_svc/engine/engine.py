@@ -34,7 +34,7 @@ from trainer_svc.engine.logprob import Entropy
 from trainer_svc.engine.lora import attach_adapter
 from trainer_svc.engine.metrics import Meter, StepMetrics, StepRecord
 from trainer_svc.engine.network import OWN_MODULES, Head, Network, connected
-from trainer_svc.engine.optimizers import build_optimizers, clip, learning_rate, total_norm
+from trainer_svc.engine.optimizers import build_optimizers, clip, total_norm
 from trainer_svc.engine.pipeline import LossOf, Pipeline
 from trainer_svc.parallel.mesh import SINGLE, Mesh
 from trainer_svc.parallel.ranks import Ranks, agree
@@ -204,7 +204,7 @@ class TrainEngine:
         loss = record.totals()["step/loss"]
         tied = None if self.pipeline is None or self.pipeline.tied is None else self.pipeline.tied.grad
         norm, finite = total_norm(gradients, self.mesh, refused=not math.isfinite(loss), in_two_stages=tied)
-        record.gradient(norm, learning_rate(self.config, self.optimizer_steps), finite=finite)
+        record.gradient(norm, self.optimizer.learning_rate(self.optimizer_steps), finite=finite)
         if record.skipped:
             self.optimizer.zero_grad(set_to_none=True)
             return
@@ -359,9 +359,10 @@ class TrainEngine:
         """Do not change the state in host memory until `read` is set; return its names among those of `state_tensors`."""
         return {f"{OPTIMIZER}{name}" for name in self.optimizer.lend(self._trained().items(), read)}
 
-    def state_scalars(self) -> dict[str, int]:
+    def state_scalars(self) -> dict[str, int | float]:
         """Return all numbers of a checkpoint."""
-        return {"optimizer_steps": self.optimizer_steps}
+        changed_lr = self.optimizer.changed_lr
+        return {"optimizer_steps": self.optimizer_steps} | ({} if changed_lr is None else {"learning_rate": changed_lr})
 
     def state_room(self, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
         """Return the live tensors that a checkpoint is read into; the optimizer's state is zeros until then.
@@ -393,9 +394,10 @@ class TrainEngine:
             f"{OPTIMIZER}{name}": tensor for name, tensor in room.items()
         }
 
-    def restore_scalars(self, scalars: Mapping[str, int]) -> None:
+    def restore_scalars(self, scalars: Mapping[str, int | float]) -> None:
         """Restore the numbers of a checkpoint."""
         self.optimizer_steps = int(scalars["optimizer_steps"])
+        self.optimizer.changed_lr = scalars.get("learning_rate")
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: each for name, each in self.network.model.named_parameters() if each.requires_grad}

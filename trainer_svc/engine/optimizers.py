@@ -39,13 +39,8 @@ NORM_OFFSET = 1e-6
 log = structlog.get_logger(__name__)
 
 
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of the step with this index, counted from 0."""
-    return config.lr * _schedule_factor(config, step)
-
-
-def _schedule_factor(config: OptimizerConfig, step: int) -> float:
-    """Return the learning rate of the step with this index as a share of the peak."""
+def schedule_factor(config: OptimizerConfig, step: int) -> float:
+    """Return the learning rate of the step with this index, counted from 0, as a share of the peak."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     match config.schedule:
@@ -116,11 +111,26 @@ def clip(gradients: Iterable[torch.Tensor], norm: float, limit: float) -> None:
 
 
 class Optimizers:
-    """One optimizer, or two; each parameter belongs to one of them."""
+    """One optimizer, or two; each parameter belongs to one of them.
+
+    Attributes:
+        changed_lr: Peak learning rate in place of the settings' `lr`; None as long as nobody has changed it.
+    """
+
+    changed_lr: float | None = None
 
     def __init__(self, config: ComputeConfig, parts: Collection[torch.optim.Optimizer]) -> None:
         self.config = config
         self.parts = tuple(parts)
+
+    @property
+    def peak_lr(self) -> float:
+        """The peak learning rate; that of Muon's matrices is `muon_lr` if the settings have one."""
+        return self.config.lr if self.changed_lr is None else self.changed_lr
+
+    def learning_rate(self, index: int) -> float:
+        """Return the learning rate after `index` optimizer steps."""
+        return self.peak_lr * schedule_factor(self.config, index)
 
     @property
     def owners(self) -> dict[torch.nn.Parameter, torch.optim.Optimizer]:
@@ -134,9 +144,9 @@ class Optimizers:
 
     def step(self, index: int) -> None:
         """Apply the gradients. The learning rates follow from `index`, the number of optimizer steps before this one."""
-        factor = _schedule_factor(self.config, index)
+        factor = schedule_factor(self.config, index)
         for part in self.parts:
-            peak = self.config.muon_lr or self.config.lr if isinstance(part, torch.optim.Muon) else self.config.lr
+            peak = self.config.muon_lr or self.peak_lr if isinstance(part, torch.optim.Muon) else self.peak_lr
             for group in part.param_groups:
                 group["lr"] = peak * factor
             part.step()

@@ -291,6 +291,8 @@ class Learner:
         """Train on a batch and record it. The version advances even if every step was skipped."""
         start = perf_counter()
         updated, trained = None, np.zeros((0, 2), np.int64)
+        if batch.header.HasField("learning_rate"):
+            self.engine.optimizer.changed_lr = batch.header.learning_rate
         if batch.sequences:
             updated, trained = self._train_on_all_ranks(batch.sequences)
             self._advise(updated.metrics, batch)
@@ -315,7 +317,8 @@ class Learner:
         if self.ranks is None:
             updated, rows = self.train(sequences)
             return updated, rows.numpy()
-        with self.ranks.on_all_ranks("train", sequences, assign=self._balance) as assignment:
+        changed_lr = self.engine.optimizer.changed_lr
+        with self.ranks.on_all_ranks("train", sequences, assign=self._balance, changed_lr=changed_lr) as assignment:
             updated, rows = self.train(assignment.rows)
         return updated, rows.numpy()[np.argsort(list(chain(*assignment.places)))]
 
@@ -450,6 +453,7 @@ class Learner:
         if not self._is_base:
             self._update = None  # frees its memory before the next one is loaded
             self._load_base()
+        self.engine.optimizer.changed_lr = None
 
     def _load_base(self) -> None:
         update = PolicyUpdate.load(
@@ -549,6 +553,7 @@ class FollowingRank:
             case "restore":
                 learner.restore_first_whole(command["epoch"], command["checkpoints"])
             case "train":
+                learner.engine.optimizer.changed_lr = command["changed_lr"]
                 learner.train(self._link.receive_rows())
             case "encode":
                 self._offer = learner.encode(self._publisher, command["deadline_s"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
@@ -257,6 +258,10 @@ def _check_header(header: trainer_pb2.BatchHeader, config: TrainerConfig) -> Non
     if not 0 < header.trajectory_count <= MAX_TRAJECTORIES:
         raise SluiceError.invalid_argument(
             "header.trajectory_count", f"is {header.trajectory_count}; give 1 to {MAX_TRAJECTORIES}"
+        )
+    if header.HasField("learning_rate") and not (math.isfinite(header.learning_rate) and header.learning_rate >= 0):
+        raise SluiceError.invalid_argument(
+            "header.learning_rate", f"is {header.learning_rate}; give a finite number, 0 or above, or leave it unset"
         )
     named = header.advantage_estimator
     if named and named not in (*ESTIMATORS, *TRAINER_ESTIMATORS):
