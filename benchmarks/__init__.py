@@ -13,6 +13,10 @@ from sluice.telemetry import configure_logging
 BENCHMARKS = {
     "rollout": ("benchmarks.rollout", "tokens/s through Generate over gRPC against the engine used in process"),
     "async": ("benchmarks.async_levels", "wall-clock per step at max_staleness 0, 1 and 2, with long-tailed lengths"),
+    "orchestrator": (
+        "benchmarks.orchestrator",
+        "episodes/s and episodes in flight of one orchestrator, simulated around it",
+    ),
     "pause": ("benchmarks.pauses", "a request that lives through updates, and the pause against an in-place copy"),
     "trainer": (
         "benchmarks.trainer",

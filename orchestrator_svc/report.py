@@ -203,6 +203,7 @@ class RunReporter:
             "load/trainer_idle": idle,
             "load/dispatch_blocked": blocked,
             "load/rollout_idle": rollout_idle,
+            "orchestrator/loop_lag_p99_ms": self._status.loop_lag.take_p99_s() * 1e3,
         }
 
     async def evaluation(self, version: Version, metrics: Mapping[str, float]) -> None:

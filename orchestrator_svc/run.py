@@ -125,6 +125,7 @@ class Run:
         helpers = [
             beside.create_task(self._dispatcher.run(), name="dispatch"),
             beside.create_task(self._report_load(), name="load"),
+            beside.create_task(self._status.loop_lag.run(), name="loop lag"),
         ]
 
         async def on_step(step: AppliedStep) -> None:

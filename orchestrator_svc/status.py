@@ -15,6 +15,7 @@ from orchestrator_svc.curriculum import Curriculum
 from orchestrator_svc.replicas import Replica, ReplicaPool
 from orchestrator_svc.scheduler import Scheduler, Stage
 from sluice.rpc import SluiceError
+from sluice.telemetry import LoopLag
 from sluice.v1 import orchestrator_pb2
 from sluice.versions import Version
 
@@ -47,6 +48,7 @@ class RunStatus:
         trainer_idle: Time in which the trainer had no batch.
         dispatch_blocked: Time in which the staleness bound, or a version that no replica serves yet, stopped dispatch.
         rollout_idle: The part of it in which no group was running either.
+        loop_lag: How late the event loop is.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RunStatus:
         self.max_staleness_seen = 0
         now = time.monotonic()
         self.trainer_idle, self.dispatch_blocked, self.rollout_idle = (HeldTime(now) for _ in range(3))
+        self.loop_lag = LoopLag()
         self._began, self.elapsed_before_s = now, 0.0
         self._load_shares = self.shares()
         self._run, self._config, self._scheduler, self._pool = run, config, scheduler, pool

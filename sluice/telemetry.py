@@ -1,20 +1,22 @@
-"""Logs and metrics of a service: structlog on stderr, the process's Prometheus registry, and the curves of a run."""
+"""Logs and metrics of a service: structlog on stderr, the process's Prometheus registry, its event loop, the curves of a run."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 from wsgiref.simple_server import WSGIServer
 
 import structlog
-from prometheus_client import start_http_server
+from prometheus_client import Histogram, start_http_server
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from sluice.config.secrets import hide
@@ -104,6 +106,46 @@ def start_metrics_server(port: int, host: str = "127.0.0.1") -> WSGIServer:
     server, _ = start_http_server(port, addr=host)
     log.info("metrics", url=f"http://{host}:{server.server_port}/metrics")
     return server
+
+
+LOOP_LAG_SECONDS = Histogram(
+    "sluice_loop_lag_seconds",
+    "How late the event loop runs what is due, looked at every 20 ms.",
+    buckets=(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5),
+)
+
+_LOOK_S = 0.02
+
+_LAGS_KEPT = 100_000
+"""Half an hour of them, where nobody takes them."""
+
+
+class LoopLag:
+    """How late an event loop runs what is due: callbacks that keep it busy delay every call and every answer.
+
+    The times to look are fixed in advance. A loop that stood still for a second has missed fifty of them, each by its own
+    delay, and not one.
+    """
+
+    def __init__(self) -> None:
+        self._lags: deque[float] = deque(maxlen=_LAGS_KEPT)
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due += _LOOK_S
+            await asyncio.sleep(due - loop.time())
+            lag = max(0.0, loop.time() - due)
+            self._lags.append(lag)
+            LOOP_LAG_SECONDS.observe(lag)
+
+    def take_p99_s(self) -> float:
+        """Return the 99th percentile since the last call, in seconds; 0 if there was no time to look."""
+        lags = sorted(self._lags)
+        self._lags.clear()
+        return lags[min(len(lags) - 1, int(len(lags) * 0.99))] if lags else 0.0
 
 
 class MetricsWriter:

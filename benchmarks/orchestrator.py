@@ -1,0 +1,311 @@
+"""Episodes per second and episodes in flight that one orchestrator carries, and what they cost it.
+
+The orchestrator is the real one, as `sluice orchestrator` starts it: journal on disk, reward pool, metrics. The replica and the
+trainer beside it keep their contracts over gRPC and compute nothing. Each level is a run of its own: at the peak rate first, then
+at 70% of it for the lag of the event loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.children import free_port, service
+from benchmarks.simulated_tasks import TURNS
+from sluice.client import OrchestratorClient
+
+RUN = "bench"
+LAG_METRIC = "sluice_loop_lag_seconds_bucket"
+
+STALENESS_RESERVE = 4
+"""Versions that a group may wait beyond those that are made while it is sampled."""
+
+FASTEST = 10_000.0
+"""Episodes per second that the simulated replicas would allow at the peak: more than the orchestrator takes."""
+
+WARM_UP_ROUNDS = 1.5
+"""Times that all in flight are answered before the measurement begins."""
+
+_LOOK_S = 1.0
+_START_S = 60.0
+_LONGEST_WARM_UP_S = 300.0
+
+
+def run(argv: list[str]) -> Mapping[str, Any]:
+    """Measure and print; return the content of the JSON line."""
+    parser = argparse.ArgumentParser(prog="sluice bench orchestrator", description=__doc__)
+    parser.add_argument("--in-flight", type=int, default=10_000, help="episodes under way at a time")
+    parser.add_argument("--also", type=int, nargs="*", default=[1_000, 50_000], help="further numbers of them")
+    parser.add_argument(
+        "--multi-turn", type=int, default=2_000, help=f"of episodes of {TURNS} turns; 0 leaves them out"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured seconds of each level")
+    parser.add_argument("--group", type=int, default=16, help="episodes per group")
+    parser.add_argument("--batch", type=int, default=64, help="groups per batch")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--replicas", type=int, default=1, help="simulated replicas, a process each")
+    parser.add_argument("--write-trajectories", action="store_true", help="also write trajectories with their text")
+    parser.add_argument("--set", action="append", default=[], help="further settings of the orchestrator, as KEY=VALUE")
+    parser.add_argument("--keep", type=Path, help="directory to keep everything in (logs, journal, metrics)")
+    options = parser.parse_args(argv)
+    if options.keep is not None:
+        options.keep.mkdir(parents=True)
+        return asyncio.run(_measure(options, options.keep))
+    with tempfile.TemporaryDirectory(prefix="sluice-bench-") as scratch:
+        return asyncio.run(_measure(options, Path(scratch)))
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load.
+
+    Attributes:
+        in_flight: Episodes under way at a time.
+        episodes_per_s: What the replicas allow.
+        turns: Requests that an episode makes one after the other.
+    """
+
+    name: str
+    in_flight: int
+    episodes_per_s: float
+    turns: int = 1
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of one request."""
+        return self.in_flight / self.episodes_per_s / self.turns
+
+
+@dataclass
+class Measured:
+    """What one level showed."""
+
+    episodes_per_s: float
+    in_flight: int
+    """The fewest that were under way at any look."""
+    steps_per_s: float
+    rss_mib: float
+    rss_growth_mib_per_min: float
+    lag_p50_ms: float
+    lag_p99_ms: float
+    cpu_ms_per_episode: dict[str, float] = field(default_factory=dict)
+    """By process."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """Cores that each process used."""
+
+    def __str__(self) -> str:
+        """Return one line."""
+        cpu = "  ".join(f"{name} {value:.2f}" for name, value in self.cpu_ms_per_episode.items())
+        return (
+            f"{self.episodes_per_s:,.0f} episodes/s, {self.in_flight:,} in flight, {self.rss_mib:,.0f} MiB"
+            f" ({self.rss_growth_mib_per_min:+.1f} a minute), lag {self.lag_p50_ms:.1f} / {self.lag_p99_ms:.1f} ms (median / 99%),"
+            f" CPU ms an episode: {cpu}; orchestrator busy {self.busy['orchestrator']:.2f}"
+        )
+
+
+async def _measure(options: argparse.Namespace, directory: Path) -> Mapping[str, Any]:
+    peak = await _level(options, directory, Level("peak", options.in_flight, FASTEST))
+    levels: dict[str, Measured] = {f"{options.in_flight}": peak}
+    at_70 = await _level(options, directory, Level("at-70", options.in_flight, 0.7 * peak.episodes_per_s))
+    for in_flight in options.also:
+        levels[f"{in_flight}"] = await _level(options, directory, Level(f"of-{in_flight}", in_flight, FASTEST))
+    if options.multi_turn:
+        level = Level("multi-turn", options.multi_turn, FASTEST, turns=TURNS)
+        levels["multi_turn"] = await _level(options, directory, level)
+    return {
+        "ratios": {"episodes_per_s_over_1000": round(peak.episodes_per_s / 1000, 3)},
+        "episodes_per_s": peak.episodes_per_s,
+        "in_flight": peak.in_flight,
+        "rss_mib": peak.rss_mib,
+        "lag_p99_ms": at_70.lag_p99_ms,
+        "lag_p50_ms": at_70.lag_p50_ms,
+        "lag_at_episodes_per_s": at_70.episodes_per_s,
+        "cpu_ms_per_episode": peak.cpu_ms_per_episode,
+        "levels": {name: vars(level) for name, level in levels.items()},
+        **{name: value for name, value in vars(options).items() if name != "keep"},
+    }
+
+
+async def _level(options: argparse.Namespace, directory: Path, level: Level) -> Measured:
+    async with _services(options, directory / level.name, level) as services:
+        measured = await _observe(services, level, options.seconds)
+    print(f"{level.name}: {measured}", flush=True)
+    return measured
+
+
+@dataclass(frozen=True)
+class Services:
+    """The processes of one level.
+
+    Attributes:
+        processes: By name; the orchestrator's children count as "scoring".
+    """
+
+    orchestrator: str
+    metrics_url: str
+    processes: Mapping[str, Sequence[psutil.Process]]
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU seconds that each has used."""
+        orchestrator = self.processes["orchestrator"][0]
+        parts = {name: sum(map(_cpu_s, each)) for name, each in self.processes.items()}
+        return parts | {"scoring": sum(map(_cpu_s, orchestrator.children(recursive=True)))}
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        times = process.cpu_times()
+        return float(times.user + times.system)
+    return 0.0
+
+
+@contextlib.asynccontextmanager
+async def _services(options: argparse.Namespace, directory: Path, level: Level) -> AsyncIterator[Services]:
+    await asyncio.to_thread(directory.mkdir)
+    trainer, orchestrator = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    replicas = [f"127.0.0.1:{free_port()}" for _ in range(options.replicas)]
+    metrics_port = free_port()
+    groups = max(1, level.in_flight // options.group)
+    staleness = -(-groups // options.batch) + STALENESS_RESERVE
+    settings = [
+        f"--run={RUN}",
+        f"--output-dir={directory}",
+        "--model=simulated",
+        "--log-level=warning",
+        f"--max-staleness={staleness}",
+        f"--peers.trainer={trainer}",
+        f"--peers.rollout={','.join(replicas)}",
+        f"--server.port={orchestrator.rpartition(':')[2]}",
+        f"--server.metrics-port={metrics_port}",
+        f"--environment=benchmarks.simulated_tasks:{'Talk' if level.turns > 1 else 'Question'}",
+        f"--batch-size={options.batch}",
+        f"--group-size={options.group}",
+        f"--max-running={groups}",
+        f"--max-concurrent={groups + STALENESS_RESERVE * options.batch}",
+        "--max-steps=1000000",
+        f"--sampling.max-tokens={options.tokens}",
+        f"--write-trajectories={json.dumps(options.write_trajectories)}",
+        *(f"--{each}" for each in options.set),
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        started = [await stack.enter_async_context(_simulated("trainer", trainer, directory / "trainer.log"))]
+        for number, target in enumerate(replicas):
+            load = [
+                f"--latency-s={level.latency_s}",
+                f"--tokens={options.tokens}",
+                f"--trainer={trainer}",
+                f"--run={RUN}",
+            ]
+            log = directory / f"replica-{number}.log"
+            started.append(await stack.enter_async_context(_simulated("replica", target, log, *load)))
+        log = directory / "orchestrator.log"
+        child = await stack.enter_async_context(service("orchestrator", *settings, health=orchestrator, log=log))
+        process = psutil.Process(child.pid)
+        processes = {"orchestrator": [process], "trainer": started[:1], "replicas": started[1:]}
+        try:
+            yield Services(orchestrator, f"http://127.0.0.1:{metrics_port}/metrics", processes)
+        finally:
+            if child.returncode is not None:
+                tail = log.read_text(errors="replace")[-2000:]
+                print(f"the orchestrator ended with code {child.returncode}:\n{tail}", file=sys.stderr, flush=True)
+
+
+@contextlib.asynccontextmanager
+async def _simulated(name: str, target: str, log: Path, *arguments: str) -> AsyncIterator[psutil.Process]:
+    port = target.rpartition(":")[2]
+    command = (sys.executable, "-m", "benchmarks.simulated_services", name, f"--port={port}", *arguments)
+    with log.open("wb") as output:
+        child = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output)
+    try:
+        yield psutil.Process(child.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.terminate()
+        await child.wait()
+
+
+async def _observe(services: Services, level: Level, seconds: float) -> Measured:
+    """Wait until the load is even, then measure.
+
+    Raises:
+        RuntimeError: if it does not become even in time.
+    """
+    process = services.processes["orchestrator"][0]
+    async with OrchestratorClient(services.orchestrator) as client:
+        give_up = time.monotonic() + _LONGEST_WARM_UP_S + _START_S
+        while (state := await client.run(RUN)).trajectories_accepted < WARM_UP_ROUNDS * level.in_flight:
+            if time.monotonic() > give_up:
+                raise RuntimeError(
+                    f"{level.name}: only {state.trajectories_accepted} episodes ended: {state.error or state}"
+                )
+            await asyncio.sleep(_LOOK_S)
+        before, cpu, lags = (
+            await client.run(RUN),
+            services.cpu_s(),
+            await asyncio.to_thread(_lags, services.metrics_url),
+        )
+        begun, in_flight, sizes = time.perf_counter(), [], []
+        while (elapsed := time.perf_counter() - begun) < seconds:
+            await asyncio.sleep(min(_LOOK_S, seconds - elapsed + 0.001))
+            in_flight.append((await client.run(RUN)).running_episodes)
+            sizes.append(process.memory_info().rss / (1 << 20))
+        after, used = await client.run(RUN), services.cpu_s()
+        elapsed = time.perf_counter() - begun
+        more_lags = await asyncio.to_thread(_lags, services.metrics_url)
+    episodes = after.trajectories_accepted - before.trajectories_accepted
+    if not episodes:
+        raise RuntimeError(f"{level.name}: no episode ended within {elapsed:.0f} s: {after}")
+    spent = {name: used[name] - cpu[name] for name in used}
+    lag = {edge: more_lags[edge] - lags.get(edge, 0.0) for edge in more_lags}
+    return Measured(
+        episodes_per_s=round(episodes / elapsed, 1),
+        in_flight=min(in_flight),
+        steps_per_s=round((after.step - before.step) / elapsed, 2),
+        rss_mib=round(max(sizes), 1),
+        rss_growth_mib_per_min=round((sizes[-1] - sizes[0]) / elapsed * 60, 1),
+        lag_p50_ms=round(_quantile(lag, 0.5) * 1e3, 1),
+        lag_p99_ms=round(_quantile(lag, 0.99) * 1e3, 1),
+        cpu_ms_per_episode={name: round(each / episodes * 1e3, 3) for name, each in spent.items()},
+        busy={name: round(each / elapsed, 3) for name, each in spent.items()},
+    )
+
+
+def _lags(url: str) -> dict[float, float]:
+    """Return the orchestrator's histogram of its loop's lag: how many looks were at most so late, by seconds."""
+    with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 - loopback
+        text = answer.read().decode()
+    return dict(_buckets(text))
+
+
+def _buckets(text: str) -> Iterator[tuple[float, float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == LAG_METRIC:
+                yield float(sample.labels["le"]), sample.value
+
+
+def _quantile(cumulative: Mapping[float, float], share: float) -> float:
+    """Return a quantile of a histogram, linear within its bucket; the lower edge of the last one, which has no end."""
+    wanted = share * max(cumulative.values())
+    low = below = 0.0
+    for edge in sorted(cumulative):
+        count = cumulative[edge]
+        if count >= wanted:
+            if edge == float("inf") or count == below:
+                return low
+            return low + (edge - low) * (wanted - below) / (count - below)
+        low, below = edge, count
+    return low
