@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -262,6 +262,27 @@ class EventLog:
         return True
 
 
+class Kept(NamedTuple):
+    """A trajectory of the history, serialised: as a message it takes four times the memory.
+
+    Attributes:
+        number: Its place in the order in which they came, from 1.
+    """
+
+    number: int
+    step: int
+    reward: float | None
+    payload: bytes
+
+    def matches(self, request: orchestrator_pb2.ListTrajectoriesRequest) -> bool:
+        """Return whether a request asks for it."""
+        if request.HasField("step") and self.step != request.step:
+            return False
+        if not request.HasField("reward_below"):
+            return True
+        return self.reward is not None and self.reward < request.reward_below
+
+
 class TrajectoryHistory:
     """The last trajectories whose outcome is known, for ListTrajectories; older ones are in the files.
 
@@ -270,18 +291,20 @@ class TrajectoryHistory:
     """
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
-        self._kept: deque[tuple[int, int, orchestrator_pb2.TrajectoryRecord]] = deque()
+        self._kept: deque[Kept] = deque()
         self._max_bytes, self._bytes, self._next = max_bytes, 0, 1
 
     def add(self, records: Iterable[orchestrator_pb2.TrajectoryRecord]) -> None:
         """Add trajectories; forget the oldest beyond the bound."""
         for record in records:
-            size = record.ByteSize()
-            self._kept.append((self._next, size, record))
+            trajectory = record.trajectory
+            reward = trajectory.reward if trajectory.HasField("reward") else None
+            kept = Kept(self._next, record.step, reward, record.SerializeToString())
+            self._kept.append(kept)
             self._next += 1
-            self._bytes += size
+            self._bytes += len(kept.payload)
         while self._bytes > self._max_bytes:
-            self._bytes -= self._kept.popleft()[1]
+            self._bytes -= len(self._kept.popleft().payload)
 
     def page(self, request: orchestrator_pb2.ListTrajectoriesRequest) -> orchestrator_pb2.ListTrajectoriesResponse:
         """Return a page, newest first; its token is the number of the last one shown.
@@ -297,23 +320,16 @@ class TrajectoryHistory:
         wanted = min(request.page_size or _DEFAULT_PAGE, _LARGEST_PAGE)
         answer = orchestrator_pb2.ListTrajectoriesResponse()
         taken = last = 0
-        for number, size, record in reversed(self._kept):
-            if number >= before or not _matches(record, request):
+        for each in reversed(self._kept):
+            if each.number >= before or not each.matches(request):
                 continue
+            size = len(each.payload)
             if len(answer.trajectories) == wanted or (answer.trajectories and taken + size > _PAGE_BYTES):
                 answer.next_page_token = str(last)
                 break
-            answer.trajectories.append(record)
-            taken, last = taken + size, number
+            answer.trajectories.add().MergeFromString(each.payload)
+            taken, last = taken + size, each.number
         return answer
-
-
-def _matches(record: orchestrator_pb2.TrajectoryRecord, request: orchestrator_pb2.ListTrajectoriesRequest) -> bool:
-    if request.HasField("step") and record.step != request.step:
-        return False
-    if not request.HasField("reward_below"):
-        return True
-    return record.trajectory.HasField("reward") and record.trajectory.reward < request.reward_below
 
 
 class HeldTime:
