@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, TypeAlias
@@ -44,6 +45,10 @@ _LEAST_END_S = 1.0
 """Seconds that the run gets at least to write its last records, also if the calls in progress took the whole of
 ``server.drain_s``: `sluice rl` kills it two seconds after that."""
 
+_COLLECTIONS = (2_000, 10, 50)
+"""Thresholds of the garbage collector, by generation. A full collection looks at all that is in flight, and the event loop waits
+for it: with the interpreter's own thresholds several times a second, and each finds next to nothing."""
+
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -58,6 +63,9 @@ async def serve(common: CommonConfig, config: OrchestratorConfig) -> None:
     environment = load_environment(config.environment, config.environment_args)
     try:
         async with asyncio.timeout(None) as ending, _built(common, config, environment) as (run, status, servicer):
+            gc.collect()
+            gc.freeze()  # what is loaded by now stays, and is not looked at again
+            gc.set_threshold(*_COLLECTIONS)
             server = _server(common, config, servicer)
             await server.start()
             ended = asyncio.Event()
