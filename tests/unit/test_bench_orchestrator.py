@@ -1,0 +1,45 @@
+"""What `sluice bench orchestrator` computes from what it reads, and how late an event loop says that it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+
+from benchmarks.orchestrator import Level, quantile
+from sluice.telemetry import LoopLag
+
+
+def test_a_quantile_lies_within_its_bucket() -> None:
+    cumulative = {0.01: 50.0, 0.02: 100.0, float("inf"): 100.0}
+    assert quantile(cumulative, 0.25) == pytest.approx(0.005)
+    assert quantile(cumulative, 0.5) == pytest.approx(0.01)
+    assert quantile(cumulative, 0.99) == pytest.approx(0.0198)
+
+
+def test_a_quantile_beyond_the_last_bucket_is_its_edge() -> None:
+    assert quantile({1.0: 10.0, 5.0: 10.0, float("inf"): 100.0}, 0.9) == 5.0
+
+
+def test_the_latency_is_what_keeps_so_many_in_flight() -> None:
+    assert Level("", in_flight=10_000, episodes_per_s=1_000).latency_s == pytest.approx(11.0), "with some room"
+    assert Level("", in_flight=10_000, episodes_per_s=1_000, turns=4).latency_s == pytest.approx(2.75)
+
+
+def test_a_loop_that_stands_still_has_missed_all_the_looks_in_between() -> None:
+    lags = asyncio.run(_lags_of_a_loop_that_stands_still_for(0.2))
+    assert lags >= 0.15
+
+
+async def _lags_of_a_loop_that_stands_still_for(seconds: float) -> float:
+    lag = LoopLag()
+    looking = asyncio.create_task(lag.run())
+    await asyncio.sleep(0.001)
+    time.sleep(seconds)  # noqa: ASYNC251 - the fault that is looked for
+    await asyncio.sleep(0.05)
+    looking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await looking
+    return lag.take_p99_s()
