@@ -14,7 +14,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -23,6 +23,8 @@ from sluice.rpc import SluiceError
 from sluice.rpc.channel import TRANSPORT_OPTIONS
 from sluice.v1 import rollout_pb2, tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version, VersionSpan
+
+Handlers: TypeAlias = dict[str, grpc.RpcMethodHandler[Any, Any]]
 
 TOKENIZER_DIGEST = "5" * 64
 """Digest of a tokenizer that nobody has."""
@@ -35,6 +37,13 @@ TURN = tuple(range(200, 216))
 
 _CHARACTERS_PER_TOKEN = 4
 _ENGINE_STEP_S = 0.02
+
+_COALESCE_S, _COALESCE_TOKENS = 0.02, 64
+"""What a stream does unless its request says otherwise."""
+
+_ALIVE_S = 1.0
+"""Seconds after which a stream without tokens says that its request is alive."""
+
 _WATCH_AGAIN_S = 0.05
 
 
@@ -78,13 +87,13 @@ class SimulatedReplica:
     def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         """Return what a server registers: bytes go out as they are."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
-        rollout = {
+        rollout: Handlers = {
             "Generate": unary(self._generate, rollout_pb2.GenerateRequest.FromString),
             "GenerateStream": stream(self._generate_stream, rollout_pb2.GenerateStreamRequest.FromString),
             "GetModel": unary(self._model),
             "Tokenize": unary(self._tokenize, rollout_pb2.TokenizeRequest.FromString),
         }
-        admin = {"GetStatus": unary(self._status), "SetWeightPolicy": unary(self._policy)}
+        admin: Handlers = {"GetStatus": unary(self._status), "SetWeightPolicy": unary(self._policy)}
         services = {"sluice.v1.RolloutService": rollout, "sluice.v1.RolloutAdminService": admin}
         return tuple(grpc.method_handlers_generic_handler(name, each) for name, each in services.items())
 
@@ -118,12 +127,16 @@ class SimulatedReplica:
         )
         yield rollout_pb2.GenerateStreamResponse(opening=opening).SerializeToString()
         latency_s = self._latency_s()
-        every_s = request.coalesce.seconds + request.coalesce.nanos / 1e9 if request.HasField("coalesce") else 1.0
-        parts = max(1, min(tokens, int(latency_s / max(every_s, _ENGINE_STEP_S))))
+        parts = _messages(request, latency_s, tokens)
         self._under_way += n
         try:
             for part in range(parts):
-                await asyncio.sleep(latency_s / parts)
+                left_s = latency_s / parts
+                while left_s > _ALIVE_S:
+                    await asyncio.sleep(_ALIVE_S)
+                    left_s -= _ALIVE_S
+                    yield self._progress()
+                await asyncio.sleep(left_s)
                 first, end = part * tokens // parts, (part + 1) * tokens // parts
                 self._generated += n * (end - first)
                 yield _chunk(n, first, end, tokens, self._version) + self._progress()
@@ -170,6 +183,14 @@ class SimulatedReplica:
 
     def _tokens(self, request: rollout_pb2.GenerateRequest) -> int:
         return min(self._load.tokens, request.sampling.max_tokens or self._load.tokens)
+
+
+def _messages(request: rollout_pb2.GenerateStreamRequest, latency_s: float, tokens: int) -> int:
+    """Return in how many messages the tokens are sent: one per period, or when a sample has so many new ones."""
+    every_s = request.coalesce.seconds + request.coalesce.nanos / 1e9 if request.HasField("coalesce") else _COALESCE_S
+    at_once = request.coalesce_tokens if request.HasField("coalesce_tokens") else _COALESCE_TOKENS
+    by_time = int(latency_s / max(every_s, _ENGINE_STEP_S))
+    return max(1, min(tokens, max(by_time, -(-tokens // at_once))))
 
 
 def _spans(begun: Version, ended: Version, tokens: int) -> tuple[VersionSpan, ...]:
