@@ -24,7 +24,7 @@ from sluice.rpc.channel import TRANSPORT_OPTIONS
 from sluice.v1 import rollout_pb2, tokens_pb2, trainer_pb2, trainer_pb2_grpc
 from sluice.versions import BASE, Version, VersionSpan
 
-Handlers: TypeAlias = dict[str, grpc.RpcMethodHandler[Any, Any]]
+Handlers: TypeAlias = "dict[str, grpc.RpcMethodHandler[Any, Any]]"
 
 TOKENIZER_DIGEST = "5" * 64
 """Digest of a tokenizer that nobody has."""
