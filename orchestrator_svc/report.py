@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from sluice.tasks import discard_outcome
 from sluice.telemetry import MetricsWriter
 from sluice.threads import SerialThread
 from sluice.v1 import orchestrator_pb2, tokens_pb2, trainer_pb2
-from sluice.versions import Lineage, Version, sampled_tokens, span_lengths, versions_of
+from sluice.versions import Lineage, Version, sampled_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -82,6 +83,7 @@ def summarise(
     refused = [result for result in step.results if result.outcome != tokens_pb2.TRAJECTORY_OUTCOME_TRAINED]
     dropped = Counter(result.reason for result in refused)
     ages: Counter[int] = Counter()
+    number_of = cache(lineage.number)  # many tokens, few versions
     stale_groups: set[str] = set()
     for record in records:
         result = results.get(record.trajectory.trajectory_id)
@@ -93,7 +95,7 @@ def summarise(
             if record.reason in {"STALE", "RETIRED_EPOCH"}:
                 stale_groups.add(record.trajectory.group_id)
             continue
-        for age, tokens in _token_ages(record.trajectory, lineage, step.sequence_no - 1):
+        for age, tokens in _token_ages(record.trajectory, number_of, step.sequence_no - 1):
             if age <= max_staleness:
                 ages[age] += tokens
     metrics = _reward_metrics(records) | _length_metrics(records) | _age_metrics(ages)
@@ -104,11 +106,20 @@ def summarise(
     return AppliedStep(version, trained, dict(+dropped), frozenset(stale_groups), metrics, records, past)
 
 
-def _token_ages(trajectory: tokens_pb2.Trajectory, lineage: Lineage, consumed_at: int) -> Iterator[tuple[int, int]]:
-    """Yield staleness and number of tokens of each version span; `consumed_at` is the version whose weights consumed them."""
-    lengths = span_lengths([span.start for span in trajectory.version_spans], sampled_tokens(trajectory))
-    for version, tokens in zip(versions_of(trajectory), lengths, strict=True):
-        yield consumed_at - lineage.number(version), tokens
+def _token_ages(
+    trajectory: tokens_pb2.Trajectory, number_of: Callable[[Version], int], consumed_at: int
+) -> Iterator[tuple[int, int]]:
+    """Yield staleness and number of tokens of each version span.
+
+    Args:
+        trajectory: The trajectory.
+        number_of: Returns the number that a version counts as, such as `Lineage.number`.
+        consumed_at: Number of the version whose weights consumed the tokens.
+    """
+    end = sampled_tokens(trajectory)
+    for span in reversed(trajectory.version_spans):
+        yield consumed_at - number_of(Version.from_proto(span.policy_version)), end - span.start
+        end = span.start
 
 
 def _reward_metrics(records: Sequence[orchestrator_pb2.TrajectoryRecord]) -> dict[str, float]:
@@ -352,7 +363,7 @@ def trajectory_row(record: orchestrator_pb2.TrajectoryRecord, lineage: Lineage) 
     """Return a trajectory for people: text, reward, advantage, the versions that sampled it, its outcome."""
     trajectory = record.trajectory
     messages = record.conversation.messages
-    ages = [age for age, _ in _token_ages(trajectory, lineage, record.step - 1)] if record.step else []
+    ages = [age for age, _ in _token_ages(trajectory, lineage.number, record.step - 1)] if record.step else []
     return {
         "step": record.step,
         "trajectory_id": trajectory.trajectory_id,
