@@ -1,6 +1,8 @@
 """Tokens per second through Generate over gRPC, against the same prompts given to ``AsyncLLM`` in one process.
 
 Both engines have the same arguments and stay up. Rounds alternate, so that noise of the machine affects both.
+
+A second part compares GenerateStream, as the orchestrator uses it, with Generate for groups of samples of one prompt.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -43,6 +46,9 @@ def run(argv: list[str]) -> Mapping[str, Any]:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="requests that each of them sends, one after the other")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each way")
+    parser.add_argument(
+        "--groups", type=int, nargs="*", default=[8, 16], help="samples of one prompt, for the second part"
+    )
     return asyncio.run(_measure(parser.parse_args(argv)))
 
 
@@ -70,29 +76,45 @@ async def _measure(options: argparse.Namespace) -> Mapping[str, Any]:
 async def _compare(options: argparse.Namespace, llm: AsyncLLM, target: str) -> Mapping[str, Any]:
     rng = np.random.default_rng(0)
     prompts = rng.integers(8, 100, size=(options.concurrency, options.prompt_tokens)).tolist()
+    single = Work(options.new_tokens)
     async with connect(target, SecurityConfig(), role="agent", default_deadline_s=120) as channel:
         ways: dict[str, Round] = {
             "inprocess": together(in_process(llm, options.new_tokens), options.repeats),
-            "grpc": together(unary(channel, options.new_tokens), options.repeats),
-            "grpc_stream": together(stream(channel, options.new_tokens), options.repeats),
+            "grpc": together(unary(channel, single), options.repeats),
+            "grpc_stream": together(stream(channel, single, Duration(nanos=20_000_000)), options.repeats),
         }
-        for sample in ways.values():
-            await sample(prompts)
-        speeds: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(options.rounds):
-            for name, sample in ways.items():
-                begun = time.perf_counter()
-                tokens = await sample(prompts)
-                speeds[name].append(tokens / (time.perf_counter() - begun))
-            print(f"round {number + 1}: " + "  ".join(f"{name} {each[-1]:,.0f} tok/s" for name, each in speeds.items()))
-    return {
-        "ratios": {
+        speeds = await alternate(ways, prompts, options.rounds)
+        ratios = {
             f"{name}_over_inprocess": median_ratio(speeds[name], speeds["inprocess"])
             for name in ("grpc", "grpc_stream")
-        },
+        }
+        for n in options.groups:
+            group = Work(options.new_tokens, n=n, text=True)
+            ways = {
+                f"unary_{n}": together(unary(channel, group), options.repeats),
+                f"stream_{n}": together(stream(channel, group, Duration(seconds=1)), options.repeats),
+            }
+            speeds |= await alternate(ways, prompts[: max(1, options.concurrency // n)], options.rounds)
+            ratios[f"stream_over_unary_{n}"] = median_ratio(speeds[f"stream_{n}"], speeds[f"unary_{n}"])
+    return {
+        "ratios": ratios,
         "tokens_per_s": {name: round(statistics.median(each)) for name, each in speeds.items()},
         **vars(options),
     }
+
+
+async def alternate(ways: Mapping[str, Round], prompts: list[list[int]], rounds: int) -> dict[str, list[float]]:
+    """Run all ways in turns, after one round that does not count. Return the tokens per second of each round by way."""
+    for sample in ways.values():
+        await sample(prompts)
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in list(ways) if number % 2 else reversed(list(ways)):
+            begun = time.perf_counter()
+            tokens = await ways[name](prompts)
+            speeds[name].append(tokens / (time.perf_counter() - begun))
+        print(f"round {number + 1}: " + "  ".join(f"{name} {each[-1]:,.0f} tok/s" for name, each in speeds.items()))
+    return speeds
 
 
 def together(request: Request, repeats: int) -> Round:
@@ -130,35 +152,44 @@ def in_process(llm: AsyncLLM, new_tokens: int) -> Request:
     return one
 
 
-def unary(channel: grpc.aio.Channel, new_tokens: int) -> Request:
+@dataclass(frozen=True)
+class Work:
+    """What one request asks for."""
+
+    new_tokens: int
+    n: int = 1
+    text: bool = False
+
+    def of(self, prompt: list[int]) -> rollout_pb2.GenerateRequest:
+        """Return the request for a prompt."""
+        return rollout_pb2.GenerateRequest(
+            token_ids=tokens_pb2.TokenIds(ids=prompt),
+            sampling=tokens_pb2.SamplingParams(max_tokens=self.new_tokens, ignore_eos=True),
+            n=self.n,
+            return_text=self.text,
+        )
+
+
+def unary(channel: grpc.aio.Channel, work: Work) -> Request:
     """Make one Generate call per prompt."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
     async def one(prompt: list[int]) -> int:
-        response = await stub.Generate(_request(prompt, new_tokens))
-        return len(response.samples[0].token_ids)
+        response = await stub.Generate(work.of(prompt))
+        return sum(len(sample.token_ids) for sample in response.samples)
 
     return one
 
 
-def stream(channel: grpc.aio.Channel, new_tokens: int) -> Request:
-    """Make one GenerateStream call per prompt, with chunks coalesced over 20 ms."""
+def stream(channel: grpc.aio.Channel, work: Work, coalesce: Duration) -> Request:
+    """Make one GenerateStream call per prompt."""
     stub = rollout_pb2_grpc.RolloutServiceStub(channel)
 
     async def one(prompt: list[int]) -> int:
-        request = rollout_pb2.GenerateStreamRequest(
-            request=_request(prompt, new_tokens), coalesce=Duration(nanos=20_000_000)
-        )
+        request = rollout_pb2.GenerateStreamRequest(request=work.of(prompt), coalesce=coalesce)
         tokens = 0
         async for response in stub.GenerateStream(request, timeout=120):
             tokens += sum(len(delta.tokens.token_ids) for delta in response.chunk.deltas)
         return tokens
 
     return one
-
-
-def _request(prompt: list[int], new_tokens: int) -> rollout_pb2.GenerateRequest:
-    return rollout_pb2.GenerateRequest(
-        token_ids=tokens_pb2.TokenIds(ids=prompt),
-        sampling=tokens_pb2.SamplingParams(max_tokens=new_tokens, ignore_eos=True),
-    )

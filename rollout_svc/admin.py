@@ -17,6 +17,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import REGISTRY, Collector, CollectorRegistry
 
+from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.servicer import MAX_NAME, RolloutServicer, loaded_adapters
 from rollout_svc.supervision import EngineSupervisor
@@ -108,12 +109,25 @@ class Pauses:
 
 
 class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
-    """Lets an operator control one replica."""
+    """Lets an operator control one replica.
+
+    Args:
+        drain: Lets the replica leave.
+        drain_s: Seconds for the requests in progress if a drain names none.
+    """
 
     def __init__(
-        self, replica: str, engine: EngineSupervisor, weights: ReplicaWeights, requests: RolloutServicer
+        self,
+        replica: str,
+        engine: EngineSupervisor,
+        weights: ReplicaWeights,
+        requests: RolloutServicer,
+        *,
+        drain: Drain,
+        drain_s: float,
     ) -> None:
         self._replica, self._engine, self._weights, self._requests = replica, engine, weights, requests
+        self._drain, self._drain_s = drain, drain_s
         self._pauses = Pauses()
         self._started = Timestamp()
         self._started.GetCurrentTime()
@@ -254,6 +268,16 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             raise SluiceError.unavailable("ABORT_FAILED", f"{error}; its requests end with it") from error
         return pb.AbortRequestsResponse(aborted=sum(aborted))
 
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Take no new requests and end when those in progress have ended or the grace is over."""
+        del context
+        grace_s = request.grace.ToNanoseconds() / 1e9 if request.HasField("grace") else self._drain_s
+        if grace_s < 0:
+            raise SluiceError.invalid_argument("grace", f"at least 0 s, not {grace_s:g} s")
+        self._drain.begin(grace_s)
+        log.info("draining", samples=self._requests.samples, grace_s=round(self._drain.left_s, 3))
+        return pb.DrainResponse(samples_left=self._requests.samples, grace_left=_duration(self._drain.left_s))
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
         """Report version, load and health."""
         del request, context
@@ -279,6 +303,8 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
             engine_steps=status.steps,
             preemptions=status.preemptions,
         )
+        if self._drain.begun.is_set():
+            response.drain_left.CopyFrom(_duration(self._drain.left_s))
         if weights.last_update is not None:
             response.last_update.CopyFrom(weights.last_update.to_proto())
         if weights.staged_version is not None:
@@ -286,7 +312,7 @@ class RolloutAdminServicer(rollout_pb2_grpc.RolloutAdminServiceServicer):
         return response
 
     def _state(self, *, paused: bool, healthy: bool) -> pb.ReplicaState.ValueType:
-        if self._requests.draining:
+        if self._drain.begun.is_set():
             return pb.REPLICA_STATE_DRAINING
         if self._engine.recovering or not healthy:
             return pb.REPLICA_STATE_RECOVERING

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from rollout_svc.admin import ReplicaMetrics, RolloutAdminServicer
 from rollout_svc.config import RolloutConfig
+from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EnginePackage, InferenceEngine
-from rollout_svc.servicer import RolloutServicer
+from rollout_svc.servicer import HAND_OVER_S, RolloutServicer
 from rollout_svc.supervision import EngineSupervisor
 from rollout_svc.tokenizer import ModelTokenizer, load_tokenizer
 from rollout_svc.weights import ReplicaWeights
@@ -50,10 +50,17 @@ async def serve(common: CommonConfig, config: RolloutConfig) -> None:
 async def _serve(
     common: CommonConfig, config: RolloutConfig, server: RpcServer, engine: InferenceEngine, tokenizer: ModelTokenizer
 ) -> None:
-    supervisor = EngineSupervisor(engine, config.engine_restarts, server.set_serving)
+    drain = Drain()
+    supervisor = EngineSupervisor(
+        engine, config.engine_restarts, lambda serving: server.set_serving(serving and not drain.begun.is_set())
+    )
     weights = ReplicaWeights(common, config, supervisor)
-    requests = RolloutServicer(f"runs/{common.run}", supervisor, tokenizer, config.limits, config.deadlines.request_s)
-    admin = RolloutAdminServicer(config.replica, supervisor, weights, requests)  # type: ignore[abstract]  # Drain follows
+    requests = RolloutServicer(
+        f"runs/{common.run}", supervisor, tokenizer, config.limits, request_s=config.deadlines.request_s, drain=drain
+    )
+    admin = RolloutAdminServicer(
+        config.replica, supervisor, weights, requests, drain=drain, drain_s=config.server.drain_s
+    )
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService")
     server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, "sluice.v1.RolloutAdminService")
     http = _http_server(common, config, requests, admin, server)
@@ -66,19 +73,31 @@ async def _serve(
         await weights.close()
         raise
     metrics = ReplicaMetrics(supervisor, weights)
-    failed = asyncio.Event()
-    duties = [weights.run_forever(), supervisor.watch_forever(weights.restart_engine), admin.expire_pauses_forever()]
-    tasks = [asyncio.create_task(_or_fail(duty, failed)) for duty in duties]
+    ended = asyncio.Event()
+
+    async def drain_when_asked() -> None:
+        """Finish the requests when the admin asks for it. A signal meanwhile shortens the drain."""
+        await drain.begun.wait()
+        server.set_serving(False)
+        await requests.finish()
+
+    duties = [
+        weights.run_forever(),
+        supervisor.watch_forever(weights.restart_engine),
+        admin.expire_pauses_forever(),
+        drain_when_asked(),
+    ]
+    tasks = [asyncio.create_task(_and_end(duty, ended)) for duty in duties]
 
     async def finish(grace_s: float) -> None:
-        """Wait for requests in progress while both ports still respond, then close the HTTP port."""
-        begun = time.monotonic()
-        await requests.finish(grace_s)
+        """Finish the requests while both ports still respond, then close the HTTP port."""
+        drain.begin(max(0.0, grace_s - HAND_OVER_S))
+        await requests.finish()
         if http is not None:
-            await http.stop(max(0.0, grace_s - (time.monotonic() - begun)))
+            await http.stop(HAND_OVER_S)
 
     try:
-        await server.serve_until_signal(failed, finish)
+        await server.serve_until_signal(ended, finish)
     finally:
         for task in tasks:
             task.cancel()
@@ -104,12 +123,12 @@ def _http_server(
     return HttpServer(app, config.server.host, config.server.http_port, common.security)
 
 
-async def _or_fail(duty: Coroutine[Any, Any, None], failed: asyncio.Event) -> None:
-    """Run a background task that must not end: when it does, the replica stops."""
+async def _and_end(duty: Coroutine[Any, Any, None], ended: asyncio.Event) -> None:
+    """Run a background task. When it ends, by a failure or because the replica was drained, the replica stops."""
     try:
         await duty
     finally:
-        failed.set()
+        ended.set()
 
 
 SERVICE = Service("rollout", RolloutConfig, serve)

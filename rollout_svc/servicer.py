@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 import grpc
+import structlog
 
 from rollout_svc.config import LimitsConfig
+from rollout_svc.drain import Drain
 from rollout_svc.engines.adapters import LoraEngine, UnknownAdapterError
 from rollout_svc.engines.base import (
     DEFAULT_PACE,
@@ -37,10 +39,18 @@ from sluice.versions import Version
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+log = structlog.get_logger()
+
 MAX_COALESCE_S = 60.0
 
 RETRY_AFTER_S = 0.5
 """When to retry after a full queue: a few engine steps."""
+
+HAND_OVER_S = 1.0
+"""Seconds for the requests that a drain ends to give their tokens to their callers."""
+
+ABORT_AGAIN_S = 0.05
+"""Seconds between two attempts to end them."""
 
 MAX_NAME = 128
 """Maximum length of a request id, run or adapter name."""
@@ -80,20 +90,27 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     Args:
         run: `runs/{run}` that this replica belongs to.
         request_s: Seconds for a request without a deadline.
+        drain: Whether the replica leaves.
     """
 
     def __init__(
-        self, run: str, engine: EngineSupervisor, tokenizer: ModelTokenizer, limits: LimitsConfig, request_s: float
+        self,
+        run: str,
+        engine: EngineSupervisor,
+        tokenizer: ModelTokenizer,
+        limits: LimitsConfig,
+        *,
+        request_s: float,
+        drain: Drain,
     ) -> None:
         self._run, self._engine, self._tokenizer, self._limits = run, engine, tokenizer, limits
-        self._request_s = request_s
+        self._request_s, self._drain = request_s, drain
         self._responses = ResponseCache(limits.answer_ttl_s, limits.max_answers, limits.max_answer_bytes)
         self._in_progress: dict[int, GenerationRequest] = {}
         self.samples = 0
         """Samples that are queued or running."""
-        self.draining = False
-        """Whether new requests are refused because the replica is shutting down."""
-        self._all_ended: asyncio.Event | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def tokenizer(self) -> ModelTokenizer:
@@ -268,6 +285,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         """Check a request and reserve its place in the queue for as long as the block runs. Yield the engine's request."""
         engine, n = self._engine.ready, self._places(request)
         self.samples += n
+        self._idle.clear()
         try:
             wanted = generation_request(request, await self._tokenizer.ids_of(request), engine.info)
             if request.HasField("min_policy_version"):
@@ -283,21 +301,27 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 del self._in_progress[id(wanted)]
         finally:
             self.samples -= n
-            if not self.samples and self._all_ended is not None:
-                self._all_ended.set()
+            if not self.samples:
+                self._idle.set()
 
-    async def finish(self, grace_s: float) -> None:
-        """Refuse new requests from now on. Return when those in progress have ended, or after `grace_s` seconds."""
-        self.draining = True
-        self._all_ended = asyncio.Event()
+    async def finish(self) -> None:
+        """Wait until the requests in progress have ended or the drain is over; then end the rest with the tokens so far."""
+        await self._drain.until(self._idle)
         if not self.samples:
             return
+        log.info("handing over what is left", samples=self.samples)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._all_ended.wait()
+            async with asyncio.timeout(HAND_OVER_S):
+                while self.samples:  # one that was admitted lately may not have reached the engine yet
+                    with contextlib.suppress(EngineError):  # a dead engine ends its requests itself
+                        for request_id in self.request_ids:
+                            await self._engine.current.abort(request_id)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(ABORT_AGAIN_S):
+                            await self._idle.wait()
 
     def _require_open(self) -> None:
-        if self.draining:
+        if self._drain.begun.is_set():
             raise SluiceError.unavailable("DRAINING", "this replica is shutting down; use another one", RETRY_AFTER_S)
 
     def _places(self, request: pb.GenerateRequest) -> int:

@@ -131,6 +131,17 @@ class RolloutClient(_Client):
         """Return version, load and health of the replica."""
         return await _typed(self._admin.GetStatus(rollout_pb2.GetStatusRequest()))
 
+    async def drain(self, grace_s: float | None = None) -> rollout_pb2.DrainResponse:
+        """Let the replica take no new requests, finish those under way within the grace, and end.
+
+        Args:
+            grace_s: Seconds; 0 ends the requests at once with the tokens so far, None leaves them the replica's own.
+        """
+        request = rollout_pb2.DrainRequest()
+        if grace_s is not None:
+            request.grace.FromNanoseconds(int(grace_s * 1e9))
+        return await _typed(self._admin.Drain(request))
+
     async def update_weights(
         self, version: Version | None = None, *, timeout_s: float = 120.0
     ) -> rollout_pb2.UpdateWeightsResponse:

@@ -42,6 +42,7 @@ _CHILD_STYLES = {
     ChildState.SERVING: "green",
     ChildState.RESTARTING: "bold yellow",
     ChildState.STOPPING: "yellow",
+    ChildState.LEFT: "dim",
     ChildState.ENDED: "dim",
 }
 
@@ -109,7 +110,7 @@ class RunView:
         self._children[child] = state
         if state is ChildState.ENDED:
             self._print(child, self._limits[child].flush(), "red")
-        if state is ChildState.RESTARTING:
+        if state in {ChildState.RESTARTING, ChildState.LEFT}:
             self.say(f"{child} {detail}", style="yellow")
         elif self._live is None and state is ChildState.SERVING:
             self.say(f"{child} serves")

@@ -49,6 +49,7 @@ BUILT_IN = {
     "fetch-model": "download a small pretrained model and check its digests",
     "report": "summarise a finished run",
     "token": "make a token for a principal, or list the principals of a file",
+    "drain": "let a replica finish its requests and end",
     "health": "ask a server by grpc.health.v1 whether it serves; exit code 0 or 1",
     "config": "write the reference of all settings",
 }

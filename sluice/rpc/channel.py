@@ -73,6 +73,7 @@ IDEMPOTENT_METHODS: dict[str, tuple[str, ...]] = {
         "LoadAdapter",
         "UnloadAdapter",
         "AbortRequests",
+        "Drain",
         "GetStatus",
     ),
     "sluice.v1.WeightSyncService": ("CommitVersion", "ListVersions", "GetManifest", "DeleteVersion"),

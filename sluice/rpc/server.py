@@ -58,6 +58,9 @@ RPC_SECONDS = Histogram(
 )
 RPC_IN_FLIGHT = Gauge("sluice_rpc_in_flight", "Calls in progress.", ("service", "method"))
 
+FLUSH_S = 0.5
+"""Seconds after `finish` for the last responses to leave."""
+
 _REQUEST_ID_CHARACTERS = 128
 
 _RETRY_AFTER_S = 1.0
@@ -260,6 +263,7 @@ class RpcServer:
             await asyncio.wait({finishing, hurry}, return_when=asyncio.FIRST_COMPLETED)
             finishing.cancel()
             await asyncio.wait({finishing})
+            end = max(end, loop.time() + FLUSH_S)
         draining = asyncio.create_task(self.stop(max(0.0, end - loop.time())))
         await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
         if not draining.done():

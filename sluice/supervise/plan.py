@@ -226,6 +226,7 @@ def child_specs(
                 wait_ready=partial(wait_until_serving, f"{LOOPBACK}:{port}", run.security),
                 environment=environment,
                 ends_run=service == "orchestrator",
+                may_leave=service == "rollout",
                 drain_s=drain_s,
             )
         )

@@ -69,7 +69,9 @@ class ChildSpec:
         name: Label, unique among the children, such as ``rollout-0``.
         wait_ready: Returns once the child serves; the caller sets the deadline and cancels.
         environment: Variables that are added to the supervisor's own.
-        ends_run: Whether the run succeeds when this child ends with exit code 0. The end of any other child is a failure.
+        ends_run: Whether the run succeeds when this child ends with exit code 0.
+        may_leave: Whether the others go on without this child when it ends with exit code 0, as a drained replica does. The end of
+            any other child is a failure.
         drain_s: Seconds that it takes to drain after SIGTERM, at most.
     """
 
@@ -79,6 +81,7 @@ class ChildSpec:
     wait_ready: Callable[[], Awaitable[None]]
     environment: Mapping[str, str] = field(default_factory=dict)
     ends_run: bool = False
+    may_leave: bool = False
     drain_s: float = 5.0
 
 
@@ -89,6 +92,7 @@ class ChildState(enum.Enum):
     SERVING = "serving"
     RESTARTING = "restarting"
     STOPPING = "stopping"
+    LEFT = "left"
     ENDED = "ended"
 
 
@@ -175,9 +179,12 @@ class Supervisor:
         watchdog = await Watchdog.start(longest + self._stop_margin_s)
         stopped = asyncio.create_task(stop.wait())
         keepers = [asyncio.create_task(self._keep(spec, watchdog)) for spec in self._specs]
+        decisive: list[Outcome] = []
+        running = {stopped, *keepers}
         try:
-            done, _ = await asyncio.wait({stopped, *keepers}, return_when=asyncio.FIRST_COMPLETED)
-            decisive = [keeper.result() for keeper in keepers if keeper in done]
+            while not decisive and len(running) > 1 and not stopped.done():
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                decisive = [outcome for keeper in keepers if keeper in done and (outcome := keeper.result())]
         finally:
             for task in (stopped, *keepers):
                 task.cancel()
@@ -191,8 +198,12 @@ class Supervisor:
         for child in self._children.values():
             child.kill()
 
-    async def _keep(self, spec: ChildSpec, watchdog: Watchdog) -> Outcome:
-        """Keep one child until its end decides the outcome of the run; end it when cancelled."""
+    async def _keep(self, spec: ChildSpec, watchdog: Watchdog) -> Outcome | None:
+        """Keep one child until its end decides the outcome of the run; end it when cancelled.
+
+        Returns:
+            The outcome; None if the child has left, and the others go on.
+        """
         restarts: list[float] = []
         log = ChildLog(spec.log_path)
         was_ready = False
@@ -213,6 +224,9 @@ class Supervisor:
                 await self._end(child, ended)
             if code == 0 and spec.ends_run:
                 return Outcome(Ending.SUCCEEDED, spec.name, describe_exit(code))
+            if code == 0 and spec.may_leave and was_ready:
+                self._listener.on_state(spec.name, ChildState.LEFT, "was drained and is not started again")
+                return None
             now = time.monotonic()
             decision = after_exit(code, now, restarts, self._max_restarts, was_ready=was_ready)
             died = f"ended with {describe_exit(code)}"

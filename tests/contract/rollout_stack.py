@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
+from rollout_svc.drain import Drain
 from rollout_svc.engines.base import InferenceEngine, PauseMode
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.http import create_app
@@ -77,6 +78,7 @@ class Replica:
     max_requests: int = 64
     request_s: float = 60.0
     call_log: Path | None = None
+    drain: Drain = field(default_factory=Drain)
     supervisor: EngineSupervisor = field(init=False)
     servicer: RolloutServicer = field(init=False)
     target: str = field(init=False)
@@ -89,9 +91,11 @@ class Replica:
         config = RolloutConfig(follow_weights=False, replica="one", limits=self.limits)
         self.supervisor = EngineSupervisor(self.engine, 0, lambda _serving: None)
         tokenizer = ModelTokenizer(AutoTokenizer.from_pretrained(self.model))
-        self.servicer = RolloutServicer(f"runs/{RUN}", self.supervisor, tokenizer, self.limits, self.request_s)
+        self.servicer = RolloutServicer(
+            f"runs/{RUN}", self.supervisor, tokenizer, self.limits, request_s=self.request_s, drain=self.drain
+        )
         weights = ReplicaWeights(common, config, self.supervisor)
-        self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer)
+        self.admin = RolloutAdminServicer("one", self.supervisor, weights, self.servicer, drain=self.drain, drain_s=5.0)
         self._rpc = RpcServer("rollout", ServerConfig(), self.security, run=RUN, call_log=self.call_log)
         self._rpc.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, self.servicer, "sluice.v1.RolloutService")
         self._rpc.add(

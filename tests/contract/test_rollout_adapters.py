@@ -24,6 +24,7 @@ from orchestrator_svc.replicas import append_sample
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, LoraLimits, RolloutConfig
 from rollout_svc.config import LoraConfig as LoraSettings
+from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EngineError, PauseMode
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
@@ -121,8 +122,11 @@ async def replica(base: Path, adapters: list[Path], tmp_path: Path) -> AsyncIter
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage", lora=LoraSettings(enabled=True))
         supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
         weights = ReplicaWeights(common, config, supervisor)
-        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), 60.0)
-        admin = RolloutAdminServicer("one", supervisor, weights, requests)
+        drain = Drain()
+        requests = RolloutServicer(
+            f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), request_s=60.0, drain=drain
+        )
+        admin = RolloutAdminServicer("one", supervisor, weights, requests, drain=drain, drain_s=5.0)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
         server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, requests, "sluice.v1.RolloutService")
         name = "sluice.v1.RolloutAdminService"

@@ -618,6 +618,40 @@ class TestAdministration:
         assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "ADAPTER_NOT_LOADED")
 
 
+class TestDrain:
+    async def test_a_drain_refuses_new_requests_and_waits_for_those_under_way(self, served):
+        async with served.replica.frozen():
+            waiting = asyncio.ensure_future(served.generate(ask(n=2, request_id="d1")))
+            await until(lambda: served.replica.servicer.samples == 2)
+            answer = await served.admin.Drain(rollout_pb2.DrainRequest(grace=Duration(seconds=60)), timeout=TIMEOUT_S)
+            assert (answer.samples_left, answer.grace_left.seconds) == (2, 59)
+            for call in (served.generate(ask()), first_of(served.stream(ask()))):
+                error = await refused(call)
+                assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
+            status = await served.status()
+            assert (status.state, status.drain_left.seconds) == (rollout_pb2.REPLICA_STATE_DRAINING, 59)
+            finishing = asyncio.ensure_future(served.replica.servicer.finish())
+        assert len((await waiting).samples) == 2
+        await finishing
+
+    async def test_a_further_drain_may_only_shorten_the_grace(self, served):
+        async with served.replica.frozen():
+            stream = served.stream(ask(n=3))
+            await stream.read()
+            finishing = asyncio.ensure_future(served.replica.servicer.finish())
+            for seconds, left in ((60, 59), (600, 59), (0, 0)):
+                request = rollout_pb2.DrainRequest(grace=Duration(seconds=seconds))
+                assert (await served.admin.Drain(request, timeout=TIMEOUT_S)).grace_left.seconds == left
+            ended = deltas_of(await collected(stream), 1)
+            assert [delta.tokens.finish_reason for delta in ended] == [tokens_pb2.FINISH_REASON_ABORT]
+            await finishing
+            assert served.replica.servicer.samples == 0
+
+    async def test_a_negative_grace_is_refused(self, served):
+        call = served.admin.Drain(rollout_pb2.DrainRequest(grace=Duration(seconds=-1)), timeout=TIMEOUT_S)
+        assert list((await refused(call)).violations) == ["grace"]
+
+
 def deltas_of(messages: list[rollout_pb2.GenerateStreamResponse], index: int = 0) -> list[rollout_pb2.SampleDelta]:
     """What a stream brought of one sample."""
     return [delta for message in messages for delta in message.chunk.deltas if delta.tokens.index == index]

@@ -16,6 +16,7 @@ from weightsync_stack import RUN, Stack, running_stack
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
+from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EngineError, EngineTimeoutError
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
@@ -70,8 +71,11 @@ async def replica(models: list[Path], tmp_path: Path) -> AsyncIterator[Replica]:
             common = CommonConfig(run=RUN, model=str(models[0]), peers=PeersConfig(weightsync=sync.target))
             supervisor = EngineSupervisor(engine, 0, lambda _serving: None)
             weights = ReplicaWeights(common, RolloutConfig(replica="one", stage_dir=tmp_path / "stage"), supervisor)
-            requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), 60.0)
-            admin = RolloutAdminServicer("one", supervisor, weights, requests)
+            drain = Drain()
+            requests = RolloutServicer(
+                f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), request_s=60.0, drain=drain
+            )
+            admin = RolloutAdminServicer("one", supervisor, weights, requests, drain=drain, drain_s=5.0)
             server = RpcServer("rollout", ServerConfig(port=0), SecurityConfig())
             name = "sluice.v1.RolloutAdminService"
             server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, admin, name)

@@ -19,6 +19,7 @@ from weightsync_stack import RUN, Stack, running_stack
 
 from rollout_svc.admin import RolloutAdminServicer
 from rollout_svc.config import LimitsConfig, RolloutConfig
+from rollout_svc.drain import Drain
 from rollout_svc.engines.base import EngineError, GenerationRequest, InferenceEngine, PauseMode, Sampling
 from rollout_svc.engines.slots.engine import SlotOptions, TransformersEngine
 from rollout_svc.servicer import RolloutServicer
@@ -98,8 +99,11 @@ async def follow(
         config = RolloutConfig(replica="one", stage_dir=tmp_path / "stage")
         supervisor = EngineSupervisor(engine, restarts, lambda _serving: None)
         weights = ReplicaWeights(common, config, supervisor)
-        requests = RolloutServicer(f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), 60.0)
-        servicer = RolloutAdminServicer("one", supervisor, weights, requests)
+        drain = Drain()
+        requests = RolloutServicer(
+            f"runs/{RUN}", supervisor, ModelTokenizer(None), LimitsConfig(), request_s=60.0, drain=drain
+        )
+        servicer = RolloutAdminServicer("one", supervisor, weights, requests, drain=drain, drain_s=5.0)
         server = RpcServer("rollout", ServerConfig(), SecurityConfig())
         name = "sluice.v1.RolloutAdminService"
         server.add(rollout_pb2_grpc.add_RolloutAdminServiceServicer_to_server, servicer, name)

@@ -18,7 +18,7 @@ from small_models import save_model
 
 from sluice.config import SecurityConfig
 from sluice.rpc import connect
-from sluice.v1 import rollout_pb2, rollout_pb2_grpc
+from sluice.v1 import rollout_pb2, rollout_pb2_grpc, tokens_pb2
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ follow_weights = false
 [rollout.server]
 port = 0
 http_port = 0
-drain_s = 60.0
+drain_s = {drain_s}
 """
 
 
@@ -50,11 +50,11 @@ async def listening(process: asyncio.subprocess.Process) -> tuple[str, str]:
 
 
 @asynccontextmanager
-async def started(directory: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def started(directory: Path, drain_s: float = 60.0) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a replica until the test ends."""
     model = save_model(directory / "model", 1)
     settings = directory / "rollout.toml"
-    settings.write_text(SETTINGS.format(model=model))
+    settings.write_text(SETTINGS.format(model=model, drain_s=drain_s))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "sluice.cli.main", "rollout", "@", str(settings),
         cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
@@ -107,6 +107,71 @@ async def test_a_replica_that_drains_says_so_refuses_new_work_and_finishes_the_r
         assert b"Traceback" not in await log
         with pytest.raises(httpx.ConnectError):
             await http.get(f"{url}/health")
+
+
+@pytest.mark.parametrize("way", ["command", "signal"])
+async def test_what_does_not_end_in_time_is_handed_over_with_its_tokens(tmp_path, way):
+    async with started(tmp_path, drain_s=2.0) as process, asyncio.timeout(DEADLINE_S):
+        target, _ = await listening(process)
+        log = asyncio.create_task(process.stdout.read())
+        async with connect(target, SecurityConfig()) as channel:
+            agent, admin = (
+                rollout_pb2_grpc.RolloutServiceStub(channel),
+                rollout_pb2_grpc.RolloutAdminServiceStub(channel),
+            )
+            request = rollout_pb2.GenerateRequest(
+                token_ids={"ids": [5]}, n=2, sampling={"max_tokens": 400, "ignore_eos": True}
+            )
+            stream = agent.GenerateStream(rollout_pb2.GenerateStreamRequest(request=request), timeout=DEADLINE_S)
+            await stream.read()
+            streamed = [await stream.read()]
+            whole = asyncio.create_task(_awaited(agent.Generate(request, timeout=DEADLINE_S)))
+            while (await admin.GetStatus(rollout_pb2.GetStatusRequest())).running < 4:  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.005)
+            await admin.Pause(
+                rollout_pb2.PauseRequest(mode=rollout_pb2.PAUSE_MODE_KEEP, owner="test", ttl={"seconds": 600})
+            )
+            if way == "command":
+                command = await drain_command(target, "--grace", "0.3s")
+            else:
+                process.send_signal(signal.SIGTERM)
+            while (message := await stream.read()) is not grpc.aio.EOF:
+                streamed.append(message)
+            samples = list((await whole).samples)
+            for index in range(2):
+                parts = [
+                    delta.tokens
+                    for message in streamed
+                    for delta in message.chunk.deltas
+                    if delta.tokens.index == index
+                ]
+                sample = rollout_pb2.GeneratedSample(finish_reason=parts[-1].finish_reason)
+                sample.token_ids.extend(token for part in parts for token in part.token_ids)
+                samples.append(sample)
+            for sample in samples:
+                assert sample.finish_reason == tokens_pb2.FINISH_REASON_ABORT
+                assert 0 < len(sample.token_ids) < 400
+        assert await process.wait() == 0
+        assert b"Traceback" not in await log
+        if way == "command":
+            output, _ = await command.communicate()
+            assert command.returncode == 0
+            first, *_, last = output.decode().splitlines()
+            assert first.endswith("draining, 4 samples left, at most 0 s")
+            assert last.endswith("gone")
+
+
+async def drain_command(target: str, *words: str) -> asyncio.subprocess.Process:
+    """`sluice drain`."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "sluice.cli.main", "drain", target, *words, stdout=asyncio.subprocess.PIPE
+    )
+
+
+async def test_a_drain_of_nobody_says_so(tmp_path):
+    command = await drain_command(f"unix:{tmp_path}/nobody")
+    output, _ = await command.communicate()
+    assert (command.returncode, output) == (1, b"")
 
 
 async def _awaited(call: Awaitable[rollout_pb2.GenerateResponse]) -> rollout_pb2.GenerateResponse:

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,7 +37,7 @@ class Witness:
         return sum((name, now) == (child, state) for name, now, _ in self.states)
 
 
-def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False, drain_s: float = 5.0) -> ChildSpec:
+def spec(tmp_path: Path, name: str, code: str, **more: Any) -> ChildSpec:
     flag = tmp_path / f"{name}.pid"
 
     async def serves() -> None:
@@ -45,7 +46,7 @@ def spec(tmp_path: Path, name: str, code: str, *, ends_run: bool = False, drain_
         flag.rename(flag.with_suffix(".seen"))
 
     argv = (sys.executable, "-S", "-c", code, str(flag))
-    return ChildSpec(name, argv, tmp_path / "logs" / f"{name}.log", serves, ends_run=ends_run, drain_s=drain_s)
+    return ChildSpec(name, argv, tmp_path / "logs" / f"{name}.log", serves, **more)
 
 
 async def eventually(condition) -> None:
@@ -84,6 +85,24 @@ async def test_a_killed_child_is_restarted_and_the_run_continues(tmp_path: Path)
     assert (await running).ending is Ending.STOPPED
     details = [detail for _, state, detail in witness.states if state is ChildState.RESTARTING]
     assert details == ["ended with signal SIGKILL; restart 1 of 3 in 0.5 s"]
+
+
+async def test_a_child_that_may_leave_is_not_started_again_and_the_others_go_on(tmp_path: Path) -> None:
+    witness = Witness()
+    leaves = spec(tmp_path, "leaves", READY + "time.sleep(0.2)", may_leave=True)
+    decider = spec(tmp_path, "decider", READY + "time.sleep(1.5)", ends_run=True)
+    outcome = await run([leaves, decider], witness)
+    assert (outcome.ending, outcome.child) == (Ending.SUCCEEDED, "decider")
+    assert witness.count("leaves", ChildState.LEFT) == 1
+    assert witness.count("leaves", ChildState.STARTING) == 1
+
+
+async def test_a_child_that_may_leave_but_fails_is_started_again(tmp_path: Path) -> None:
+    witness = Witness()
+    fails = spec(tmp_path, "fails", READY + "time.sleep(0.1); sys.exit(1)", may_leave=True)
+    outcome = await run([fails, spec(tmp_path, "other", SERVE)], witness, max_restarts=1)
+    assert (outcome.ending, outcome.child) == (Ending.FAILED, "fails")
+    assert witness.count("fails", ChildState.RESTARTING) == 1
 
 
 async def test_after_the_last_restart_the_outcome_has_the_child_the_reason_and_its_last_lines(tmp_path: Path) -> None:

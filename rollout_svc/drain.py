@@ -1,0 +1,46 @@
+"""A replica leaves: it takes no new requests, and those under way get a time to end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+class Drain:
+    """Whether a replica leaves, and how much time its requests have left. Asked again, it only gets shorter.
+
+    Args:
+        clock: Monotonic seconds.
+
+    Attributes:
+        begun: Set when the replica was asked to leave.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.begun = asyncio.Event()
+        self._clock = clock
+        self._end = float("inf")
+        self._shorter = asyncio.Event()
+
+    def begin(self, grace_s: float) -> None:
+        """Leave after so many seconds at the latest."""
+        self._end = min(self._end, self._clock() + grace_s)
+        self.begun.set()
+        self._shorter.set()
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that the requests have left; infinite before `begin`."""
+        return max(0.0, self._end - self._clock())
+
+    async def until(self, idle: asyncio.Event) -> None:
+        """Wait until an event is set or the time is over."""
+        while self.left_s and not idle.is_set():
+            self._shorter.clear()
+            waits = [asyncio.ensure_future(each.wait()) for each in (idle, self._shorter)]
+            try:
+                await asyncio.wait(waits, timeout=self.left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
